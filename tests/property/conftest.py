@@ -1,4 +1,4 @@
-"""Sequences here are short, so the batch has room for few recent tokens and moves them on often."""
+"""Sequences here are short and batches are small: what is done for long and large ones begins early."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from pointsman.core.kv import manager
 from pointsman.core.state import batch
 
 
@@ -15,4 +16,13 @@ def little_room_for_recent_tokens() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch, "RECENT", 4)
         patch.setattr(batch, "RECENT_WITH_DRAFTS", 8)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="package")
+def few_rows_are_many() -> Iterator[None]:
+    """Three running rows are written as a slice, and two that get blocks by NumPy."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch, "SPANNED_FROM", 3)
+        patch.setattr(manager, "FEW_ROWS", 1)
         yield

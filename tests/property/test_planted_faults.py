@@ -535,6 +535,15 @@ def recent_tokens_are_moved_too_late(patch: Patch) -> None:
     around(patch, "Batch._keep_recent", keep_recent)
 
 
+def the_last_row_is_not_in_the_slice(patch: Patch) -> None:
+    def members(original: Any, members: Any, *args: Any) -> None:
+        original(members, *args)
+        if members.span is not None:
+            members.span = slice(members.span.stop - 1)
+
+    around(patch, "Members.__init__", members)
+
+
 def rejected_drafts_count_as_computed(patch: Patch) -> None:
     def append_runs(original: Any, update: Any, live: Any, drafts: Any, runs: Any) -> Any:
         kept, ends = original(update, live, drafts, runs)
@@ -922,6 +931,7 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (pool_invents_a_block, {}),
     (one_decrement_is_skipped, CACHING),
     (row_is_not_left, {}),
+    (the_last_row_is_not_in_the_slice, {"num_draft_tokens": 0}),
     (row_is_reused_too_early, {"max_steps_in_flight": 3, "max_num_seqs": 5, "max_num_batched_tokens": 12}),
     (token_limit_is_off_by_one, {}),
     (budget_is_off_by_one, {}),

@@ -111,8 +111,12 @@ class FirstComeFirstServed(Policy):
         del self._sorted[count:]
 
     def peek(self) -> Request:
-        request: Request = self.top[-1]
-        return request
+        first = self._sorted
+        head: Request | None = first[0][-1] if first else None
+        if head is None:
+            head = self.top[-1]
+            assert head is not None
+        return head
 
     def pop(self) -> Request:
         request = self.peek()

@@ -21,7 +21,9 @@ columns gathered once, and is replaced, never changed, when the membership chang
 Output tokens move to the request's own array when the space for recent ones is full and when the row is released, so
 memory grows with the tokens that were generated, not with the maximum.
 
-A row is free for reuse once every step that names it has been updated (`fence`): until then it is set aside.
+A row is free for reuse once every step that names it has been updated (`fence`): until then it is set aside. The
+columns of a row that no running request has hold anything, but for `serial`, which is 0: what every running row gets is
+written to a slice that holds them all (`Members.span`).
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.state.acceptance import Acceptance
-from pointsman.core.state.numbers import MAX_INT, ONE, ZERO
+from pointsman.core.state.numbers import BOOL, MAX_INT, ONE, ZERO, set_writeable
 from pointsman.core.state.request import Request, RequestState
 from pointsman.core.state.runs import Runs
 
@@ -54,6 +56,8 @@ _STOP_MASK = np.array(STOP_FILTER_SIZE - 1)  # of int64: what is masked is a pla
 # of two apart, these places would share a few sets of the processor's cache.
 RECENT, RECENT_WITH_DRAFTS = 528, 4112
 _INITIAL_ROWS = 64
+# A slice is faster than a list of rows from that number of running rows on, and up to that length for each of them.
+SPANNED_FROM, SPAN_PER_ROW = 64, 4
 _COLUMNS = (
     "num_tokens",
     "num_computed_tokens",
@@ -82,6 +86,7 @@ class Members:
         "requests",
         "rows",
         "serials",
+        "span",
         "token_limit",
         "trues",
         "zeros",
@@ -92,11 +97,18 @@ class Members:
         self.rows = rows
         self.requests = requests
         self.serials = batch.serial[rows]
-        rows.setflags(write=False)
-        self.serials.setflags(write=False)
+        set_writeable(rows, False)
+        set_writeable(self.serials, False)
         self.token_limit = batch.token_limit[rows]
         self.eos_token_id = batch.eos_token_id[rows]
         self._stop_tokens: Int32Array | None = None
+        self.span: slice | None = None
+        """If these are all running rows: a slice of the columns that holds them, and others, which are free. None: they
+        are too few, or too few of the slice."""
+        if count >= SPANNED_FROM:
+            end = 1 + rows.item(rows.argmax())
+            if end <= SPAN_PER_ROW * count:
+                self.span = slice(end)
         self.ones = batch.ones[:count]
         self.trues = batch.trues[:count]
         self.zeros = batch.zeros[:count]
@@ -257,7 +269,7 @@ class Batch:
             else:
                 self.fenced_rows.append((last_step, row))
         members = self.members
-        stays = self.serial[members.rows].astype(np.bool_)
+        stays = self.serial[members.rows].astype(BOOL)
         self.members = Members(self, members.rows[stays], tuple(compress(members.requests, stays.tolist())))
 
     def fence_passed(self, step_id: int) -> None:
@@ -336,11 +348,27 @@ class Batch:
             self._make_room(requests, rows, num_tokens)
         return num_tokens
 
+    def append_to_all(self, span: slice, token_ids: Int32Array, *, is_last: bool) -> None:
+        """As `append`, for all running rows, which are within `span`."""
+        rows = self.members.rows
+        num_tokens = self.num_tokens[span]
+        self._flat_recent[(self.recent_offset[span] + num_tokens)[rows]] = token_ids
+        num_tokens += ONE  # in the column
+        if is_last:
+            self.num_pending[span] = ZERO
+        else:
+            pending = self.num_pending[span]
+            pending -= ONE
+        self.least_left -= 1
+        self._least_room -= 1
+        if self._least_room <= 0:
+            self._make_room(self.members.requests, rows, self.num_tokens[rows])
+
     def append_steps(
         self, requests: Sequence[Request], rows: Int64Array, token_ids: Int32Array, last: Int32Array, num_steps: int
-    ) -> Int64Array:
+    ) -> None:
         """The tokens of `num_steps` steps, one for each row and step: [rows], the same in each, or [steps, rows]; those
-        of the last step are `last` [rows]. Nothing of these rows is in flight. Returns the rows' new `num_tokens`."""
+        of the last step are `last` [rows]. Nothing of these rows is in flight."""
         num_tokens = self.num_tokens[rows]
         done = 0
         while done < num_steps:
@@ -357,7 +385,6 @@ class Batch:
             if self._least_room <= 0:
                 self._make_room(requests, rows, num_tokens)
         self.least_left -= num_steps
-        return num_tokens
 
     def append_runs(self, requests: Sequence[Request], rows: Int64Array, runs: Runs, num_tokens: Int64Array) -> None:
         """The tokens of run i for `rows[i]` (distinct rows), which then has `num_tokens[i]`.

@@ -17,7 +17,7 @@ Int64Array = npt.NDArray[np.int64]
 MAX_INT = 2**31 - 1
 """Token ids and numbers of blocks are passed as int32."""
 
-INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
+INT32, INT64, BOOL = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.bool_)
 UINT32, UINT64 = np.dtype(np.uint32), np.dtype(np.uint64)
 ONE: Int64Array = np.array(1)
 """An array without dimensions, like the next ones: a Python number is converted at every use."""

@@ -74,7 +74,8 @@ def token_array(request_id: str, token_ids: IntArray | Sequence[int]) -> Int32Ar
         except (TypeError, OverflowError):
             pass  # the general path reports what is wrong
         else:
-            if plain.min() >= 0:  # as unsigned, all were at least 0, and what is too large is negative here
+            # As unsigned, all were at least 0, and what is too large is negative here. `argmin` takes less than `min`.
+            if plain.item(plain.argmin()) >= 0:
                 return plain
     try:
         wide = np.asarray(token_ids)

@@ -37,7 +37,7 @@ from pointsman.core.step.in_flight import AdmittedRequest, Grant, StepRecord
 from pointsman.core.step.loading import Loading
 from pointsman.core.step.needs import Need, Needs
 from pointsman.core.step.request_table import RequestTable
-from pointsman.core.step.running import Running
+from pointsman.core.step.running import Advance, Running
 from pointsman.core.step.search import MAX_SKIPPED, KeptVerdict, Search
 
 
@@ -129,6 +129,14 @@ class Admission:
         self._kept: KeptVerdict | None = None
         self._lacking: Shortage | None = None  # of the request that was checked last
         self._search = self._make_search(config)
+        self._may_stay_blocked = (
+            gates.reserves.bypass is None
+            and loading is None
+            and not gates.openers
+            and not self._static
+            and config.batching != "prefill-first"
+        )
+        """Whether no part must be asked in every step, whether the head is blocked or not."""
         self._newly_deferred: list[tuple[Request, Deferral]] = []
         self._batch_forms = True  # static: only the token budget kept the last step from admitting more
 
@@ -150,6 +158,8 @@ class Admission:
             return
         advance, admitted, now = step.advance, step.admitted, step.now
         assert advance is not None
+        if self._kept is not None and self._stays_blocked(self._kept, step, advance):
+            return
         closed = self._closed(advance.preempted)
         self._batch_forms = False
         for open_queue in self._openers:
@@ -220,6 +230,35 @@ class Admission:
             batch.join([entry.row for entry in admitted], [entry.request for entry in admitted])
         if self._newly_deferred:
             self._report_deferrals(now)
+
+    def _stays_blocked(self, kept: KeptVerdict, step: StepRecord, advance: Advance) -> bool:
+        """Whether the head of the queue lacks blocks as before, as `check` would find, too: so it is in most steps of a
+        full pool. Then all that `admit` would do is done here, and nothing else is asked."""
+        batch, table, shortage, free = self._batch, self._table, kept.shortage, self._kv.pool.num_free
+        if (
+            shortage is None
+            or free >= shortage.required
+            or not self._may_stay_blocked
+            or advance.preempted
+            or step.displacer is not None
+            or self.pause is not None
+            or batch.num_prefilling
+        ):
+            return False
+        head, budget, num_running = table.queue.peek(), self.budget.tokens - advance.total, len(batch.members.requests)
+        if (
+            head is not kept.request
+            or head.adapter is not None
+            or budget <= 0
+            or num_running >= self.max_num_active_seqs
+            or kept.key != self._key(budget, num_running, 0)
+        ):
+            return False
+        table.blocker = head
+        self._defer(head, shortage.deferral(free), step)
+        if self._newly_deferred:
+            self._report_deferrals(step.now)
+        return True
 
     def _closed(self, preempted: bool) -> Reason | None:
         """Why this step admits no request at all."""

@@ -16,7 +16,7 @@ from pointsman.core.errors import StepOrderError
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.policy.encoder_budget import EncoderCache
 from pointsman.core.state.batch import NO_SAMPLE, Batch, Members
-from pointsman.core.state.numbers import INT32, set_writeable
+from pointsman.core.state.numbers import BOOL, INT32, set_writeable
 from pointsman.core.state.output import IntArray, OutputFields, SchedulerOutput
 from pointsman.core.state.request import Request
 from pointsman.core.state.runs import join_runs
@@ -158,7 +158,7 @@ class Emission:
             tuple(finished) if finished else (),
             self._common_prefix.count(advance.rows) if self._common_prefix is not None else 0,
             record.loads,
-            self._kv.take_saves(),
+            self._kv.take_saves() if self._kv.saves else (),
         )
         # Arrays made for this output; those that steps share are flagged where they are made. By position, in a third
         # of the time of the keyword, which the types demand.
@@ -217,7 +217,7 @@ class Emission:
         if self._kv.has_connector:
             external = np.array([entry.grant.num_external_tokens for entry in admitted])
         blocks = [entry.blocks for entry in admitted]
-        samples = batch.num_pending[rows[start:]].astype(np.bool_)
+        samples = batch.num_pending[rows[start:]].astype(BOOL)
         indices = batch.count_up[start : start + count]
         advance.requests, advance.rows, advance.serials = requests, rows, serials
         advance.num_computed_tokens = np.concatenate([advance.num_computed_tokens, cached])

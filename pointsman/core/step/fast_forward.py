@@ -187,10 +187,10 @@ class FastForward:
         if kv.returned is not None:
             returned, kv.returned = kv.returned, []
         self._drafts.last_updated_step = last_step_id
-        num_tokens = batch.append_steps(members.requests, rows, tokens, last, num_steps)
+        batch.append_steps(members.requests, rows, tokens, last, num_steps)
         last = last.copy()
         last.setflags(False)  # type: ignore[call-arg]
-        fields, ends = self._update.plain_ends(members, last, num_tokens)
+        fields, ends = self._update.plain_ends(members, last)
         if ends:
             self._update.finish(fields, ends)
         sealed: Any = fields

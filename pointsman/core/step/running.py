@@ -103,6 +103,7 @@ class Running:
         self.steady_rows = budget.full
         """With more rows, not all of them can decode in a step."""
         self._speculates = config.num_draft_tokens > 0
+        self._most_in_flight = config.max_steps_in_flight - 1  # samples of a row, while a step is scheduled
         limited = any(limit.limits_drafts for limit in limits)
         self._steady_drafts_allowed = not limited and config.num_draft_tokens < config.block_size
 
@@ -182,20 +183,25 @@ class Running:
     def _advance_steady(self, in_flight: bool) -> Advance | None:
         """Every row decodes one token; None, with nothing changed, if that is not possible."""
         batch, members = self._batch, self._batch.members
-        rows = members.rows
-        pending = members.zeros
-        if in_flight:
-            pending = batch.num_pending[rows]
-            expected = batch.num_tokens[rows] + pending
-            if self._speculates or batch.num_not_ahead or (expected >= members.token_limit).any():
-                return None
+        rows, span = members.rows, members.span
+        if in_flight and (self._speculates or batch.num_not_ahead or self._has_last_in_flight()):
+            return None
         computed = batch.num_computed_tokens[rows]
         lacking = (computed >= batch.num_slots[rows]).nonzero()[0]
         if len(lacking) > self._kv.pool.num_free:
             return None
         block_ids = self._kv.grow_by_one(batch, rows[lacking]) if len(lacking) else NO_BLOCKS
-        batch.num_computed_tokens[rows] = computed + ONE
-        batch.num_pending[rows] = pending + ONE if in_flight else ONE
+        if span is not None:
+            column = batch.num_computed_tokens[span]
+            column += ONE
+            if in_flight:
+                column = batch.num_pending[span]
+                column += ONE
+            else:
+                batch.num_pending[span] = ONE
+        else:
+            batch.num_computed_tokens[rows] = computed + ONE
+            batch.num_pending[rows] = batch.num_pending[rows] + ONE if in_flight else ONE
         # By position, in the order of the fields: with keywords it takes three times as long.
         return Advance(
             members.requests,
@@ -212,6 +218,14 @@ class Running:
             False,  # preempted
             (),  # unpublished
         )
+
+    def _has_last_in_flight(self) -> bool:
+        """Whether a sample in flight brings a row to its token limit."""
+        batch, members = self._batch, self._batch.members
+        if batch.least_left > self._most_in_flight:
+            return False
+        expected = batch.num_tokens[members.rows] + batch.num_pending[members.rows]
+        return bool((expected >= members.token_limit).any())
 
     def _free_blocks(self, preempt: Preempt) -> None:
         """Every row decodes one token, and some rows lack a block: preempt one row."""
@@ -245,7 +259,7 @@ class Running:
             return None
         block_ids = self._kv.grow_by_one(batch, rows[lacking]) if len(lacking) else NO_BLOCKS
         batch.num_computed_tokens[rows] = end
-        batch.num_pending[rows] = ONE
+        batch.num_pending[rows if members.span is None else members.span] = ONE
         return Advance(
             members.requests,
             rows,

@@ -92,18 +92,21 @@ class Update:
             return self._append_some(step, output, result)
         token_ids = checked_tokens(result, len(members.requests))
         step.is_over = True
-        num_tokens = self._batch.append(members.requests, members.rows, token_ids, is_last=self._is_last())
-        return self.plain_ends(members, token_ids, num_tokens)
+        if members.span is not None:
+            self._batch.append_to_all(members.span, token_ids, is_last=self._is_last())
+        else:
+            self._batch.append(members.requests, members.rows, token_ids, is_last=self._is_last())
+        return self.plain_ends(members, token_ids)
 
-    def plain_ends(self, members: Members, token_ids: Int32Array, num_tokens: Int64Array) -> tuple[UpdateFields, Ends]:
+    def plain_ends(self, members: Members, token_ids: Int32Array) -> tuple[UpdateFields, Ends]:
         """Which running requests stop with their newest tokens, after an append to all of them."""
         done = token_ids == members.eos_token_id
         if self._batch.may_end(0):
-            done |= num_tokens >= members.token_limit
+            done |= self._batch.num_tokens[members.rows] >= members.token_limit
         any_done = len(done) and done.item(done.argmax())  # in half the time of counting
         if not (any_done or self._batch.stop_filter.num_rows or self._batch.num_watched):
             return UpdateFields(token_ids, members.ones), []  # as in most steps
-        ends = self._find_ends(members.requests, members.rows, token_ids, num_tokens, done)
+        ends = self._find_ends(members.requests, members.rows, token_ids, done)
         return UpdateFields(token_ids, members.ones), ends
 
     def finish(self, update: UpdateFields, ends: Ends) -> None:
@@ -127,7 +130,6 @@ class Update:
         requests: Sequence[Request],
         rows: Int64Array,
         token_ids: Int32Array,
-        num_tokens: Int64Array,
         done: npt.NDArray[np.bool_],
     ) -> Ends:
         """Which requests stop after an append to live rows: candidates are `done` or have unusual stop conditions."""
@@ -138,7 +140,8 @@ class Update:
             done |= (batch.flags[rows] & WATCHED) != 0
         ends: Ends = []
         for index in done.nonzero()[0].tolist():
-            end = stop_condition(requests[index], int(num_tokens[index]), int(token_ids[index]))
+            num_tokens = batch.num_tokens.item(rows.item(index))
+            end = stop_condition(requests[index], num_tokens, token_ids.item(index))
             if end is not None:
                 ends.append((index, end))
         return ends
@@ -159,7 +162,7 @@ class Update:
             num_tokens = batch.append(requests, rows, tokens, is_last=self._is_last())
             done = tokens == batch.eos_token_id[rows]
             done |= num_tokens >= batch.token_limit[rows]
-            found = self._find_ends(requests, rows, tokens, num_tokens, done)
+            found = self._find_ends(requests, rows, tokens, done)
             ends += [(int(at[index]), end) for index, end in found]
             counts[at] = 1
         for index in (~is_live).nonzero()[0].tolist():

@@ -22,6 +22,7 @@ from vllm.v1.request import RequestStatus
 from pointsman.core import FinishReason as Reason
 from pointsman.core import Request, StepResult, StepResultError, StepUpdate
 from pointsman.core import SchedulerOutput as Output
+from pointsman.core.state.numbers import INT32
 
 FINISH_REASONS: Mapping[Reason, FinishReason] = {
     Reason.STOP: FinishReason.STOP,
@@ -88,7 +89,8 @@ def to_result(output: Output, sampled: Sampled) -> StepResult:
     lists = sampled.lists
     has_drafts = len(output.draft_token_ids)
     try:
-        tokens: npt.NDArray[np.integer] = np.frombuffer(array("I", [token for (token,) in lists]), dtype=np.uint32)
+        # What is too large for int32 is negative as such.
+        tokens: npt.NDArray[np.integer] = np.frombuffer(array("I", [token for (token,) in lists]), dtype=INT32)
         if not has_drafts:  # a third of the time
             return StepResult(tokens)
     except (ValueError, OverflowError):  # no token, or several, or one that is out of range

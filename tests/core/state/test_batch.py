@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import pointsman.core.step.update as update_module
-from pointsman.core import Request, RequestStatus
+from pointsman.core import Request, RequestStatus, StepResult
+from pointsman.core.kv import manager
+from pointsman.core.state import batch
 from pointsman.core.state.batch import STOP_FILTER_SIZE, StopFilter
 
 from ..helpers import Host
@@ -80,3 +82,65 @@ def test_only_rows_whose_token_may_be_a_stop_token_are_looked_at(monkeypatch: py
     assert not seen
     host.step({f"r{number}": 101 if number == 4 else 3 for number in range(8)})
     assert seen == [("r4", 101)]
+
+
+# ------------------------------------------------------------------ all running rows as a slice
+
+
+def decided(monkeypatch: pytest.MonkeyPatch, max_steps_in_flight: int, **constants: int) -> list[object]:
+    """Outputs and updates while requests of different lengths come, are preempted, are aborted and finish."""
+    monkeypatch.setattr(batch, "SPANNED_FROM", constants["spanned_from"])
+    monkeypatch.setattr(manager, "FEW_ROWS", constants["few_rows"])
+    sizes = {"num_blocks": 40, "max_num_seqs": 12, "max_num_batched_tokens": 40}
+    host = Host(**sizes, max_steps_in_flight=max_steps_in_flight)
+    found: list[object] = []
+    in_flight = []
+    for number in range(130):
+        if number < 90:
+            host.add(f"r{number}", 2 + number % 7, max_tokens=3 + number * number % 23)
+        if number % 11 == 10:
+            host.abort(f"r{number - 7}")
+        output = host.schedule()
+        fields = (
+            output.rows,
+            output.num_computed_tokens,
+            output.num_scheduled_tokens,
+            output.samples,
+            output.block_ids,
+        )
+        found.append([field.tolist() for field in fields])
+        in_flight.append(output)
+        if len(in_flight) == max_steps_in_flight:
+            tokens = np.arange(int(in_flight[0].samples.sum())) + 7 * number
+            update = host.scheduler.update(in_flight[0], StepResult(tokens), host.now)
+            host.scheduler.check_invariants()
+            found.append((update.token_ids.tolist(), [request.request_id for request in update.finished]))
+            in_flight.pop(0)
+    assert host.scheduler.stats().num_preemptions > 5
+    return found
+
+
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_many_rows_at_once_get_what_they_get_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, max_steps_in_flight: int
+) -> None:
+    at_once = decided(monkeypatch, max_steps_in_flight, spanned_from=1, few_rows=0)
+    assert at_once == decided(monkeypatch, max_steps_in_flight, spanned_from=1000, few_rows=1000)
+
+
+def test_the_slice_holds_every_running_row_unless_most_of_it_would_be_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "SPANNED_FROM", 2)
+    host = Host(num_blocks=64, max_num_seqs=12, max_num_batched_tokens=64)
+    for number in range(12):
+        host.add(f"r{number}")
+    host.step()
+    members = host.scheduler._batch.members
+    assert members.span is not None
+    assert members.span.stop == max(members.rows) + 1 == 12
+    for number in range(10):
+        host.abort(f"r{number}")
+    assert host.scheduler._batch.members.rows.tolist() == [10, 11]
+    assert host.scheduler._batch.members.span is None
+    host.step()
+    host.abort("r10")
+    assert host.scheduler._batch.members.span is None, "one row is too few"
