@@ -40,7 +40,7 @@ class Teller {
     const request = this.film.requests[event.request];
     switch (event.op) {
       case "added": {
-        const tenant = request.tenant === null ? "" : ` of tenant ${request.tenant}`;
+        const tenant = !request.tenant ? "" : ` of tenant ${request.tenant}`;
         return `${who} is added${tenant}: ${counted(request.promptTokens, "prompt token")}`;
       }
       case "refused":
@@ -107,7 +107,7 @@ class Teller {
     let blocked = "";
     const count = (until) => {
       if (reason === "running") ran += until - since;
-      else if (reason && until > since) {
+      else if (reason && until !== since) {
         const name = reason === BEHIND && blocked ? `${BEHIND}, ${blocked}` : reason;
         waited.set(name, (waited.get(name) ?? 0) + until - since);
       }
