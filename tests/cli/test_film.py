@@ -77,3 +77,16 @@ def test_a_picture_of_a_recording_and_of_a_film(pointsman: Run, recording: Path,
     assert json.loads((tmp_path / "run.json").read_text())["traceEvents"]
     check_refused(pointsman("plot", recording, "-o", "run.gif3"), "must end with one of", "'gif3'")
     check_refused(pointsman("plot", tmp_path / "nothing.film"), "cannot read")
+
+
+def test_a_page_of_a_recording_and_of_a_film(pointsman: Run, recording: Path, tmp_path: Path) -> None:
+    made = pointsman("play", recording)
+    assert made.code == 0 and made.out == f"{recording.with_suffix('.html')}\n"
+    page = recording.with_suffix(".html").read_text()
+    assert "Content-Security-Policy" in page and "{" + "film}" not in page and "[bold]" not in page  # it is packed
+    pointsman("film", recording)
+    other = pointsman("play", recording.with_suffix(".film"), "-o", tmp_path / "other.html")
+    assert other.code == 0 and (tmp_path / "other.html").stat().st_size > 20_000
+    check_refused(pointsman("play", recording, "-o", tmp_path / "none" / "x.html"), "cannot write")
+    (tmp_path / "broken.film").write_bytes(recording.with_suffix(".film").read_bytes()[:200])
+    check_refused(pointsman("play", tmp_path / "broken.film"), "broken.film: ")

@@ -122,10 +122,14 @@ class Filmed:
         scheduler.start_film(self._film)
         scheduler.add_listener(self.witness)
 
+    def finish(self) -> bytes:
+        """The film."""
+        self._film.close()
+        return self._file.getvalue()
+
     def check(self, seed: int) -> None:
         """Compare some frames with what was seen."""
-        self._film.close()
-        made = Film(io.BytesIO(self._file.getvalue()))
+        made = Film(io.BytesIO(self.finish()))
         assert self.witness is not None
         seen = self.witness.seen
         assert made.is_complete and len(made.frames) == len(seen)

@@ -1,0 +1,576 @@
+// Reads a film: which frames it has, and what was true at any of them. As pointsman/web/film.py, which tests compare it with.
+//
+//     const film = await Film.read(arrayBuffer)
+//     film.frames                 one for each step that was decided alone, and for each run of steps
+//     film.stateAt(17)            requests, queue, blocks, when frame 17 had been decided
+//     film.eventsOf(17)           what led to it, in order
+//
+// Nothing is decided here: a state is the key frame of its chunk with the events since then applied.
+
+"use strict";
+
+const MAGIC = "pointsman film\n";
+const FORMAT_VERSION = 1;
+const MAX_CHUNK = 2 ** 28;
+
+class FilmError extends Error {}
+
+// The columns of each kind of chunk, in order; those with + hold differences. As COLUMNS in film_format.py.
+const COLUMNS = {
+  R: "id tenant +arrival prompt_tokens max_tokens priority",
+  E: `key_time +key_running +key_waiting +key_parked key_status key_reason key_computed key_cached key_generated
+    key_prompt key_preemptions key_flight key_flight_request key_flight_tokens key_flight_flags op +time +request
+    refused_why parked_status deferred_reason deferred_missing deferred_holder admitted_resumed admitted_cached
+    admitted_external preempted_cause preempted_lost preempted_cached preempted_recovery finished_reason
+    finished_generated finished_detail +step_id step_blocked +step_free +step_blocker step_skipped +skipped_request
+    step_exceptions exception_row exception_tokens exception_flags update_exceptions update_row update_count
+    steps_count steps_ends +steps_micros failed_steps failed_rows failed_computed load_tokens load_failed priority
+    extended_prompt extended_generated pause_mode limit`,
+  B: "key_count +key_block +key_held key_held_count key_cached +frame op +request count +block value",
+};
+for (const [kind, names] of Object.entries(COLUMNS)) {
+  COLUMNS[kind] = names.split(/\s+/).map((name) => ({ name: name.replace("+", ""), differences: name[0] === "+" }));
+}
+
+// What each event has besides its time, and its request unless it is of none.
+const OF_STEPS = ["step_id", "step_blocked", "step_free", "step_blocker", "step_skipped"];
+const FIELDS = {
+  added: [], refused: ["refused_why"], queued: [], parked: ["parked_status"],
+  deferred: ["deferred_reason", "deferred_missing", "deferred_holder"],
+  admitted: ["admitted_resumed", "admitted_cached", "admitted_external"],
+  preempted: ["preempted_cause", "preempted_lost", "preempted_cached", "preempted_recovery"],
+  rolled_back: [], finished: ["finished_reason", "finished_generated", "finished_detail"],
+  step: [...OF_STEPS, "step_exceptions"], update: ["update_exceptions"],
+  steps: [...OF_STEPS, "steps_count", "steps_ends"], failed: ["failed_steps", "failed_rows"],
+  load_started: ["load_tokens"], load_finished: ["load_tokens", "load_failed"], priority: ["priority"],
+  extended: ["extended_prompt", "extended_generated"], paused: ["pause_mode"], limited: ["limit"],
+};
+const OF_NO_REQUEST = new Set(["step", "update", "steps", "failed", "paused", "limited"]);
+
+// ---------------------------------------------------------------------------------------------------------- bytes
+
+// Numbers of seven bits a byte, the lowest first.
+class Reader {
+  constructor(bytes) {
+    this.bytes = bytes;
+    this.at = 0;
+  }
+
+  number() {
+    let value = 0;
+    let scale = 1;
+    for (;;) {
+      if (this.at >= this.bytes.length) throw new FilmError("a chunk ends within a column; the film is broken");
+      const byte = this.bytes[this.at++];
+      value += (byte & 127) * scale;
+      if (byte < 128) return value;
+      scale *= 128;
+      if (scale > 2 ** 63) throw new FilmError("a number has more than ten bytes; the film is broken");
+    }
+  }
+
+  column(differences) {
+    const count = this.number();
+    if (count > this.bytes.length - this.at) throw new FilmError("a column is longer than its chunk; the film is broken");
+    const values = new Array(count);
+    let last = 0;
+    for (let index = 0; index < count; index++) {
+      const folded = this.number();
+      const value = folded % 2 ? -(folded + 1) / 2 : folded / 2;
+      last = differences ? last + value : value;
+      values[index] = last;
+    }
+    return values;
+  }
+
+  strings() {
+    if (this.at === this.bytes.length) return [];
+    const count = this.number();
+    const text = new TextDecoder().decode(this.bytes.subarray(this.at, this.at + count));
+    try {
+      return JSON.parse(text);
+    } catch {
+      throw new FilmError("the strings of a chunk are no JSON; the film is broken");
+    }
+  }
+}
+
+async function inflate(bytes, size) {
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const out = new Uint8Array(size);
+  let at = 0;
+  try {
+    for await (const part of stream) {
+      if (at + part.length > size) throw new FilmError("a chunk is longer than it says; the film is broken");
+      out.set(part, at);
+      at += part.length;
+    }
+  } catch (error) {
+    if (error instanceof FilmError) throw error;
+    throw new FilmError(`a chunk cannot be unpacked (${error.message}); the film is broken`);
+  }
+  if (at !== size) throw new FilmError("a chunk is shorter than it says; the film is broken");
+  return out;
+}
+
+function unpack(kind, bytes) {
+  const reader = new Reader(bytes);
+  const columns = {};
+  for (const { name, differences } of COLUMNS[kind]) columns[name] = reader.column(differences);
+  return { columns, strings: reader.strings() };
+}
+
+// ---------------------------------------------------------------------------------------------------------- a film
+
+class Film {
+  static async read(buffer) {
+    const film = new Film();
+    await film._read(new Uint8Array(buffer));
+    return film;
+  }
+
+  async _read(bytes) {
+    const head = new TextDecoder("latin1").decode(bytes.subarray(0, MAGIC.length));
+    if (head !== MAGIC) throw new FilmError("it is no film (pointsman film makes one from a recording)");
+    const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
+    let at = MAGIC.length;
+    try {
+      const size = view.getUint32(at, true);
+      this.header = JSON.parse(new TextDecoder().decode(bytes.subarray(at + 4, at + 4 + size)));
+      at += 4 + size;
+    } catch {
+      throw new FilmError("the film's header is broken; make it again from its recording");
+    }
+    if (this.header.format_version !== FORMAT_VERSION) {
+      throw new FilmError(
+        `the film has format version ${this.header.format_version}, and this page reads ${FORMAT_VERSION}; make the ` +
+          "page again with the version of Pointsman that made the film"
+      );
+    }
+    this.requests = [];
+    this.chunks = [];
+    this.isComplete = false;
+    let added = null;
+    while (at + 9 <= bytes.length) {
+      const kind = String.fromCharCode(bytes[at]);
+      const length = view.getUint32(at + 1, true);
+      const size = view.getUint32(at + 5, true);
+      if (size > MAX_CHUNK || !"REBZ".includes(kind)) throw new FilmError("a chunk is none of a film; it is broken");
+      if (at + 9 + length > bytes.length) break;
+      const packed = bytes.subarray(at + 9, at + 9 + length);
+      at += 9 + length;
+      if (kind === "Z") this.isComplete = true;
+      else if (kind === "R") added = unpack("R", await inflate(packed, size)).columns;
+      else if (kind === "E") {
+        if (added === null) throw new FilmError("events come before their requests; the film is broken");
+        const { columns, strings } = unpack("E", await inflate(packed, size));
+        this.chunks.push({ events: columns, strings, packedBlocks: null, blocks: null, walk: null });
+        this._addRequests(added, strings);
+        added = null;
+      } else if (this.chunks.length) {
+        this.chunks[this.chunks.length - 1].packedBlocks = { packed, size };
+      }
+    }
+    if (!this.chunks.length) throw new FilmError("the film has no events; it was cut off at once");
+    this.hasBlocks = this.chunks.every((chunk) => chunk.packedBlocks !== null);
+    this._index();
+  }
+
+  // Blocks are unpacked when they are first shown.
+  async loadBlocks(frame) {
+    const chunk = this.chunks[this.frames[frame].chunk];
+    if (chunk.blocks === null && this.hasBlocks) {
+      const { packed, size } = chunk.packedBlocks;
+      chunk.blocks = unpack("B", await inflate(packed, size)).columns;
+    }
+  }
+
+  _addRequests(columns, strings) {
+    for (let index = 0; index < columns.id.length; index++) {
+      const tenant = columns.tenant[index];
+      this.requests.push({
+        id: String(strings[columns.id[index]]),
+        tenant: tenant ? String(strings[tenant - 1]) : null,
+        arrival: columns.arrival[index] / 1e6,
+        promptTokens: columns.prompt_tokens[index],
+        maxTokens: columns.max_tokens[index],
+        priority: columns.priority[index],
+      });
+    }
+  }
+
+  // Every event, decoded once, and the frames among them.
+  _index() {
+    const ops = this.header.names.ops;
+    this.frames = [];
+    for (const [index, chunk] of this.chunks.entries()) {
+      const at = {};
+      const next = (name) => {
+        const column = chunk.events[name];
+        const place = at[name] ?? 0;
+        if (place >= column.length) throw new FilmError(`column ${name} is too short; the film is broken`);
+        at[name] = place + 1;
+        return column[place];
+      };
+      const several = (name, count) => {
+        const place = at[name] ?? 0;
+        if (place + count > chunk.events[name].length) throw new FilmError(`column ${name} is too short; the film is broken`);
+        at[name] = place + count;
+        return chunk.events[name].slice(place, place + count);
+      };
+      chunk.list = chunk.events.op.map((number, place) => {
+        const op = ops[number];
+        if (!(op in FIELDS)) throw new FilmError("an event is of no known kind; the film is broken");
+        const event = { op, time: chunk.events.time[place] / 1e6, request: OF_NO_REQUEST.has(op) ? null : next("request") };
+        if (event.request !== null && !(event.request in this.requests)) {
+          throw new FilmError("an event names a request that is not in the film; it is broken");
+        }
+        for (const name of FIELDS[op]) event[name.replace(/^[a-z]+_/, "")] = next(name);
+        if (op === "step" || op === "steps") {
+          event.skipped = event.skipped ? several("skipped_request", event.skipped - 1) : null;
+        }
+        if (op === "step") {
+          event.rows = [];
+          for (let count = event.exceptions; count > 0; count--) {
+            event.rows.push([next("exception_row"), next("exception_tokens"), next("exception_flags")]);
+          }
+        } else if (op === "update") {
+          const rows = several("update_row", event.exceptions);
+          const counts = several("update_count", event.exceptions);
+          event.rows = rows.map((row, index) => [row, counts[index]]);
+        } else if (op === "failed") {
+          event.computed = several("failed_computed", event.rows);
+        } else if (op === "steps") {
+          event.micros = several("steps_micros", event.count);
+        } else if (op === "refused") {
+          event.why = String(chunk.strings[event.why]);
+        } else if (op === "finished") {
+          event.detail = event.detail ? String(chunk.strings[event.detail - 1]) : "";
+        }
+        if (op === "step" || op === "steps") {
+          this.frames.push({
+            chunk: index, event: place, step: event.id, numSteps: op === "step" ? 1 : event.count, time: event.time,
+          });
+        }
+        return event;
+      });
+    }
+    if (!this.frames.length) throw new FilmError("the film has no step");
+    const last = this.chunks[this.chunks.length - 1];
+    const event = last.list.at(-1);
+    this.end = event === undefined ? last.events.key_time[0] / 1e6 : event.time;
+    if (event?.op === "steps") this.end += event.micros.reduce((sum, one) => sum + one, 0) / 1e6;
+  }
+
+  // What led to a frame, its own step last.
+  eventsOf(frame) {
+    const { chunk, event } = this.frames[frame];
+    const before = frame > 0 ? this.frames[frame - 1] : null;
+    if (before === null || before.chunk === chunk) {
+      return this.chunks[chunk].list.slice(before === null ? 0 : before.event + 1, event + 1);
+    }
+    return [...this.chunks[before.chunk].list.slice(before.event + 1), ...this.chunks[chunk].list.slice(0, event + 1)];
+  }
+
+  *allEvents() {
+    for (const chunk of this.chunks) yield* chunk.list;
+  }
+
+  // The frame that was decided last at a time.
+  frameAt(time) {
+    let low = 0;
+    let high = this.frames.length;
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (this.frames[middle].time <= time) low = middle;
+      else high = middle;
+    }
+    return low;
+  }
+
+  frameOfStep(step) {
+    let low = 0;
+    let high = this.frames.length;
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (this.frames[middle].step <= step) low = middle;
+      else high = middle;
+    }
+    const found = this.frames[low];
+    return found.step <= step && step < found.step + found.numSteps ? low : null;
+  }
+
+  // What was true when a frame had been decided; of steps at once, when they were over. The caller only reads it, until
+  // the next call. With blocks, `loadBlocks` comes before it.
+  stateAt(frame) {
+    const { chunk, event } = this.frames[frame];
+    const of = this.chunks[chunk];
+    let walk = of.walk;
+    if (walk === null || walk.next > event + 1 || walk.numEnds || (walk.hasBlocks !== (of.blocks !== null))) {
+      walk = of.walk = new Walk(this, of);
+    }
+    while (walk.next <= event || walk.numEnds) walk.apply(of.list[walk.next++]);
+    return walk.state;
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------- a state
+
+class Walk {
+  constructor(film, chunk) {
+    this.film = film;
+    this.names = film.header.names;
+    this.next = 0;
+    this.numEnds = 0;
+    this.numFrames = 0;
+    this.hasBlocks = chunk.blocks !== null;
+    this.blocks = null;
+    this._keyFrame(chunk.events);
+    if (this.hasBlocks) this._openBlocks(chunk.blocks);
+  }
+
+  _keyFrame(columns) {
+    const running = columns.key_running;
+    const waiting = columns.key_waiting;
+    const parked = columns.key_parked;
+    const requests = new Map();
+    [...running, ...waiting, ...parked].forEach((number, index) => {
+      const numPreemptions = columns.key_preemptions[index];
+      requests.set(number, {
+        number, status: numPreemptions ? "preempted" : "waiting", prompt: columns.key_prompt[index],
+        generated: columns.key_generated[index], computed: 0, cached: columns.key_cached[index], numPreemptions,
+        reason: null, missing: 0, holder: null, admission: 1, table: [],
+      });
+    });
+    running.forEach((number, index) => {
+      Object.assign(requests.get(number), { status: "running", computed: columns.key_computed[index] });
+    });
+    parked.forEach((number, index) => (requests.get(number).status = this.names.statuses[columns.key_status[index]]));
+    waiting.forEach((number, index) => {
+      const reason = columns.key_reason[index];
+      requests.get(number).reason = reason ? this.names.reasons[reason - 1] : null;
+    });
+    const inFlight = [];
+    let at = 0;
+    for (const count of columns.key_flight) {
+      const rows = [];
+      for (const end = at + count; at < end; at++) {
+        const flags = columns.key_flight_flags[at];
+        rows.push({
+          number: columns.key_flight_request[at] - 1, tokens: columns.key_flight_tokens[at], samples: (flags & 1) === 1,
+          drafts: flags >> 2, admission: flags & 2 ? 1 : 0,
+        });
+      }
+      inFlight.push(rows);
+    }
+    this.state = {
+      requests, running: [...running], waiting: [...waiting], parked: [...parked], time: columns.key_time[0] / 1e6,
+      batch: [], blocker: null, skipped: [], inFlight, numFree: null, blocked: null, held: new Map(), references: null,
+      isCached: null,
+    };
+  }
+
+  apply(event) {
+    const state = this.state;
+    state.time = event.time;
+    if (event.request === null) {
+      this[`_${event.op}`]?.(event);
+      return;
+    }
+    this._ofRequest(event);
+    if (this.numEnds) {
+      this.numEnds--;
+      if (!this.numEnds) this._blocksOf(this.numFrames - 1, false);
+    }
+  }
+
+  _ofRequest(event) {
+    const state = this.state;
+    let one = state.requests.get(event.request);
+    if (one === undefined) {
+      if (event.op === "refused") return;
+      one = {
+        number: event.request, status: "waiting", prompt: this.film.requests[event.request].promptTokens, generated: 0,
+        computed: 0, cached: 0, numPreemptions: 0, reason: null, missing: 0, holder: null, admission: 0, table: [],
+      };
+      state.requests.set(event.request, one);
+    }
+    const names = this.names;
+    switch (event.op) {
+      case "queued":
+      case "rolled_back":
+        this._move(one, state.waiting, one.numPreemptions ? "preempted" : "waiting");
+        break;
+      case "parked":
+        this._move(one, state.parked, names.statuses[event.status]);
+        break;
+      case "deferred":
+        one.reason = names.reasons[event.reason];
+        one.missing = event.missing;
+        one.holder = event.holder ? event.holder - 1 : null;
+        break;
+      case "admitted":
+        this._move(one, state.running, "running");
+        one.computed = one.cached = event.cached;
+        one.admission++;
+        break;
+      case "preempted":
+        one.numPreemptions++;
+        this._move(one, state.waiting, "preempted");
+        break;
+      case "finished":
+        this._move(one, null, `finished_${names.finish_reasons[event.reason]}`);
+        state.requests.delete(event.request);
+        break;
+      case "extended":
+        one.prompt = event.prompt;
+        one.generated = event.generated;
+        break;
+    }
+  }
+
+  _move(one, place, status) {
+    const state = this.state;
+    for (const other of [state.running, state.waiting, state.parked]) {
+      const index = other.indexOf(one.number);
+      if (index >= 0) other.splice(index, 1);
+    }
+    if (one.status === "running") {
+      one.computed = one.cached = 0;
+      if (this.blocks !== null) this._drop(one);
+    }
+    Object.assign(one, { status, reason: null, missing: 0, holder: null });
+    if (place !== null) place.push(one.number);
+  }
+
+  _queue(event) {
+    this.state.blocker = event.blocker ? event.blocker - 1 : null;
+    if (event.skipped !== null) this.state.skipped = event.skipped;
+    this.state.numFree = event.free;
+    this.state.blocked = event.blocked ? this.names.reasons[event.blocked - 1] : null;
+  }
+
+  _step(event) {
+    const state = this.state;
+    const rows = state.running.map((number) => ({
+      number, tokens: 1, samples: true, drafts: 0, admission: state.requests.get(number).admission,
+    }));
+    let place = 0;
+    for (const [ahead, tokens, flags] of event.rows) {
+      place += ahead;
+      if (!(place in rows)) throw new FilmError("a step names a row that does not run; the film is broken");
+      Object.assign(rows[place], { tokens, samples: (flags & 1) === 1, drafts: flags >> 1 });
+    }
+    this._queue(event);
+    state.batch = rows.filter((row) => row.tokens);
+    for (const row of state.batch) state.requests.get(row.number).computed += row.tokens;
+    state.inFlight.push(state.batch);
+    this._blocksOf(this.numFrames++, false);
+  }
+
+  _update(event) {
+    const rows = this.state.inFlight.shift() ?? [];
+    const counts = rows.map((row) => (row.samples ? 1 : 0));
+    for (const [index, count] of event.rows) counts[index] = count;
+    rows.forEach((row, index) => {
+      const one = this.state.requests.get(row.number);
+      if (one === undefined) return;
+      one.generated += counts[index];
+      if (row.drafts && one.status === "running" && one.admission === row.admission) {
+        one.computed -= row.drafts + 1 - counts[index];
+      }
+    });
+  }
+
+  _steps(event) {
+    const state = this.state;
+    for (const number of state.running) {
+      const one = state.requests.get(number);
+      one.computed += event.count;
+      one.generated += event.count;
+    }
+    this._queue(event);
+    state.batch = state.running.map((number) => ({ number, tokens: 1, samples: true, drafts: 0, admission: 0 }));
+    state.time += event.micros.reduce((sum, one) => sum + one, 0) / 1e6;
+    this._blocksOf(this.numFrames++, event.ends > 0);
+    this.numEnds = event.ends;
+  }
+
+  _failed(event) {
+    const state = this.state;
+    state.inFlight.splice(state.inFlight.length - event.steps);
+    state.running.forEach((number, index) => (state.requests.get(number).computed = event.computed[index]));
+  }
+
+  // ------------------------------------------------------------------------------------------------ blocks
+
+  _openBlocks(columns) {
+    const numBlocks = this.film.header.config.num_blocks;
+    const state = this.state;
+    this.blocks = { columns, at: 0, block: 0, value: 0 };
+    state.references = new Int32Array(numBlocks);
+    state.isCached = new Uint8Array(numBlocks);
+    let at = 0;
+    state.running.forEach((number, index) => {
+      const table = columns.key_block.slice(at, at + columns.key_count[index]);
+      at += table.length;
+      state.requests.get(number).table = table;
+      for (const block of table) state.references[block]++;
+    });
+    columns.key_held.forEach((block, index) => {
+      state.held.set(block, columns.key_held_count[index]);
+      state.references[block] += columns.key_held_count[index];
+    });
+    for (let block = 0; block < numBlocks; block++) state.isCached[block] = (columns.key_cached[block >> 3] >> (block & 7)) & 1;
+  }
+
+  _drop(one) {
+    const { references, isCached } = this.state;
+    const caches = this.film.header.config.enable_prefix_caching ? 1 : 0;
+    for (const block of one.table) if (--references[block] === 0) isCached[block] = caches;
+    one.table = [];
+  }
+
+  _blocksOf(frame, upToTables) {
+    const own = this.blocks;
+    if (own === null) return;
+    const { columns } = own;
+    const { references, isCached, held, requests } = this.state;
+    const ops = this.names.block_ops;
+    let end = own.at;
+    while (end < columns.frame.length && columns.frame[end] <= frame) end++;
+    if (upToTables) while (end > own.at && ops[columns.op[end - 1]] !== "stepped") end--;
+    for (; own.at < end; own.at++) {
+      const op = ops[columns.op[own.at]];
+      const count = columns.count[own.at];
+      const blocks = columns.block.slice(own.block, own.block + count);
+      own.block += count;
+      if (op === "blank" || op === "cached") {
+        for (const block of blocks) isCached[block] = op === "cached" ? 1 : 0;
+      } else if (op === "held") {
+        blocks.forEach((block, index) => {
+          const value = columns.value[own.value + index];
+          references[block] += value - (held.get(block) ?? 0);
+          if (value) held.set(block, value);
+          else held.delete(block);
+        });
+        own.value += count;
+      } else {
+        const one = requests.get(columns.request[own.at]);
+        if (one === undefined) throw new FilmError("blocks go to a request that does not run; the film is broken");
+        if (op === "table") {
+          for (const block of one.table) references[block]--;
+          one.table = [];
+        }
+        for (const block of blocks) {
+          one.table.push(block);
+          references[block]++;
+          isCached[block] = 0;
+        }
+        if (op === "stepped") own.value += count;
+      }
+    }
+  }
+}
+
+if (typeof module !== "undefined") module.exports = { Film, FilmError };

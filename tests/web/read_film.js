@@ -1,0 +1,48 @@
+// Prints what the page's reader says of films: a line of JSON for each line of JSON on stdin, {film, frames, requests}.
+
+"use strict";
+
+const fs = require("fs");
+const path = require("path");
+const page = path.join(__dirname, "..", "..", "pointsman", "web", "page");
+const { Film } = require(path.join(page, "film.js"));
+const { Teller } = require(path.join(page, "story.js"));
+
+async function answer({ film: file, frames, requests }) {
+  const bytes = fs.readFileSync(file);
+  let film;
+  try {
+    film = await Film.read(bytes.buffer.slice(bytes.byteOffset, bytes.byteOffset + bytes.length));
+  } catch (error) {
+    return { error: `${error.name}: ${error.message}` };
+  }
+  const teller = new Teller(film);
+  const states = [];
+  for (const frame of frames) {
+    await film.loadBlocks(frame);
+    const state = film.stateAt(frame);
+    states.push({
+      running: state.running.map((number) => {
+        const one = state.requests.get(number);
+        return [number, one.computed, one.generated, one.prompt, one.cached, one.numPreemptions, [...one.table]];
+      }),
+      waiting: state.waiting.map((number) => [number, teller.why(state, number)]),
+      parked: state.parked.map((number) => [number, teller.why(state, number)]),
+      batch: state.batch.map((row) => [row.number, row.tokens, row.samples, row.drafts]),
+      references: state.references && [...state.references],
+      cached: state.isCached && [...state.isCached].flatMap((one, block) => (one && !state.references[block] ? [block] : [])),
+      decided: teller.decided(frame),
+    });
+  }
+  const lives = requests.map((number) => {
+    const life = teller.life(number);
+    return [life.moments, Object.fromEntries(life.waited), life.ran];
+  });
+  return { frames: film.frames.map((one) => [one.step, one.numSteps, one.time]), end: film.end, states, lives };
+}
+
+(async () => {
+  for (const line of fs.readFileSync(0, "utf8").split("\n").filter(Boolean)) {
+    console.log(JSON.stringify(await answer(JSON.parse(line))));
+  }
+})();
