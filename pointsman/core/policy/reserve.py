@@ -317,8 +317,8 @@ class GrowthReserve(Reserve):
         self._lengths: deque[tuple[int, int]] = deque(maxlen=LEARNED_OVER)  # (prompt, output) of the latest
         self._num_prompt = self._num_output = 0
         self._num_prompt_tokens = np.zeros(64, dtype=np.int64)  # [rows]
-        self._chances: npt.NDArray[np.float64] | None = None  # [NUM_AGES + 1], see `_tabulate`
-        self._width = 1  # tokens from one age to the next
+        self._chances: npt.NDArray[np.float64] = np.zeros(NUM_AGES + 1)  # by age, see `_tabulate`
+        self._ahead = self._width = 1  # tokens that these look ahead, and from one age to the next
         self._until_tabulated = self._until_paced = 0  # finishes
         self._pace = 1.0  # D now, of that in the long run
         self._most = 0  # blocks, where enough requests wait
@@ -387,15 +387,14 @@ class GrowthReserve(Reserve):
 
     def _look_ahead(self, prompt: float, output: float) -> None:
         """Set the pace from how far running requests are, for these means; with many, at one finish of several."""
+        self._until_tabulated -= 1
         self._until_paced -= 1
         if self._until_paced >= 0:
             return
-        rows, ahead = self._view.rows, max(1, round(OUTLOOK * output))
-        self._until_paced = len(rows) // 64
-        self._until_tabulated -= 1
         if self._until_tabulated < 0:
-            self._tabulate(ahead)
-        known = self._view.num_tokens
+            self._tabulate(max(1, round(OUTLOOK * output)))
+        rows, known, ahead = self._view.rows, self._view.num_tokens, self._ahead
+        self._until_paced = len(rows) // 64
         ages = (known - self._num_prompt_tokens[rows]) // self._width
         released = float((known + ahead / 2) @ self._chances[np.minimum(ages, NUM_AGES)])
         usual = output / (prompt + output)
@@ -406,11 +405,11 @@ class GrowthReserve(Reserve):
         """The chance that a request finishes within so many tokens, for each number of tokens that it has generated."""
         outputs = np.sort(np.array([output for _, output in self._lengths]))
         self._until_tabulated = len(outputs) // 32
-        self._width = 1 + int(outputs[-1]) // NUM_AGES
+        self._ahead, self._width = ahead, 1 + int(outputs[-1]) // NUM_AGES
         ages = np.arange(NUM_AGES + 1) * self._width
-        ended = outputs.searchsorted(ages, side="right")
-        ending = outputs.searchsorted(ages + ahead, side="right") - ended
-        self._chances = (ending + 0.5) / (len(outputs) - ended + 1)
+        finished = outputs.searchsorted(ages, side="right")
+        finishing = outputs.searchsorted(ages + ahead, side="right") - finished
+        self._chances = (finishing + 0.5) / (len(outputs) - finished + 1)
 
 
 _MANY = 65_535  # more requests than this need not wait for the whole reserve
