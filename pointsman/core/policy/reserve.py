@@ -20,7 +20,7 @@ import numpy.typing as npt
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.policy.gate import Gate
 from pointsman.core.policy.policy import Parameter, Policy
-from pointsman.core.state.events import Admitted
+from pointsman.core.state.events import Admitted, Preempted
 from pointsman.core.state.interfaces import View
 from pointsman.core.state.numbers import MAX_INT
 from pointsman.core.state.reason import Deferral, Reason
@@ -291,7 +291,7 @@ class GrowthReserve(Reserve):
     a mean output is the share of the latest outputs that did, of those that were longer than its output is. D is
     multiplied by the blocks that running requests grow by in that time over those that they are expected to release,
     relative to what these come to in the long run, L of each L and prompt; within a factor of three. This is computed
-    where a request finishes, so that no step costs more.
+    where requests are admitted, preempted or finish, so that no step costs more.
 
     A preemption delays those who wait by c, half of them on average, since the queue moves on; keeping one out delays
     this one by W, the time between two finishes. So where fewer than 2 W / c wait the reserve is smaller in proportion.
@@ -319,8 +319,9 @@ class GrowthReserve(Reserve):
         self._num_prompt_tokens = np.zeros(64, dtype=np.int64)  # [rows]
         self._chances: npt.NDArray[np.float64] = np.zeros(NUM_AGES + 1)  # by age, see `_tabulate`
         self._ahead = self._width = 1  # tokens that these look ahead, and from one age to the next
-        self._until_tabulated = self._until_paced = 0  # finishes
-        self._pace = 1.0  # D now, of that in the long run
+        self._until_tabulated = self._until_counted = 0  # finishes, and those with preemptions
+        self._num_running = 0
+        self._released = 0.0  # tokens that running requests are expected to release meanwhile
         self._most = 0  # blocks, where enough requests wait
         self._enough = 1  # requests
         self._version = 0
@@ -353,6 +354,16 @@ class GrowthReserve(Reserve):
         while row >= len(self._num_prompt_tokens):
             self._num_prompt_tokens = np.concatenate([self._num_prompt_tokens, np.zeros_like(self._num_prompt_tokens)])
         self._num_prompt_tokens[row] = state.num_prompt_tokens
+        if self._num_output:
+            age = min(state.num_output_tokens // self._width, NUM_AGES)
+            self._num_running += 1
+            self._released += self._chances.item(age) * (state.num_tokens + self._ahead / 2)
+            self._adapt()
+
+    def on_preempted(self, event: Preempted) -> None:
+        if self._num_output:
+            self._look_ahead()
+            self._adapt()
 
     def on_finished(self, request: Request, now: float) -> None:
         state = request._state
@@ -364,42 +375,47 @@ class GrowthReserve(Reserve):
         self._lengths.append((state.num_prompt_tokens, state.num_output_tokens))
         self._num_prompt += state.num_prompt_tokens
         self._num_output += state.num_output_tokens
+        if self._num_output:
+            self._until_tabulated -= 1
+            if self._until_tabulated < 0:
+                self._tabulate(max(1, round(OUTLOOK * self._num_output / len(self._lengths))))
+            self._look_ahead()
+        self._adapt()
+
+    def _adapt(self) -> None:
+        """Set the blocks from what has been learned, and from how far running requests are."""
         before = (self._most, self._enough)
-        self._learn()
+        self._most, self._enough = self._blocks() if self._num_output else (0, 1)
         self._version += before != (self._most, self._enough)
 
-    def _learn(self) -> None:
-        if not self._num_output:  # all that ended were told to before their first token
-            self._most, self._enough = 0, 1
-            return
+    def _blocks(self) -> tuple[int, int]:
+        """The blocks to keep, and from how many waiting requests on. Some of the latest outputs are not empty."""
         size, pool = self._block_size, self._num_usable
         prompt, output = self._num_prompt / len(self._lengths), self._num_output / len(self._lengths)
         work = prompt + DECODE_COST * output
         lost = prompt + output / 2
         if self._has_cache:
             lost = min(lost, output + size / 2)
-        self._look_ahead(prompt, output)
-        growth, slack = self._pace * output / size, max(prompt / size, 1.0)  # in blocks
+        pace = 1.0
+        if self._released:
+            pace = self._num_running * self._ahead * (prompt + output) / (output * self._released)
+            pace = min(max(pace, 1 / FARTHEST_PACE), FARTHEST_PACE)
+        growth, slack = pace * output / size, max(prompt / size, 1.0)  # in blocks
         saved_to_lost = lost / work * pool / slack * -math.expm1(-slack / growth)  # of the first block
         kept = self._scale * growth * math.log(max(saved_to_lost, 1.0))
-        self._most = int(min(kept, MOST_KEPT * pool))
-        self._enough = min(max(1, int(2 * work / lost)), _MANY)
+        return int(min(kept, MOST_KEPT * pool)), min(max(1, int(2 * work / lost)), _MANY)
 
-    def _look_ahead(self, prompt: float, output: float) -> None:
-        """Set the pace from how far running requests are, for these means; with many, at one finish of several."""
-        self._until_tabulated -= 1
-        self._until_paced -= 1
-        if self._until_paced >= 0:
+    def _look_ahead(self) -> None:
+        """Count the running requests, and the tokens that they are expected to release; of many, at one call of
+        several."""
+        self._until_counted -= 1
+        if self._until_counted >= 0:
             return
-        if self._until_tabulated < 0:
-            self._tabulate(max(1, round(OUTLOOK * output)))
-        rows, known, ahead = self._view.rows, self._view.num_tokens, self._ahead
-        self._until_paced = len(rows) // 64
+        rows, known = self._view.rows, self._view.num_tokens
+        self._until_counted = len(rows) // 64
         ages = (known - self._num_prompt_tokens[rows]) // self._width
-        released = float((known + ahead / 2) @ self._chances[np.minimum(ages, NUM_AGES)])
-        usual = output / (prompt + output)
-        pace = len(rows) * ahead / (usual * released) if released else 1.0
-        self._pace = min(max(pace, 1 / FARTHEST_PACE), FARTHEST_PACE)
+        self._num_running = len(rows)
+        self._released = float((known + self._ahead / 2) @ self._chances[np.minimum(ages, NUM_AGES)])
 
     def _tabulate(self, ahead: int) -> None:
         """The chance that a request finishes within so many tokens, for each number of tokens that it has generated."""
