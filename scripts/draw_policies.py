@@ -3,7 +3,8 @@
     python scripts/draw_policies.py [NAME ...]
 
 Each becomes docs/policies/NAME.svg, and its figures are printed. Step times are those of Llama 3.1 8B on an H100, the
-pool is that of an RTX 4090, as in docs/scenarios.md: read ratios.
+pool is that of an RTX 4090, as in docs/scenarios.md: read ratios. `least-cost`, `preemption-mode` and `eviction` are
+drawn from scenarios of benchmarks/policies.py, each with its own device and pool.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from pointsman.sim.scenarios.scenario import (
     Scenario,
     Variant,
     itl_p99,
+    output_rate,
     preemptions,
     quantile,
     recomputed,
@@ -44,7 +46,15 @@ from pointsman.sim.scenarios.workloads import Stream, Streams, arriving
 from pointsman.sim.simulator import Outcome
 from pointsman.sim.workload import Workload
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+sys.path.append(str(ROOT / "benchmarks"))  # whose scenarios are drawn too
+
+import _policy_scenario as benchmark  # noqa: E402
+from _policy_agents import AGENTS, AGENTS_AND_GREED, AGENTS_BESIDE_FLOOD  # noqa: E402
+from _policy_azure import AZURE, AZURE_CACHED  # noqa: E402
+from _policy_long_outputs import LONG_OUTPUTS, LONG_OUTPUTS_CACHED, LONG_OUTPUTS_SLOW_LINK  # noqa: E402
+from _policy_mooncake import MOONCAKE  # noqa: E402
 
 # ---------------------------------------------------------------------- figures
 
@@ -61,13 +71,32 @@ def longest_ttft(run: Run) -> float:
     return float(np.nanmax(run.ttft))
 
 
-def mean_ttft_of(stream: str, run: Run) -> float:
-    return float(np.nanmean(run.ttft[run.of(stream)]))
+def mean_ttft_of(stream: str, run: Run) -> float | None:
+    """None: there is no such stream."""
+    own = run.ttft[run.of(stream)]
+    return float(np.nanmean(own)) if len(own) else None
 
 
 def within(seconds: float, run: Run) -> float:
     """Share of requests whose first token comes within so many seconds."""
     return float((run.ttft <= seconds).mean())
+
+
+def recomputed_tokens(run: Run) -> float:
+    return run.total("num_recomputed_tokens")
+
+
+def hits(run: Run) -> float | None:
+    """Cached tokens, as a share of the prompt tokens of fresh requests."""
+    return run.report.prefix_hit_rate.value
+
+
+def hits_of(stream: str, run: Run) -> float | None:
+    """The same of a stream; None: there is none."""
+    timings, own = run.outcome.timings, run.of(stream)
+    if not own.any():
+        return None
+    return float(timings.num_cached_tokens[own].sum() / timings.num_prompt_tokens[own].sum())
 
 
 MEAN, P50, P99, LONGEST = "mean TTFT", "TTFT p50", "TTFT p99", "longest TTFT"
@@ -78,6 +107,8 @@ TTFTS = (
     Figure(LONGEST, "s", longest_ttft),
 )
 PREEMPTIONS, RECOMPUTED, ITL, IN_TIME = "preemptions", "recomputed", "ITL p99", "TTFT within 5 s"
+RECOMPUTED_TOKENS, OUTPUT_RATE = "recomputed tokens", "output tokens a second"
+HITS, AGENTS_HITS, AGENTS_MEAN = "prefix hits", "prefix hits of agents", "mean TTFT of agents"
 
 
 def kv_use(outcome: Outcome, config: SchedulerConfig) -> Levels:
@@ -137,19 +168,52 @@ def drawing(
     figures: tuple[Figure, ...],
     *panels: Panel,
 ) -> Scenario:
+    """A picture of one workload."""
+    made = tuple(Variant(each, config.replace(**knobs), workload) for each, knobs in variants.items())
+    return drawing_of(name, about, made, figures, *panels)
+
+
+def drawing_of(
+    name: str, about: str, variants: tuple[Variant, ...], figures: tuple[Figure, ...], *panels: Panel
+) -> Scenario:
     """A picture without a claim."""
     return Scenario(
         name=name,
         claim=about,
         source="docs/policies.md",
         setting=about,
-        variants=tuple(Variant(each, config.replace(**knobs), workload) for each, knobs in variants.items()),
+        variants=variants,
         figures=figures,
         checks=lambda found: [],
         panels=panels,
     )
 
 
+def measured(
+    load: str, scenario: benchmark.Scenario, at: benchmark.Load, variants: dict[str, dict[str, Any]]
+) -> tuple[Variant, ...]:
+    """Variants of a scenario of the benchmark at one of its speeds."""
+
+    def workload(seed: int) -> Workload:
+        return scenario.workload(scenario.speeds[at])
+
+    configs = {name: benchmark.configured(scenario, knobs) for name, knobs in variants.items()}
+    return tuple(
+        Variant(
+            name,
+            config,
+            workload,
+            load,
+            step_time=scenario.step_time,
+            host_memory=None if config.preemption_mode == "recompute" else scenario.host_memory,
+        )
+        for name, config in configs.items()
+    )
+
+
+VICTIMS = {name: {"victim": name} for name in ("latest", "least-cost")}
+MODES = {name: {"preemption_mode": name} for name in ("recompute", "swap", "cheaper")}
+EVICTIONS = {name: {"eviction": name} for name in ("lru", "retention", "reuse")}
 BUDGETS = ("256", "512", "1024", "2048", "8192")
 DRAWINGS = {
     each.name: each
@@ -235,6 +299,61 @@ DRAWINGS = {
             Bars(MEAN),
             Bars(LONGEST),
             Bars(PREEMPTIONS),
+        ),
+        drawing_of(
+            "least-cost",
+            "The first 6,000 requests of the Azure hour, and 6,000 with long outputs, above saturation",
+            (
+                *measured("Azure, no prefix cache", AZURE, "above", VICTIMS),
+                *measured("Azure, prefix cache", AZURE_CACHED, "above", VICTIMS),
+                *measured("long outputs, no prefix cache", LONG_OUTPUTS, "above", VICTIMS),
+            ),
+            (
+                Figure(RECOMPUTED_TOKENS, "", recomputed_tokens),
+                Figure(PREEMPTIONS, "", preemptions),
+                *TTFTS,
+            ),
+            Bars(RECOMPUTED_TOKENS),
+            Bars(PREEMPTIONS),
+            Bars(MEAN),
+            Bars(P99),
+        ),
+        drawing_of(
+            "preemption-mode",
+            "6,000 requests with long outputs above saturation, 64 GiB of host memory",
+            (
+                *measured("PCIe 4.0 x16", LONG_OUTPUTS_CACHED, "above", MODES),
+                *measured("a hundredth of its bandwidth", LONG_OUTPUTS_SLOW_LINK, "above", MODES),
+            ),
+            (
+                Figure(RECOMPUTED, "%", recomputed),
+                Figure(PREEMPTIONS, "", preemptions),
+                *TTFTS,
+                Figure(OUTPUT_RATE, "", output_rate),
+            ),
+            Bars(RECOMPUTED),
+            Bars(MEAN),
+            Bars(OUTPUT_RATE),
+            Bars(P99),
+        ),
+        drawing_of(
+            "eviction",
+            "Mooncake, and agents beside prompts that are sent once; greedy ones ask to be retained too; at saturation",
+            (
+                *measured("Mooncake", MOONCAKE, "at", EVICTIONS),
+                *measured("agents", AGENTS_BESIDE_FLOOD, "at", EVICTIONS),
+                *measured("agents and greed", AGENTS_AND_GREED, "at", EVICTIONS),
+            ),
+            (
+                Figure(HITS, "%", hits),
+                Figure(AGENTS_HITS, "%", partial(hits_of, AGENTS)),
+                Figure(AGENTS_MEAN, "s", partial(mean_ttft_of, AGENTS)),
+                *TTFTS,
+            ),
+            Bars(HITS),
+            Bars(AGENTS_HITS),
+            Bars(MEAN),
+            Bars(AGENTS_MEAN),
         ),
     )
 }

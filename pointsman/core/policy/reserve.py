@@ -14,9 +14,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.policy.gate import Gate
 from pointsman.core.policy.policy import Parameter, Policy
+from pointsman.core.state.events import Admitted, Preempted
 from pointsman.core.state.interfaces import View
 from pointsman.core.state.numbers import MAX_INT
 from pointsman.core.state.reason import Deferral, Reason
@@ -24,13 +28,21 @@ from pointsman.core.state.request import Request
 from pointsman.core.state.status import FinishReason
 
 MEAN_OVER = 128
-"""The number of latest finished requests that `decode_reserve="mean"` and `growth` average: enough to be steady, few
-enough to follow a change of traffic within minutes."""
+"""The number of latest finished requests that `decode_reserve="mean"` averages: enough to be steady, few enough to
+follow a change of traffic within minutes."""
+LEARNED_OVER = 512
+"""The same for `growth`, which needs to know how outputs are distributed."""
 DECODE_COST = 3.0
 """For `growth`: device time of a decoded token, in prefilled ones. 3.3 and 3.8 in the simulated chats and long outputs
 on an RTX 4090; more with fewer requests at once."""
 MOST_KEPT = 1 / 8
 """For `growth`: at most this share of the pool."""
+OUTLOOK = 1 / 4
+"""For `growth`: releases are expected so far ahead, in mean outputs."""
+FARTHEST_PACE = 3.0
+"""For `growth`: running requests count as at most so many times as far from their ends as usual, or as near."""
+NUM_AGES = 256
+"""For `growth`: ages at which the chance to finish is tabulated."""
 _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)
 
 
@@ -283,15 +295,22 @@ class GrowthReserve(Reserve):
     of which running requests take D blocks before a victim resumes, only those and half a block. (The newsvendor
     problem, Edgeworth 1888; the rest is Pointsman's.)
 
+    How far running requests are says whether releases are near. The chance that one finishes within the next quarter of
+    a mean output is the share of the latest outputs that did, of those that were longer than its output is. D is
+    multiplied by the blocks that running requests grow by in that time over those that they are expected to release,
+    relative to what these come to in the long run, L of each L and prompt; within a factor of three. This is computed
+    where requests are admitted, preempted or finish, so that no step costs more.
+
     A preemption delays those who wait by c, half of them on average, since the queue moves on; keeping one out delays
     this one by W, the time between two finishes. So where fewer than 2 W / c wait the reserve is smaller in proportion.
 
-    Prompts and outputs are means of the latest requests that finished by themselves; until one has, it keeps nothing.
+    Prompts and outputs are those of the latest requests that finished by themselves; until one has, it keeps nothing.
     It keeps at most an eighth of the pool, and with nothing running nothing, so nobody waits for it for ever: running
     requests finish. Partial prefills are the full-sequence reserve's.
     """
 
     name = "growth"
+    version = 2
     parameters: ClassVar[tuple[Parameter, ...]] = (
         Parameter("scale", 1.0, 0.0, 8.0, tried=(0.5, 1.0, 2.0), doc="multiplies the blocks"),
     )
@@ -303,8 +322,14 @@ class GrowthReserve(Reserve):
         self._forget()
 
     def _forget(self) -> None:
-        self._lengths: deque[tuple[int, int]] = deque(maxlen=MEAN_OVER)  # (prompt, output) of the latest
+        self._lengths: deque[tuple[int, int]] = deque(maxlen=LEARNED_OVER)  # (prompt, output) of the latest
         self._num_prompt = self._num_output = 0
+        self._num_prompt_tokens = np.zeros(64, dtype=np.int64)  # [rows]
+        self._chances: npt.NDArray[np.float64] = np.zeros(NUM_AGES + 1)  # by age, see `_tabulate`
+        self._ahead = self._width = 1  # tokens that these look ahead, and from one age to the next
+        self._until_tabulated = self._until_counted = 0  # finishes, and those with preemptions
+        self._num_running = 0
+        self._released = 0.0  # tokens that running requests are expected to release meanwhile
         self._most = 0  # blocks, where enough requests wait
         self._enough = 1  # requests
         self._version = 0
@@ -329,35 +354,86 @@ class GrowthReserve(Reserve):
             return 0
         return self._most * min(demand.num_waiting, self._enough) // self._enough
 
+    def on_admitted(self, event: Admitted) -> None:
+        state = event.request._state
+        row = state.row
+        if row is None:
+            return
+        while row >= len(self._num_prompt_tokens):
+            self._num_prompt_tokens = np.concatenate([self._num_prompt_tokens, np.zeros_like(self._num_prompt_tokens)])
+        self._num_prompt_tokens[row] = state.num_prompt_tokens
+        if self._num_output:
+            age = min(state.num_output_tokens // self._width, NUM_AGES)
+            self._num_running += 1
+            self._released += self._chances.item(age) * (state.num_tokens + self._ahead / 2)
+            self._adapt()
+
+    def on_preempted(self, event: Preempted) -> None:
+        if self._num_output:
+            self._look_ahead()
+            self._adapt()
+
     def on_finished(self, request: Request, now: float) -> None:
         state = request._state
         if state.finish_reason not in _OWN_ENDS or state.max_tokens == 0:
             return
-        if len(self._lengths) == MEAN_OVER:
+        if len(self._lengths) == LEARNED_OVER:
             prompt, output = self._lengths[0]
             self._num_prompt, self._num_output = self._num_prompt - prompt, self._num_output - output
         self._lengths.append((state.num_prompt_tokens, state.num_output_tokens))
         self._num_prompt += state.num_prompt_tokens
         self._num_output += state.num_output_tokens
+        if self._num_output:
+            self._until_tabulated -= 1
+            if self._until_tabulated < 0:
+                self._tabulate(max(1, round(OUTLOOK * self._num_output / len(self._lengths))))
+            self._look_ahead()
+        self._adapt()
+
+    def _adapt(self) -> None:
+        """Set the blocks from what has been learned, and from how far running requests are."""
         before = (self._most, self._enough)
-        self._learn()
+        self._most, self._enough = self._blocks() if self._num_output else (0, 1)
         self._version += before != (self._most, self._enough)
 
-    def _learn(self) -> None:
-        if not self._num_output:  # all that ended were told to before their first token
-            self._most, self._enough = 0, 1
-            return
+    def _blocks(self) -> tuple[int, int]:
+        """The blocks to keep, and from how many waiting requests on. Some of the latest outputs are not empty."""
         size, pool = self._block_size, self._num_usable
         prompt, output = self._num_prompt / len(self._lengths), self._num_output / len(self._lengths)
         work = prompt + DECODE_COST * output
         lost = prompt + output / 2
         if self._has_cache:
             lost = min(lost, output + size / 2)
-        growth, slack = output / size, max(prompt / size, 1.0)  # in blocks
+        pace = 1.0
+        if self._released:
+            pace = self._num_running * self._ahead * (prompt + output) / (output * self._released)
+            pace = min(max(pace, 1 / FARTHEST_PACE), FARTHEST_PACE)
+        growth, slack = pace * output / size, max(prompt / size, 1.0)  # in blocks
         saved_to_lost = lost / work * pool / slack * -math.expm1(-slack / growth)  # of the first block
         kept = self._scale * growth * math.log(max(saved_to_lost, 1.0))
-        self._most = int(min(kept, MOST_KEPT * pool))
-        self._enough = min(max(1, int(2 * work / lost)), _MANY)
+        return int(min(kept, MOST_KEPT * pool)), min(max(1, int(2 * work / lost)), _MANY)
+
+    def _look_ahead(self) -> None:
+        """Count the running requests, and the tokens that they are expected to release; of many, at one call of
+        several."""
+        self._until_counted -= 1
+        if self._until_counted >= 0:
+            return
+        rows, known = self._view.rows, self._view.num_tokens
+        self._until_counted = len(rows) // 64
+        ages = (known - self._num_prompt_tokens[rows]) // self._width
+        self._num_running = len(rows)
+        self._released = float((known + self._ahead / 2) @ self._chances[np.minimum(ages, NUM_AGES)])
+
+    def _tabulate(self, ahead: int) -> None:
+        """The chance that a request finishes within so many tokens, for each number of tokens that it has generated."""
+        outputs = np.sort(np.array([output for _, output in self._lengths]))
+        self._until_tabulated = len(outputs) // 32
+        self._ahead, self._width = ahead, 1 + int(outputs[-1]) // NUM_AGES
+        ages = np.arange(NUM_AGES + 1) * self._width
+        finished = outputs.searchsorted(ages, side="right")
+        finishing = outputs.searchsorted(ages + ahead, side="right") - finished
+        self._chances = (finishing + 0.5) / (len(outputs) - finished + 1)
 
 
 _MANY = 65_535  # more requests than this need not wait for the whole reserve

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core import SchedulerConfig, SchedulerStats
+from pointsman.sim.host_memory import HostMemory
 from pointsman.sim.report.course import Levels
 from pointsman.sim.report.intervals import Estimate, over_seeds
 from pointsman.sim.report.layout import NOTHING, duration, number
@@ -52,6 +53,10 @@ class Variant:
     load: str = ""
     """The name of the workload, in a scenario that has several."""
     num_replicas: int = 1
+    step_time: StepTime | None = None
+    """Of the devices of this one; None: that of the run."""
+    host_memory: HostMemory | None = None
+    """Behind the KV pool of each replica; None: none."""
 
 
 class Run(NamedTuple):
@@ -193,7 +198,7 @@ class Scenario:
         """Simulate every variant with every seed. Ctrl-C ends it with the rows so far.
 
         Args:
-            step_time: of each replica's device.
+            step_time: of each replica's device, unless a variant has its own.
             seeds: of the workloads; with several, figures are means with Student's 95 % interval.
             progress: as that of `simulate`, with the requests of all simulations so far.
         """
@@ -207,8 +212,9 @@ class Scenario:
                 outcome = simulate(
                     variant.workload(seed),
                     variant.config,
-                    step_time,
+                    variant.step_time or step_time,
                     num_replicas=variant.num_replicas,
+                    host_memory=variant.host_memory,
                     progress=None if progress is None else _after(num_done, progress),
                 )
                 if not outcome.is_complete:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pointsman.core import FinishReason, Reason, Request
-from pointsman.core.policy.reserve import MEAN_OVER, Demand, GrowthReserve, MeanDecodeReserve
+from pointsman.core.policy.reserve import LEARNED_OVER, MEAN_OVER, Demand, GrowthReserve, MeanDecodeReserve
+from pointsman.core.state.events import Admitted
 from pointsman.core.state.interfaces import View
 from tests.core.helpers import Host, cached_of, names, tokens_of
 from tests.soak import short_or_long
@@ -248,9 +250,10 @@ def test_a_blocked_head_is_looked_at_again_when_less_is_expected() -> None:
 
 
 class _View:
-    """What a reserve reads when it is attached, and how many wait."""
+    """What a reserve reads when it is attached, how many wait, and what runs."""
 
     block_size, num_usable_blocks, has_prefix_cache, num_waiting = 16, 2_588, False, 100
+    rows = num_tokens = np.array([], dtype=np.int64)
 
 
 def growth_after(lengths: list[tuple[int, int]], scale: float = 1.0, **view: Any) -> GrowthReserve:
@@ -312,7 +315,7 @@ def test_growth_keeps_blocks_free_and_says_so() -> None:
 
 
 def test_growth_follows_the_last_ends_and_tells_of_every_change() -> None:
-    reserve = growth_after([(50, 10)] + [(960, 240)] * (MEAN_OVER - 1))
+    reserve = growth_after([(50, 10)] + [(960, 240)] * (LEARNED_OVER - 1))
     before = (kept(reserve), reserve.num_changes)
     request = Request("a", [1] * 960, arrival_time=0.0, max_tokens=500)
     request._state.append_output([7] * 240)
@@ -326,18 +329,53 @@ def test_growth_follows_the_last_ends_and_tells_of_every_change() -> None:
     assert kept(reserve) == 0, "a recording begins without what was learned"
 
 
+def running(*rows: tuple[int, int]) -> dict[str, Any]:
+    """What a view says of running requests with so many prompt and output tokens."""
+    return {"rows": np.arange(len(rows)), "num_tokens": np.array([sum(each) for each in rows], dtype=np.int64)}
+
+
+def paced(outputs: list[int], *rows: tuple[int, int]) -> int:
+    """Blocks that are kept beside these running requests, once such outputs, of prompts of 320, have finished."""
+    reserve = GrowthReserve()
+    seen = _View()
+    for name, value in running(*rows).items():
+        setattr(seen, name, value)
+    reserve.attach(cast(View, seen))
+    for row, (prompt, _) in enumerate(rows):
+        request = Request("a", [1] * prompt, arrival_time=0.0, max_tokens=5000)
+        request._state.row = row
+        reserve.on_admitted(Admitted(request, False, 0, 0, False, 0.0))
+        request._state.row = None
+    for output in outputs:
+        request = Request("b", [1] * 320, arrival_time=0.0, max_tokens=5000)
+        request._state.append_output([7] * output)
+        request._state.finish_reason = FinishReason.STOP
+        reserve.on_finished(request, 0.0)
+    return kept(reserve)
+
+
+def test_growth_keeps_less_where_running_requests_are_near_their_ends() -> None:
+    outputs = list(range(100, 1_650, 50))
+    usual = paced(outputs)
+    assert paced(outputs, (320, 1_350), (320, 1_400)) < usual < paced(outputs, (320, 50), (320, 100))
+    assert paced(outputs, (1_370, 0), (1_420, 0)) > usual, "what counts is their outputs, not their length"
+    assert paced(outputs, (600, 1_100), (200, 50)) < paced(outputs, (200, 1_100), (600, 50)), "and what they release"
+    assert paced(outputs, *[(320, 9_000)] * 200) >= usual // 3, "within a factor, whatever runs"
+
+
 @settings(max_examples=short_or_long(100, 2000), deadline=None)
 @given(
     ends=st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 3000)), min_size=1, max_size=6),
     pool=st.integers(1, 5000),
     has_cache=st.booleans(),
+    rows=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 9000)), max_size=4),
     waiting=st.lists(st.integers(1, 12), min_size=2, max_size=2),
 )
 def test_growth_is_bounded_and_the_same_for_the_same_changes(
-    ends: list[tuple[int, int]], pool: int, has_cache: bool, waiting: list[int]
+    ends: list[tuple[int, int]], pool: int, has_cache: bool, rows: list[tuple[int, int]], waiting: list[int]
 ) -> None:
     """At most an eighth; more waiting never lower it; where `num_changes` is the same, so are the blocks."""
-    reserve = growth_after(ends, num_usable_blocks=pool, has_prefix_cache=has_cache)
+    reserve = growth_after(ends, num_usable_blocks=pool, has_prefix_cache=has_cache, **running(*rows))
     found = {}
     for number in sorted(waiting):
         reserve._view.num_waiting = number  # type: ignore[misc]
