@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from pointsman.cli.display import printable
 from pointsman.cli.errors import EXIT_OK, CommandError
 from pointsman.core import RecordingError, ReplayDifference, replay
 from pointsman.core.observe.film import FilmRecorder
 from pointsman.core.observe.film_format import MAGIC, FilmError, Op
 from pointsman.web.film import Film
-from pointsman.web.story import Teller, life_of
+from pointsman.web.story import Teller, counted, life_of
 
 MOST_ROWS = 40
 """Requests that a table names."""
@@ -39,16 +43,21 @@ def film(
     """
     path = Path(file)
     if not is_film(path):
-        path = _make(path, path.with_suffix(".film") if out is None else Path(out), blocks)
+        made = path.with_suffix(".film") if out is None else Path(out)
+        check_is_other(path, made)
+        path = _make(path, made, blocks)
     elif out is not None:
         raise CommandError(f"{file} is a film already; --out is for what is made from a recording")
     found = read_film(path)
-    if step is not None:
-        _print_step(found, step)
-    if request is not None:
-        _print_life(found, request)
-    if step is None and request is None:
-        _print_extent(path, found)
+    with broken_films(path):
+        if step is not None:
+            _print_step(found, step)
+        if request is not None:
+            _print_life(found, request)
+        if step is None and request is None:
+            _print_extent(path, found)
+    if not found.is_complete:
+        print("The film was cut off: what came later is not in it.")
     return EXIT_OK
 
 
@@ -65,12 +74,25 @@ def is_film(path: Path) -> bool:
         raise CommandError(f"cannot read {path}: {error.strerror}") from None
 
 
-def read_film(path: Path) -> Film:
-    """Raises CommandError if it is none that can be read."""
+@contextmanager
+def broken_films(path: Path) -> Iterator[None]:
+    """Raises CommandError where a film contradicts itself."""
     try:
-        return Film.read(path)
+        yield
     except FilmError as error:
         raise CommandError(f"{path}: {error}") from None
+
+
+def read_film(path: Path) -> Film:
+    """Raises CommandError if it is none that can be read."""
+    with broken_films(path):
+        return Film.read(path)
+
+
+def check_is_other(source: Path, out: Path) -> None:
+    """Raises CommandError if what is made would replace what it is made from."""
+    if out.exists() and out.samefile(source):
+        raise CommandError(f"{out} is what is read; give --out another name")
 
 
 def film_recording(recording: Path, file: BinaryIO, *, with_blocks: bool = True) -> FilmRecorder:
@@ -105,43 +127,47 @@ def _make(recording: Path, out: Path, with_blocks: bool) -> Path:
 
 
 def _print_extent(path: Path, found: Film) -> None:
-    whole = "" if found.is_complete else "; it was cut off"
     print(
-        f"{path}: {len(found.requests):,} requests, {found.num_steps:,} steps in {len(found.frames):,} frames, "
-        f"{found.end:,.1f} s{whole}"
+        f"{path}: {counted(len(found.requests), 'request')}, {counted(found.num_steps, 'step')} in "
+        f"{counted(len(found.frames), 'frame')}, {found.end:,.1f} s"
     )
     counts = Counter(event.op for event in found.events(0, None))
     print(
-        f"{counts[Op.ADMITTED]:,} admissions, {counts[Op.PREEMPTED]:,} preemptions, {counts[Op.FINISHED]:,} finished, "
-        f"{counts[Op.REFUSED]:,} refused"
+        f"{counted(counts[Op.ADMITTED], 'admission')}, {counted(counts[Op.PREEMPTED], 'preemption')}, "
+        f"{counts[Op.FINISHED]:,} finished, {counts[Op.REFUSED]:,} refused"
     )
-    first = found.frames[0].step_id if found.frames else 0
-    print(f"Next: pointsman film {path} --step {first}, or --request ID")
+    if found.frames:
+        print(f"Next: pointsman film {path} --step {found.frames[0].step_id}, or --request ID")
 
 
 def _print_step(found: Film, step: int) -> None:
+    if not found.frames:
+        raise CommandError("the film has no step: nothing was scheduled")
     try:
         frame = found.frame_of_step(step)
     except KeyError:
-        last = found.frames[-1].step_id + found.frames[-1].num_steps - 1 if found.frames else 0
-        first = found.frames[0].step_id if found.frames else 0
-        raise CommandError(f"the film has no step {step}; it has {first} to {last}") from None
-    teller, state, shown = Teller(found), found.state_at(frame), found.frames[frame]
-    several = f" of {shown.num_steps} that were done at once" if shown.num_steps > 1 else ""
-    print(f"step {step}{several}, at {shown.time:.3f} s")
-    for sentence in teller.decided(frame):
-        print(f"  {sentence}")
+        last = found.frames[-1].step_id + found.frames[-1].num_steps - 1
+        raise CommandError(f"the film has no step {step}; it has {found.frames[0].step_id} to {last}") from None
+    teller, state, shown = Teller(found), found.state_at(frame, step), found.frames[frame]
+    last = shown.step_id + shown.num_steps - 1
+    several = f", of steps {shown.step_id} to {last} that were done at once" if shown.num_steps > 1 else ""
+    print(f"step {step}{several}, at {state.time:.3f} s")
+    if step == shown.step_id:
+        for sentence in teller.decided(frame):
+            print(f"  {printable(sentence)}")
     tokens = {row.number: row.num_tokens for row in state.batch}
     table = Table(title=f"{len(state.running)} running", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for header in ("request", "tokens in this step", "computed", "of which cached", "prompt", "generated", "blocks"):
+    headers = ["request", "tokens in this step", "computed", "of which cached", "prompt", "generated"]
+    for header in [*headers, "blocks"] if found.has_blocks else headers:
         table.add_column(header, justify="left" if header == "request" else "right", overflow="fold")
     for number in state.running[:MOST_ROWS]:
         one = state.requests[number]
-        numbers = (
+        numbers = [
             tokens.get(number, 0), one.num_computed_tokens, one.num_cached_tokens, one.num_prompt_tokens,
-            one.num_generated_tokens, len(one.table),
-        )  # fmt: skip
-        table.add_row(teller.name(number), *(f"{count:,}" for count in numbers))
+            one.num_generated_tokens,
+        ]  # fmt: skip
+        numbers += [len(one.table)] if found.has_blocks else []
+        table.add_row(Text(printable(teller.name(number))), *(f"{count:,}" for count in numbers))
     console = Console(markup=False)
     console.print(table)
     _print_rest(len(state.running))
@@ -149,7 +175,7 @@ def _print_step(found: Film, step: int) -> None:
     asked = [*state.skipped, *([] if state.blocker is None else [state.blocker])]
     others = [number for number in [*state.waiting, *state.parked] if number not in asked]
     for number in [*asked, *others][:MOST_ROWS]:
-        print(f"  {teller.name(number)}: {teller.why(state, number)}")
+        print(f"  {printable(teller.name(number))}: {printable(teller.why(state, number))}")
     _print_rest(len(state.waiting) + len(state.parked))
     if state.is_cached is not None:
         references = state.num_references()
@@ -167,11 +193,14 @@ def _print_life(found: Film, request_id: str) -> None:
     numbers = [number for number, one in enumerate(found.requests) if one.request_id == request_id]
     if not numbers:
         some = ", ".join(repr(one.request_id) for one in found.requests[:5])
-        raise CommandError(f"the film has no request {request_id!r}; it has {len(found.requests)}: {some}, ...")
-    for number in numbers:
+        more = ", ..." if len(found.requests) > 5 else ""
+        raise CommandError(f"the film has no request {request_id!r}; it has {len(found.requests)}: {some}{more}")
+    for place, number in enumerate(numbers):
+        if place:
+            print()  # another one that had the id later
         life = life_of(found, number)
         for time, sentence in life.moments:
-            print(f"{time:10.3f} s  {sentence}")
+            print(f"{time:10.3f} s  {printable(sentence)}")
         waited = sum(life.waited.values())
         longest_first = sorted(life.waited.items(), key=lambda item: -item[1])
         reasons = "; ".join(f"{reason.replace('_', ' ')} {seconds:.3f} s" for reason, seconds in longest_first)

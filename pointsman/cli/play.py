@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
-from pointsman.cli.errors import EXIT_OK, CommandError, check_writable
-from pointsman.cli.film import film_recording, is_film, read_film
+from pointsman.cli.errors import EXIT_OK, CommandError
+from pointsman.cli.film import broken_films, check_is_other, film_recording, is_film
+from pointsman.web.film import Film
 from pointsman.web.player import page_of
 
 
@@ -25,19 +26,22 @@ def play(
     """
     source = Path(file)
     path = source.with_suffix(".html") if out is None else Path(out)
-    check_writable(str(path))
+    check_is_other(source, path)
     if is_film(source):
-        read_film(source)  # what cannot be shown is refused here
         data = source.read_bytes()
     else:
         made = io.BytesIO()
         film_recording(source, made)
         data = made.getvalue()
+    with broken_films(source):  # what cannot be shown is refused here, and not in the browser
+        if not Film(io.BytesIO(data)).frames:
+            raise CommandError(f"{source} has no step: nothing was scheduled")
     try:
-        page = page_of(data, source.name)
+        path.write_text(page_of(data, source.name), encoding="utf-8")
     except ValueError as error:
         raise CommandError(str(error)) from None
-    path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}") from None
     print(path)
     if open_page:
         webbrowser.open(path.resolve().as_uri())

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from pointsman.cli.errors import EXIT_OK, CommandError, check_writable
-from pointsman.cli.film import film_recording, is_film, read_film
+from pointsman.cli.errors import EXIT_OK, CommandError
+from pointsman.cli.film import broken_films, check_is_other, film_recording, is_film, read_film
 from pointsman.web.film import Film
 from pointsman.web.perfetto import write_trace
 from pointsman.web.plot import draw
@@ -32,8 +32,8 @@ def plot(
     kind = path.suffix[1:].lower()
     if kind != "json":
         _check_picture(path, kind)
-    check_writable(str(path))
     source = Path(file)
+    check_is_other(source, path)
     if is_film(source):
         found = read_film(source)
     else:
@@ -41,10 +41,14 @@ def plot(
         film_recording(source, made, with_blocks=False)
         made.seek(0)
         found = Film(made)
-    if kind == "json":
-        write_trace(found, path)
-    else:
-        draw(found, source.name).savefig(path, dpi=120)
+    try:
+        with broken_films(source):
+            if kind == "json":
+                write_trace(found, path)
+            else:
+                draw(found, source.name).savefig(path, dpi=120)
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}") from None
     print(path)
     return EXIT_OK
 

@@ -141,10 +141,13 @@ def _film(path: str | None) -> Iterator[Sequence[FilmRecorder]]:
     if path is None:
         yield ()
         return
-    with open(path, "wb") as file:
-        recorder = FilmRecorder(file)
-        yield (recorder,)
-        recorder.close()
+    try:
+        with open(path, "wb") as file:
+            recorder = FilmRecorder(file)
+            yield (recorder,)
+            recorder.close()
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}") from None
 
 
 class _Found(NamedTuple):

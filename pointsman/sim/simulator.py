@@ -109,6 +109,8 @@ class Simulation:
             Replica(config, step_time, self.timings, is_stepping=is_stepping, seed=seed, host_memory=host_memory)
             for _ in range(num_replicas)
         ]
+        if len(films) > num_replicas:
+            raise ValueError(f"{len(films)} films of {num_replicas} replica(s); give one for each at most")
         for replica, film in zip(self.replicas, films, strict=False):
             replica.scheduler.start_film(film)
         self._workload = workload

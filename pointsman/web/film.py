@@ -108,7 +108,7 @@ class State:
     running: list[int]
     """In order of admission."""
     waiting: list[int]
-    """In the order in which they came."""
+    """In the order in which they came, or came back."""
     parked: list[int]
     time: float
     batch: list[BatchRow] = field(default_factory=list)
@@ -152,6 +152,33 @@ def _sound() -> Iterator[None]:
         raise FilmError(f"the film contradicts itself ({type(error).__name__}: {error}); it is broken") from error
 
 
+_NAMED = {
+    "op": "ops",
+    "key_status": "statuses",
+    "key_reason": "reasons",
+    "parked_status": "statuses",
+    "deferred_reason": "reasons",
+    "preempted_cause": "causes",
+    "finished_reason": "finish_reasons",
+    "step_blocked": "reasons",
+}
+_PLUS_ONE = ("key_reason", "step_blocked")
+_COUNTS = (
+    "key_flight",
+    "step_exceptions",
+    "exception_row",
+    "exception_tokens",
+    "exception_flags",
+    "update_exceptions",
+    "update_row",
+    "steps_count",
+    "steps_ends",
+    "step_skipped",
+    "failed_steps",
+    "failed_rows",
+)
+
+
 class Film:
     """A film in memory.
 
@@ -189,6 +216,9 @@ class Film:
                 self._chunks[-1].blocks, _ = unpack("B", data)
         if not self._chunks:
             raise FilmError("the film has no events; it was cut off at once")
+        if not self.is_complete and with_blocks and self._chunks[0].blocks is not None:
+            if self._chunks[-1].blocks is None:  # cut off between events and blocks
+                self._chunks.pop()
         self.has_blocks = all(chunk.blocks is not None for chunk in self._chunks)
         self._check()
         self.frames: list[Frame] = [frame for index in range(len(self._chunks)) for frame in self._frames_of(index)]
@@ -213,13 +243,25 @@ class Film:
     def _check(self) -> None:
         """Numbers that would be taken as places in something."""
         for chunk in self._chunks:
-            for name in ("request", "key_running", "key_waiting", "key_parked"):
+            for name in ("request", "key_running", "key_waiting", "key_parked", "skipped_request"):
                 numbers = chunk.events[name]
                 if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self.requests):
                     raise FilmError(f"column {name!r} names a request that is not in the film; it is broken")
-            ops = chunk.events["op"]
-            if len(ops) and not 0 <= ops.min() <= ops.max() < len(Op):
-                raise FilmError("a chunk has an event of no known kind; the film is broken")
+            for name, what in _NAMED.items():
+                numbers, plus = chunk.events[name], name in _PLUS_ONE
+                if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self.header["names"][what]) + plus:
+                    raise FilmError(f"column {name!r} has a number that names nothing; the film is broken")
+            for name in ("deferred_holder", "step_blocker", "key_flight_request"):
+                numbers = chunk.events[name]
+                if len(numbers) and not 0 <= numbers.min() <= numbers.max() <= len(self.requests):
+                    raise FilmError(f"column {name!r} names a request that is not in the film; it is broken")
+            for name, numbers in chunk.events.items():
+                if name in _COUNTS and len(numbers) and numbers.min() < 0:
+                    raise FilmError(f"column {name!r} has a negative number; the film is broken")
+            if len(modes := chunk.events["pause_mode"]) and not 0 <= modes.min() <= modes.max() <= 2:
+                raise FilmError("a pause is of no known kind; the film is broken")
+            if len(how := chunk.events["preempted_recovery"]) and not 0 <= how.min() <= how.max() <= 2:
+                raise FilmError("a recovery is of no known kind; the film is broken")
 
     def _frames_of(self, index: int) -> Iterator[Frame]:
         events = self._chunks[index].events
@@ -237,6 +279,8 @@ class Film:
         Raises:
             KeyError: no frame has it.
         """
+        if not self.frames:
+            raise KeyError("the film has no step")
         low, high = 0, len(self.frames)
         while high - low > 1:
             middle = (low + high) // 2
@@ -285,17 +329,24 @@ class Film:
         with _sound():
             return _Player(self, self._chunks[0]).state
 
-    def state_at(self, frame: int) -> State:
+    def state_at(self, frame: int, step_id: int | None = None) -> State:
         """What was true when a frame had been decided.
+
+        Args:
+            step_id: one of the frame's steps, if it has several: what was true when that one had been decided. None:
+                when all of them were over.
 
         Raises:
             FilmError: the film contradicts itself.
         """
+        found = self.frames[frame]
+        chunk = self._chunks[found.chunk]
         with _sound():
-            found = self.frames[frame]
-            chunk = self._chunks[found.chunk]
             player = _Player(self, chunk)
             for index, event in enumerate(_Cursor(chunk).run(len(chunk.events["op"]))):
+                if index == found.event and step_id is not None and event.op is Op.STEPS:
+                    player.begin_steps(event, step_id - found.step_id + 1)
+                    break
                 player.apply(event)
                 if index >= found.event and not player.num_ends:
                     break
@@ -320,6 +371,8 @@ class _Cursor:
         at = self._at[name]
         self._at[name] = at + count
         found: list[int] = self._columns[name][at : at + count]
+        if len(found) != count:
+            raise IndexError(name)
         return found
 
     def run(self, end: int) -> Iterator[Event]:
@@ -409,12 +462,11 @@ class _Player:
             state.num_preemptions = lists["key_preemptions"][index]
             state.num_cached_tokens = lists["key_cached"][index]
             state.admission = 1
-            if state.num_preemptions:
-                state.status = "preempted"
         for number, computed in zip(running, lists["key_computed"], strict=True):
             requests[number].status, requests[number].num_computed_tokens = "running", computed
-        for number, status in zip(parked, lists["key_status"], strict=True):
+        for number, status in zip([*waiting, *parked], lists["key_status"], strict=True):
             requests[number].status = self._names["statuses"][status]
+            requests[number].admission = int(requests[number].status != "waiting")
         for number, reason in zip(waiting, lists["key_reason"], strict=True):
             requests[number].reason = self._names["reasons"][reason - 1] if reason else None
         found = State(requests, running, waiting, parked, lists["key_time"][0] / 1e6)
@@ -455,7 +507,7 @@ class _Player:
             )
         op = event.op
         if op is Op.QUEUED:
-            self._move(one, state.waiting, "preempted" if one.num_preemptions else "waiting")
+            self._move(one, state.waiting, "preempted" if one.admission else "waiting")
         elif op is Op.PARKED:
             self._move(one, state.parked, names["statuses"][fields["status"]])
         elif op is Op.DEFERRED:
@@ -469,7 +521,8 @@ class _Player:
             one.num_preemptions += 1
             self._move(one, state.waiting, "preempted")
         elif op is Op.ROLLED_BACK:
-            self._move(one, state.waiting, "preempted" if one.num_preemptions else "waiting")
+            one.admission -= 1
+            self._move(one, state.waiting, "preempted" if one.admission else "waiting")
         elif op is Op.FINISHED:
             self._move(one, None, "finished_" + names["finish_reasons"][fields["reason"]])
             del state.requests[number]
@@ -524,7 +577,7 @@ class _Player:
             if row.num_drafts and one.status == "running" and one.admission == row.admission:
                 one.num_computed_tokens -= row.num_drafts + 1 - count
 
-    def _steps(self, fields: dict[str, Any]) -> None:
+    def _steps(self, fields: dict[str, Any], num_steps: int | None = None) -> None:
         state, count = self.state, fields["count"]
         for number in state.running:
             one = state.requests[number]
@@ -534,9 +587,19 @@ class _Player:
         state.batch = [BatchRow(number, 1, True, 0, 0) for number in state.running]
         state.time += sum(fields["micros"]) / 1e6
         if self._blocks is not None:
-            self._blocks.frame(state, self._num_frames, up_to_tables=fields["ends"] > 0)
+            up_to_tables = fields["ends"] > 0 or num_steps is not None
+            self._blocks.frame(state, self._num_frames, up_to_tables=up_to_tables, num_steps=num_steps)
         self._num_frames += 1
         self.num_ends = fields["ends"]
+
+    def begin_steps(self, event: Event, count: int) -> None:
+        """The first `count` of several steps at once; the last of them is decided, and its tokens are yet to come."""
+        micros = event.fields["micros"]
+        state = self.state
+        state.time = event.time
+        self._steps({**event.fields, "count": count, "micros": micros[: count - 1], "ends": 0}, num_steps=count)
+        for number in state.running:
+            state.requests[number].num_generated_tokens -= 1
 
     def _failed(self, fields: dict[str, Any]) -> None:
         state = self.state
@@ -594,8 +657,13 @@ class _BlockPlayer:
         assert self._state.is_cached is not None
         self._state.is_cached[table[self._references[table] == 0]] = self._caches
 
-    def frame(self, state: State, place: int, *, up_to_tables: bool = False) -> None:
-        """What became of blocks in a frame; `up_to_tables`: until the last block that a table got."""
+    def frame(self, state: State, place: int, *, up_to_tables: bool = False, num_steps: int | None = None) -> None:
+        """What became of blocks in a frame.
+
+        Args:
+            up_to_tables: until the last block that a table got.
+            num_steps: of several steps only the first.
+        """
         lists, is_cached = self._lists, state.is_cached
         assert is_cached is not None
         end = self._at
@@ -607,6 +675,8 @@ class _BlockPlayer:
         while self._at < end:
             op, number, count = (lists[name][self._at] for name in ("op", "request", "count"))
             blocks = lists["block"][self._block : self._block + count]
+            if len(blocks) != count:
+                raise IndexError("block")
             self._at, self._block = self._at + 1, self._block + count
             if op == BlockOp.BLANK or op == BlockOp.CACHED:
                 is_cached[blocks] = op == BlockOp.CACHED
@@ -621,9 +691,11 @@ class _BlockPlayer:
                 if op == BlockOp.TABLE:
                     self._references[one.table] -= 1
                     one.table = []
+                if op == BlockOp.STEPPED:
+                    steps = lists["value"][self._value : self._value + count]
+                    self._value += count
+                    if num_steps is not None:
+                        blocks = [block for block, step in zip(blocks, steps, strict=True) if step < num_steps]
                 one.table += blocks
                 self._references[blocks] += 1
                 is_cached[blocks] = False
-                # Steps at once name the step of each block, which only a page needs that shows them one by one.
-                if op == BlockOp.STEPPED:
-                    self._value += count

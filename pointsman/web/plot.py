@@ -5,11 +5,13 @@ matplotlib draws it; it is asked for where it is needed, so that nothing else ne
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pointsman.core.observe.film_format import FilmError
 from pointsman.web.film import Film
 from pointsman.web.timeline import DECODE, PARKED, PREFILL, WAITING, Span, Timeline, timeline_of
 
@@ -34,11 +36,14 @@ def draw(film: Film, title: str) -> Figure:
     """The picture, 11 by 12 inches.
 
     Raises:
+        FilmError: there is no step, or the film contradicts itself.
         ModuleNotFoundError: matplotlib is not installed.
     """
     from matplotlib.figure import Figure
 
     timeline, spans = timeline_of(film)
+    if not len(timeline.time):
+        raise FilmError("the film has no step, so there is nothing to draw")
     figure = Figure(figsize=(11, 12), layout="constrained")
     batch, pool, requests, queue = figure.subplots(4, 1, sharex=True, height_ratios=(1, 1, 2.2, 1))
     figure.suptitle(_shorten(title, 80))
@@ -78,8 +83,9 @@ def _draw_pool(axes: Any, timeline: Timeline, edges: FloatArray, num_blocks: int
     grid, used = means(edges, 100 * (1 - timeline.num_free_blocks / num_blocks))
     axes.stairs(used, grid, fill=True, color=SKY, label=f"KV blocks in use, of {num_blocks:,}")
     when = timeline.time[timeline.num_preemptions > 0]
-    label = f"{int(timeline.num_preemptions.sum()):,} preemptions"
-    axes.plot(when, np.full(len(when), 102.0), "v", color=VERMILION, markersize=5, label=label, clip_on=False)
+    count = int(timeline.num_preemptions.sum())
+    label = f"{count:,} preemption{'' if count == 1 else 's'}"
+    axes.plot(when, np.full(len(when), 102.0), "v", color=VERMILION, markersize=5, label=label)
     axes.set_ylim(0, 108)
     axes.set_ylabel("% of the pool")
     axes.legend(loc="lower right", ncols=2)
@@ -118,7 +124,7 @@ def _draw_queue(axes: Any, timeline: Timeline, edges: FloatArray) -> None:
     reasons = {reason: float(seconds[np.array(timeline.blocked) == reason].sum()) for reason in set(timeline.blocked)}
     reasons.pop("", None)
     base: FloatArray | None = None
-    for reason, colour in zip(sorted(reasons, key=lambda one: (-reasons[one], one)), OF_REASONS, strict=False):
+    for reason, colour in zip(sorted(reasons, key=lambda one: (-reasons[one], one)), cycle(OF_REASONS), strict=False):
         waits = np.where(np.array(timeline.blocked) == reason, timeline.num_waiting, 0)
         grid, values = means(edges, waits)
         base = np.zeros_like(values) if base is None else base

@@ -36,7 +36,7 @@ class Teller:
         fields, names = event.fields, self._names
         if event.request is None:
             if event.op is Op.FAILED:
-                return f"{_count(fields['steps'], 'step')} failed and will be decided again"
+                return f"{counted(fields['steps'], 'step')} failed and will be decided again"
             if event.op is Op.PAUSED:
                 return ("resumed", "paused: nobody is admitted", "paused")[fields["mode"]]
             if event.op is Op.LIMITED:
@@ -48,7 +48,7 @@ class Teller:
         match event.op:
             case Op.ADDED:
                 tenant = f" of tenant {request.tenant}" if request.tenant else ""
-                return f"{who} is added{tenant}: {_count(request.num_prompt_tokens, 'prompt token')}"
+                return f"{who} is added{tenant}: {counted(request.num_prompt_tokens, 'prompt token')}"
             case Op.REFUSED:
                 return f"{who} is refused: {fields['why']}"
             case Op.PARKED:
@@ -59,12 +59,12 @@ class Teller:
                 return f"{who} waits: {names['reasons'][fields['reason']].replace('_', ' ')}{missing}{holder}"
             case Op.ADMITTED:
                 verb = "resumes" if fields["resumed"] else "starts"
-                cached = f", {_count(fields['cached'], 'token')} of it cached" if fields["cached"] else ""
+                cached = f", {counted(fields['cached'], 'token')} of it cached" if fields["cached"] else ""
                 return f"{who} {verb}{cached}"
             case Op.PREEMPTED:
                 cause = CAUSES[names["causes"][fields["cause"]]]
                 return (
-                    f"{who} is preempted: {cause}; it loses {_count(fields['lost'], 'token')}, {fields['cached']} of "
+                    f"{who} is preempted: {cause}; it loses {counted(fields['lost'], 'token')}, {fields['cached']} of "
                     f"them still cached{('', ', to be computed again', ', to be swapped')[fields['recovery']]}"
                 )
             case Op.ROLLED_BACK:
@@ -72,16 +72,16 @@ class Teller:
             case Op.FINISHED:
                 why = names["finish_reasons"][fields["reason"]]
                 detail = f" ({fields['detail']})" if fields["detail"] else ""
-                return f"{who} finishes: {why}{detail}, {_count(fields['generated'], 'token')} generated"
+                return f"{who} finishes: {why}{detail}, {counted(fields['generated'], 'token')} generated"
             case Op.PRIORITY:
                 return f"{who} gets priority {fields['priority']}"
             case Op.EXTENDED:
-                return f"{who} has {_count(fields['prompt'], 'prompt token')} now"
+                return f"{who} has {counted(fields['prompt'], 'prompt token')} now"
             case Op.LOAD_STARTED:
-                return f"{who} loads {_count(fields['tokens'], 'token')}"
+                return f"{who} loads {counted(fields['tokens'], 'token')}"
             case Op.LOAD_FINISHED:
                 verb = "lacks some of what it loads" if fields["failed"] else "has loaded"
-                return f"{who} {verb}: {_count(fields['tokens'], 'token')}"
+                return f"{who} {verb}: {counted(fields['tokens'], 'token')}"
         return None
 
     def why(self, state: State, number: int) -> str:
@@ -117,10 +117,15 @@ def life_of(film: Film, number: int) -> Life:
     """Everything about a request; how long it waited, and why: behind others, what these lacked."""
     teller, life = Teller(film), Life(number)
     reasons = film.header["names"]["reasons"]
-    since, reason, blocked = 0.0, "", ""  # reason "": it is not there; "running"; or why it waits
+    reason, blocked = "", ""  # reason "": it is not there; "running"; or why it waits
+    begin = film.beginning()
+    since = begin.time
+    if number in begin.running:
+        reason = "running"
+    elif number in begin.requests:
+        reason = begin.requests[number].reason or (begin.requests[number].status if number in begin.parked else BEHIND)
     for event in film.events(0, None):
-        if reason:
-            _count_time(life, f"{BEHIND}, {blocked}" if reason == BEHIND and blocked else reason, event.time - since)
+        _count_time(life, reason, blocked, event.time - since)
         since = event.time
         if event.op is Op.STEP or event.op is Op.STEPS:
             blocked = reasons[event.fields["blocked"] - 1] if event.fields["blocked"] else ""
@@ -129,8 +134,7 @@ def life_of(film: Film, number: int) -> Life:
             if sentence:
                 life.moments.append((event.time, sentence))
             reason = reason_after(film, event, reason)
-    if reason:
-        _count_time(life, reason, max(0.0, film.end - since))
+    _count_time(life, reason, blocked, max(0.0, film.end - since))
     return life
 
 
@@ -151,12 +155,15 @@ def reason_after(film: Film, event: Event, before: Before) -> str | Before:
     return before
 
 
-def _count_time(life: Life, reason: str, seconds: float) -> None:
+def _count_time(life: Life, reason: str, blocked: str, seconds: float) -> None:
+    if reason == BEHIND and blocked:
+        reason = f"{BEHIND}, {blocked}"
     if reason == "running":
         life.ran += seconds
-    elif seconds:
+    elif reason and seconds:
         life.waited[reason] = life.waited.get(reason, 0.0) + seconds
 
 
-def _count(count: int, what: str) -> str:
+def counted(count: int, what: str) -> str:
+    """A number of things, in words."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"

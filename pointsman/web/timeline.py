@@ -60,6 +60,8 @@ class _Pass:
     """What each unfinished request does, by number."""
     computing: set[int] = field(default_factory=set)
     """Running requests whose prompt, or what a preemption lost, is not computed."""
+    sampled: list[int] = field(default_factory=list)
+    """Requests that computed the last of it in the newest step."""
     since: dict[int, float] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in Timeline.__dataclass_fields__})
@@ -70,8 +72,12 @@ class _Pass:
     def __post_init__(self) -> None:
         begin = self.film.beginning()
         for number in begin.running:
+            one = begin.requests[number]
+            is_computing = one.num_computed_tokens < one.num_prompt_tokens + one.num_generated_tokens - 1
             self.running.append(number)
-            self._put(number, DECODE, begin.time)
+            self._put(number, PREFILL if is_computing else DECODE, begin.time)
+            if is_computing:
+                self.computing.add(number)
         for number in begin.waiting:
             self._put(number, WAITING, begin.time)
         for number in begin.parked:
@@ -81,10 +87,15 @@ class _Pass:
         for event in self.film.events(0, None):
             if event.request is not None:
                 self._move(event, event.request)
-            elif event.op is Op.STEP:
-                self._step(event)
-            elif event.op is Op.STEPS:
-                self._frame(event, event.fields["count"], 0, len(self.running))
+            elif event.op is Op.STEP or event.op is Op.STEPS:
+                for number in self.sampled:
+                    if self.places.get(number) == PREFILL:
+                        self._put(number, DECODE, event.time)
+                self.sampled = []
+                if event.op is Op.STEP:
+                    self._step(event)
+                else:
+                    self._frame(event, event.fields["count"], 0, len(self.running))
         for number in list(self.places):
             self._put(number, None, self.film.end)
 
@@ -130,10 +141,8 @@ class _Pass:
             prefill += tokens
             if flags & 1:  # it samples: the next step decodes
                 self.computing.discard(number)
+                self.sampled.append(number)
         self._frame(event, 1, prefill, total - prefill)
-        for number in self.running:
-            if self.places[number] == PREFILL and number not in self.computing:
-                self._put(number, DECODE, event.time)
 
     def _frame(self, event: Event, num_steps: int, prefill: int, decode: int) -> None:
         blocked = event.fields["blocked"]

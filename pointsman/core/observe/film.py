@@ -2,7 +2,7 @@
 
 A recording is what a scheduler was told, so that it can decide again; a film is what it decided, so that it can be
 looked at. A `FilmRecorder` listens to a live scheduler, to one that replays a recording, or to a simulation. Prompts
-are not in it. The format is in `film_format.py`, the reader in `pointsman/film.py`.
+are not in it. The format is in `film_format.py`, the reader in `pointsman/web/film.py`.
 
 Each event has a row of its own. A step in which every running request gets one token has no more than its time; in any
 other, only the rows that differ are named. Steps that were done at once are one event. Blocks have chunks of their own,
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
+from pointsman.core.errors import InvalidTransition
 from pointsman.core.observe.film_format import (
     CAUSES,
     FINISH_REASONS,
@@ -56,6 +57,8 @@ IntArray = npt.NDArray[np.integer]
 
 EVENTS_IN_A_CHUNK = 4096
 """A reader begins at a chunk and applies its events until the one that is asked for."""
+NUMBERS_IN_A_COLUMN = 1 << 19
+"""A chunk is closed sooner where one of its longest columns has more."""
 _REASON = {reason: index for index, reason in enumerate(REASONS)}
 _STATUS = {status: index for index, status in enumerate(STATUSES)}
 _CAUSE = {cause: index for index, cause in enumerate(CAUSES)}
@@ -82,6 +85,7 @@ class FilmRecorder(Listener):
         self._flight: deque[SchedulerOutput] = deque()
         self._ends: list[tuple[Request, float]] = []  # maybe of an update whose event is yet to come
         self._mirror: _Mirror | None = None
+        self._is_open: bool | None = None  # None: not started
         self._requests, self._strings = Columns("R"), dict[str, int]()
         self._start: float | None = None
         self._now = 0
@@ -93,12 +97,21 @@ class FilmRecorder(Listener):
     # ------------------------------------------------------------------ the file
 
     def start(self, config: SchedulerConfig, policies: dict[str, int], find_parts: Callable[[], Parts]) -> None:
-        """The header; called once, by the scheduler. What it holds already is in the first key frame."""
+        """The header; called once, by the scheduler. What it holds already is in the first key frame.
+
+        Raises:
+            InvalidTransition: it films, or has filmed, a scheduler.
+        """
+        if self._is_open is not None:
+            raise InvalidTransition("a film recorder films one scheduler, once; make another FilmRecorder")
+        self._is_open = True
         self._parts = find_parts
         header = {"format_version": FORMAT_VERSION, "library_version": __version__, "with_blocks": self._with_blocks}
         header |= {"config": config.to_dict(), "policies": policies, "names": NAMES}
         self.num_bytes["events"] += write_header(self._file, header)
         parts = find_parts()
+        if parts.table.requests:
+            self._start = parts.table.now  # times before it are negative
         if self._with_blocks:
             self._mirror = _Mirror(parts)
         for request in [*parts.batch.members.requests, *parts.table.queue, *parts.table.parked.values()]:
@@ -113,7 +126,15 @@ class FilmRecorder(Listener):
         self._open_chunk()
 
     def close(self) -> None:
-        """Write what is left, and the end; the file stays open. The scheduler must no longer report to it."""
+        """Write what is left, and the end; the file stays open. The scheduler must no longer report to it.
+
+        Raises:
+            InvalidTransition: it was not started, or is closed.
+        """
+        if not self._is_open:
+            what = "has not been started" if self._is_open is None else "is closed"
+            raise InvalidTransition(f"the film {what}")
+        self._is_open = False
         self._flush_ends()
         self._write_chunk()
         self.num_bytes["events"] += write_chunk(self._file, "Z", b"")
@@ -138,7 +159,11 @@ class FilmRecorder(Listener):
 
     def _next_chunk(self) -> None:
         """Only where no event of a step is yet to come."""
-        if len(self._ops) >= EVENTS_IN_A_CHUNK:
+        data = self._events.data
+        longest = max(len(data[name]) for name in ("exception_row", "update_row", "steps_micros", "skipped_request"))
+        if self._mirror is not None:
+            longest = max(longest, len(self._mirror.columns.data["block"]))
+        if len(self._ops) >= EVENTS_IN_A_CHUNK or longest >= NUMBERS_IN_A_COLUMN:
             self._write_chunk()
             self._open_chunk()
 
@@ -149,7 +174,7 @@ class FilmRecorder(Listener):
         data["key_running"] += map(number, self._running)
         data["key_waiting"] += map(number, self._waiting)
         data["key_parked"] += map(number, self._parked)
-        data["key_status"] += [_STATUS[request.status] for request in self._parked]
+        data["key_status"] += [_STATUS[request.status] for request in (*self._waiting, *self._parked)]
         data["key_reason"] += [self._deferred.get(request, -1) + 1 for request in self._waiting]
         data["key_computed"] += batch.num_computed_tokens[batch.members.rows].tolist()
         for request in [*self._running, *self._waiting, *self._parked]:
@@ -348,21 +373,18 @@ class FilmRecorder(Listener):
 
     def _tell_rows(self, output: SchedulerOutput) -> int:
         """The rows that are not one token that is sampled from; those of no token are left out of the step."""
-        data, count, last = self._events.data, 0, 0
-        of_request = {request: index for index, request in enumerate(output.requests)}
-        for place, request in enumerate(self._running):
-            index = of_request.get(request)
-            tokens = samples = drafts = 0
-            if index is not None:
-                tokens, samples = int(output.num_scheduled_tokens[index]), int(output.samples[index])
-                drafts = int(output.num_draft_tokens[index])
-            if tokens == samples == 1 and not drafts:
-                continue
-            data["exception_row"].append(place - last)
-            data["exception_tokens"].append(tokens)
-            data["exception_flags"].append(samples | drafts << 1)
-            count, last = count + 1, place
-        return count
+        tokens, flags = output.num_scheduled_tokens, output.samples | output.num_draft_tokens << 1
+        if output.num_rows < len(self._running):  # both are in order of admission
+            is_in = np.fromiter(map(set(output.requests).__contains__, self._running), np.bool_, len(self._running))
+            all_tokens, all_flags = np.zeros((2, len(is_in)), dtype=np.int64)
+            all_tokens[is_in], all_flags[is_in] = tokens, flags
+            tokens, flags = all_tokens, all_flags
+        places = ((tokens != 1) | (flags != 1)).nonzero()[0]
+        data = self._events.data
+        data["exception_row"] += np.diff(places, prepend=0).tolist()
+        data["exception_tokens"] += tokens[places].tolist()
+        data["exception_flags"] += flags[places].tolist()
+        return len(places)
 
     def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
         """The result of the oldest step in flight."""
@@ -398,7 +420,7 @@ class FilmRecorder(Listener):
             self._mirror.steps(self._num_frames, parts, run, self._numbers)
         self._num_frames += 1
         completed = [request for request in run.update.completed_parts if request in self._numbers]
-        num_ends = len(ends) + len(completed) + self._put_first(completed)
+        num_ends = len(ends) + len(completed) + self._put_first(run.requests)
         for request in completed:
             self._extended(request, float(run.times[-1]))
         data["steps_ends"].append(num_ends)
@@ -406,10 +428,13 @@ class FilmRecorder(Listener):
         self._flush_ends()
         self._next_chunk()
 
-    def _put_first(self, completed: list[Request]) -> int:
-        """Put the newest event before those of requests that completed a part of their prompt in it; how many."""
-        numbers = {self._numbers[request] for request in completed}
+    def _put_first(self, requests: Sequence[Request]) -> int:
+        """Put the newest event, of steps of these requests, before those of a part of a prompt that one of them
+        completed in it; how many these are."""
         count = 0
+        if len(self._ops) < 2 or self._ops[-2] not in (Op.PARKED, Op.QUEUED):
+            return count
+        numbers = {self._numbers[request] for request in requests}
         while count < len(self._whom) and self._ops[-2 - count] < Op.STEP and self._whom[-1 - count] in numbers:
             count += 1
         if count:

@@ -37,8 +37,11 @@ Int64Array = npt.NDArray[np.int64]
 MAGIC: Final = b"pointsman film\n"
 FORMAT_VERSION: Final = 1
 _CHUNK = struct.Struct("<cII")
-MAX_CHUNK: Final = 1 << 28
-"""Bytes that a chunk may have before compression."""
+MAX_CHUNK: Final = 1 << 25
+"""Bytes that a chunk may have before compression; a number is one at least, and ten times as much when it is read."""
+MAX_FILM: Final = 1 << 30
+"""And all chunks together."""
+MAX_HEADER: Final = 1 << 20
 
 
 class FilmError(PointsmanError, ValueError):
@@ -116,15 +119,14 @@ COLUMNS: Final[Mapping[str, Mapping[str, bool]]] = {
         "key_running": True,
         "key_waiting": True,
         "key_parked": True,
-        "key_status": False,  # of the parked ones
+        "key_status": False,  # of the waiting and the parked ones
         "key_reason": False,  # of the waiting ones, + 1
         "key_computed": False,  # of the running ones
         "key_cached": False,
         "key_generated": False,  # of all, in this order
         "key_prompt": False,
         "key_preemptions": False,
-        # How many steps in flight, and for each its rows as in `step_requests`.
-        "key_flight": False,
+        "key_flight": False,  # of each step in flight how many rows
         "key_flight_request": False,  # + 1; 0: it has finished
         "key_flight_tokens": False,
         "key_flight_flags": False,
@@ -233,8 +235,10 @@ def unpack(kind: str, data: bytes) -> tuple[dict[str, Int64Array], list[str]]:
         count, position = _read_one(stream, ends, position)
         try:
             strings = json.loads(data[position : position + count])
-        except ValueError:
+        except (ValueError, RecursionError):
             raise FilmError("the strings of a chunk are no JSON; it is broken") from None
+        if not isinstance(strings, list) or not all(isinstance(text, str) for text in strings):
+            raise FilmError("the strings of a chunk are no list of strings; it is broken")
     return columns, strings
 
 
@@ -297,7 +301,7 @@ def write_header(file: BinaryIO, header: Mapping[str, Any]) -> int:
 
 def write_chunk(file: BinaryIO, kind: str, data: bytes) -> int:
     """A chunk, compressed; returns how many bytes were written."""
-    packed = zlib.compress(data, 9)
+    packed = zlib.compress(data)
     return file.write(_CHUNK.pack(kind.encode(), len(packed), len(data)) + packed)
 
 
@@ -310,18 +314,46 @@ def read_header(file: BinaryIO) -> dict[str, Any]:
     if file.read(len(MAGIC)) != MAGIC:
         raise FilmError("it is no film (pointsman film makes one from a recording)")
     size = file.read(4)
-    text = file.read(struct.unpack("<I", size)[0]) if len(size) == 4 else b""
+    length = struct.unpack("<I", size)[0] if len(size) == 4 else 0
+    text = file.read(length) if length <= MAX_HEADER else b""
     try:
         header: dict[str, Any] = json.loads(text)
         version = header["format_version"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise FilmError("the film's header is broken; make it again from its recording") from None
     if version != FORMAT_VERSION:
         raise FilmError(
             f"the film has format version {version}, and this library reads {FORMAT_VERSION}; make it again from its "
             "recording, or use the library that made it"
         )
+    _check_header(header)
     return header
+
+
+def _check_header(header: dict[str, Any]) -> None:
+    """What readers take for granted."""
+    config, names = header.get("config"), header.get("names")
+    if not isinstance(config, dict) or not isinstance(names, dict):
+        raise FilmError("the film's header lacks a configuration or names; it is broken")
+    for name, least, most in _NUMBERS_OF_CONFIG:
+        value = config.get(name)
+        if type(value) is not int or not least <= value <= most:
+            raise FilmError(f"the film's header has {name} {value!r}, not {least} to {most}; it is broken")
+    if config["num_reserved_blocks"] >= config["num_blocks"]:
+        raise FilmError("the film's header reserves every block; it is broken")
+    for name, values in NAMES.items():
+        given = names.get(name)
+        if not isinstance(given, list) or len(given) < len(values) or not all(isinstance(one, str) for one in given):
+            raise FilmError(f"the film's header lacks {name}; it is broken")
+
+
+_NUMBERS_OF_CONFIG = (
+    ("num_blocks", 1, 1 << 26),
+    ("block_size", 1, 1 << 20),
+    ("num_reserved_blocks", 0, 1 << 26),
+    ("max_num_seqs", 1, 1 << 31),
+    ("max_num_batched_tokens", 1, 1 << 31),
+)
 
 
 def read_chunks(file: BinaryIO) -> Iterator[tuple[str, bytes]]:
@@ -330,13 +362,20 @@ def read_chunks(file: BinaryIO) -> Iterator[tuple[str, bytes]]:
     Raises:
         FilmError: a chunk is broken.
     """
+    total = 0
     while True:
         head = file.read(_CHUNK.size)
         if len(head) < _CHUNK.size:
             return
         letter, length, size = _CHUNK.unpack(head)
-        if size > MAX_CHUNK or letter.decode("latin-1") not in "REBZ":
+        if size > MAX_CHUNK or length > 2 * MAX_CHUNK or letter.decode("latin-1") not in "REBZ":
             raise FilmError(f"a chunk {letter!r} of {size} bytes is none of a film; it is broken")
+        total += size
+        if total > MAX_FILM:
+            raise FilmError(
+                f"the film has more than {MAX_FILM:,} bytes when it is unpacked, which is more than can be shown; record "
+                "a shorter run, or leave out the blocks"
+            )
         packed = file.read(length)
         if len(packed) < length:
             return

@@ -11,7 +11,7 @@
 
 const MAGIC = "pointsman film\n";
 const FORMAT_VERSION = 1;
-const MAX_CHUNK = 2 ** 28;
+const MAX_CHUNK = 2 ** 25;
 
 class FilmError extends Error {}
 
@@ -272,6 +272,11 @@ class Film {
     return [...this.chunks[before.chunk].list.slice(before.event + 1), ...this.chunks[chunk].list.slice(0, event + 1)];
   }
 
+  // What was true when the film began.
+  beginning() {
+    return new Walk(this, { ...this.chunks[0], blocks: null }).state;
+  }
+
   *allEvents() {
     for (const chunk of this.chunks) yield* chunk.list;
   }
@@ -337,7 +342,7 @@ class Walk {
     [...running, ...waiting, ...parked].forEach((number, index) => {
       const numPreemptions = columns.key_preemptions[index];
       requests.set(number, {
-        number, status: numPreemptions ? "preempted" : "waiting", prompt: columns.key_prompt[index],
+        number, status: "waiting", prompt: columns.key_prompt[index],
         generated: columns.key_generated[index], computed: 0, cached: columns.key_cached[index], numPreemptions,
         reason: null, missing: 0, holder: null, admission: 1, table: [],
       });
@@ -345,7 +350,10 @@ class Walk {
     running.forEach((number, index) => {
       Object.assign(requests.get(number), { status: "running", computed: columns.key_computed[index] });
     });
-    parked.forEach((number, index) => (requests.get(number).status = this.names.statuses[columns.key_status[index]]));
+    [...waiting, ...parked].forEach((number, index) => {
+      const status = this.names.statuses[columns.key_status[index]];
+      Object.assign(requests.get(number), { status, admission: status === "waiting" ? 0 : 1 });
+    });
     waiting.forEach((number, index) => {
       const reason = columns.key_reason[index];
       requests.get(number).reason = reason ? this.names.reasons[reason - 1] : null;
@@ -397,9 +405,11 @@ class Walk {
     }
     const names = this.names;
     switch (event.op) {
-      case "queued":
       case "rolled_back":
-        this._move(one, state.waiting, one.numPreemptions ? "preempted" : "waiting");
+        one.admission--;
+      // falls through
+      case "queued":
+        this._move(one, state.waiting, one.admission ? "preempted" : "waiting");
         break;
       case "parked":
         this._move(one, state.parked, names.statuses[event.status]);

@@ -102,9 +102,15 @@ class Teller {
     const moments = [];
     const waited = new Map();
     let ran = 0;
-    let since = 0;
+    const begin = this.film.beginning();
+    const there = begin.requests.get(number);
+    let since = begin.time;
     let reason = "";
     let blocked = "";
+    if (there !== undefined) {
+      if (begin.running.includes(number)) reason = "running";
+      else reason = there.reason ?? (begin.parked.includes(number) ? there.status : BEHIND);
+    }
     const count = (until) => {
       if (reason === "running") ran += until - since;
       else if (reason && until !== since) {
