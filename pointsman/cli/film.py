@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pointsman.cli.display import printable
+from pointsman.cli.display import one_line
 from pointsman.cli.errors import EXIT_OK, CommandError
 from pointsman.core import RecordingError, ReplayDifference, replay
 from pointsman.core.observe.film import FilmRecorder
@@ -154,7 +154,7 @@ def _print_step(found: Film, step: int) -> None:
     print(f"step {step}{several}, at {state.time:.3f} s")
     if step == shown.step_id:
         for sentence in teller.decided(frame):
-            print(f"  {printable(sentence)}")
+            print(f"  {one_line(sentence)}")
     tokens = {row.number: row.num_tokens for row in state.batch}
     table = Table(title=f"{len(state.running)} running", title_justify="left", box=None, padding=(0, 2, 0, 0))
     headers = ["request", "tokens in this step", "computed", "of which cached", "prompt", "generated"]
@@ -167,7 +167,7 @@ def _print_step(found: Film, step: int) -> None:
             one.num_generated_tokens,
         ]  # fmt: skip
         numbers += [len(one.table)] if found.has_blocks else []
-        table.add_row(Text(printable(teller.name(number))), *(f"{count:,}" for count in numbers))
+        table.add_row(Text(one_line(teller.name(number))), *(f"{count:,}" for count in numbers))
     console = Console(markup=False)
     console.print(table)
     _print_rest(len(state.running))
@@ -175,7 +175,7 @@ def _print_step(found: Film, step: int) -> None:
     asked = [*state.skipped, *([] if state.blocker is None else [state.blocker])]
     others = [number for number in [*state.waiting, *state.parked] if number not in asked]
     for number in [*asked, *others][:MOST_ROWS]:
-        print(f"  {printable(teller.name(number))}: {printable(teller.why(state, number))}")
+        print(f"  {one_line(teller.name(number))}: {one_line(teller.why(state, number))}")
     _print_rest(len(state.waiting) + len(state.parked))
     if state.is_cached is not None:
         references = state.num_references()
@@ -200,7 +200,7 @@ def _print_life(found: Film, request_id: str) -> None:
             print()  # another one that had the id later
         life = life_of(found, number)
         for time, sentence in life.moments:
-            print(f"{time:10.3f} s  {printable(sentence)}")
+            print(f"{time:10.3f} s  {one_line(sentence)}")
         waited = sum(life.waited.values())
         longest_first = sorted(life.waited.items(), key=lambda item: -item[1])
         reasons = "; ".join(f"{reason.replace('_', ' ')} {seconds:.3f} s" for reason, seconds in longest_first)

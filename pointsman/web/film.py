@@ -216,9 +216,8 @@ class Film:
                 self._chunks[-1].blocks, _ = unpack("B", data)
         if not self._chunks:
             raise FilmError("the film has no events; it was cut off at once")
-        if not self.is_complete and with_blocks and self._chunks[0].blocks is not None:
-            if self._chunks[-1].blocks is None:  # cut off between events and blocks
-                self._chunks.pop()
+        if not self.is_complete and self._chunks[0].blocks is not None and self._chunks[-1].blocks is None:
+            self._chunks.pop()  # cut off between its events and its blocks
         self.has_blocks = all(chunk.blocks is not None for chunk in self._chunks)
         self._check()
         self.frames: list[Frame] = [frame for index in range(len(self._chunks)) for frame in self._frames_of(index)]

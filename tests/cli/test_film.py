@@ -35,6 +35,9 @@ def test_a_recording_becomes_a_film_beside_it(pointsman: Run, recording: Path) -
     assert made.code == 0 and recording.with_suffix(".film").stat().st_size < 4000
     assert "2 requests, 4 steps in 4 frames, 4.0 s" in made.out
     assert "2 admissions, 0 preemptions, 2 finished, 0 refused" in made.out
+    shorter = pointsman("film", recording, "--no-blocks", "-o", recording.with_name("other.film"))
+    assert shorter.code == 0
+    assert "blocks" not in pointsman("film", recording.with_name("other.film"), "--step", "1").out
 
 
 def test_one_step(pointsman: Run, recording: Path) -> None:
@@ -50,12 +53,36 @@ def test_one_life(pointsman: Run, recording: Path) -> None:
     assert shown.out.splitlines()[-1] == "ran 2.000 s, waited 2.000 s: sequence limit 2.000 s"
 
 
+def test_nothing_was_scheduled(pointsman: Run, tmp_path: Path) -> None:
+    path = tmp_path / "idle.jsonl"
+    with path.open("w") as file:
+        scheduler = Scheduler(SchedulerConfig(num_blocks=8, max_model_len=32), recorder=Recorder(file))
+        scheduler.add(Request("a\x1b[31m\nb", range(6), arrival_time=1.0, max_tokens=2), 1.0)
+    assert "1 request, 0 steps" in pointsman("film", path).out
+    film = path.with_suffix(".film")
+    check_refused(pointsman("film", film, "--step", "0"), "nothing was scheduled")
+    check_refused(pointsman("plot", film), "nothing to draw")
+    check_refused(pointsman("play", film), "nothing was scheduled")
+    assert not film.with_suffix(".png").exists() and not film.with_suffix(".html").exists()
+    life = pointsman("film", film, "--request", "a\x1b[31m\nb").out
+    assert "\x1b" not in life and len(life.splitlines()) == 2
+
+
 def test_what_is_refused(pointsman: Run, recording: Path, tmp_path: Path) -> None:
     pointsman("film", recording)
     film = recording.with_suffix(".film")
     check_refused(pointsman("film", film, "--step", "17"), "the film has no step 17; it has 0 to 3")
     check_refused(pointsman("film", film, "--request", "third"), "no request 'third'; it has 2: 'first'")
     check_refused(pointsman("film", film, "-o", "x.film"), "is a film already")
+    for command in ("film", "plot", "play"):  # what is read is not replaced
+        before = recording.read_bytes()
+        again = recording.rename(recording.with_suffix(".json"))
+        check_refused(pointsman(command, again, "-o", again), "is what is read")
+        assert again.rename(recording).read_bytes() == before
+    data = film.read_bytes()
+    cut = tmp_path / "cut.film"
+    cut.write_bytes(data[:-1])
+    assert "was cut off" in pointsman("film", cut, "--step", "1").out
     check_refused(pointsman("film", tmp_path / "nothing"), "cannot read")
     check_refused(pointsman("film", recording, "-o", tmp_path / "none" / "x.film"), "cannot write")
     broken = tmp_path / "broken.film"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pointsman.core import Request, Scheduler, SchedulerConfig, StepResult
+from pointsman.core import InvalidTransition, Request, Scheduler, SchedulerConfig, StepResult
 from pointsman.core.observe.film import FilmRecorder
 from pointsman.core.observe.film_format import (
     MAGIC,
@@ -31,6 +31,8 @@ from pointsman.sim.workload import OpenLoop
 from pointsman.traces import TraceRequest
 from pointsman.web.film import Film
 from pointsman.web.story import Teller, life_of
+from pointsman.web.timeline import timeline_of
+from tests.soak import short_or_long
 
 CONFIG: dict[str, Any] = {
     "num_blocks": 12,
@@ -138,6 +140,71 @@ def test_who_waits_behind_others_waits_for_what_they_lack() -> None:
     assert last.waited == {"behind others, sequence_limit": 3.0, "sequence_limit": 1.0}
 
 
+def test_a_life_that_began_before_the_film() -> None:
+    scheduler = Scheduler(SchedulerConfig(**{**CONFIG, "max_num_seqs": 1, "max_num_batched_tokens": 8}))
+    for name in ("runs", "waits"):
+        scheduler.add(Request(name, range(10), arrival_time=2.0, max_tokens=3), 2.0)
+    now, file = 2.0, io.BytesIO()
+    recorder = FilmRecorder(file)
+    while scheduler.has_unfinished_requests():
+        if now == 3.0:  # the first of two chunks of the prompt is computed
+            scheduler.start_film(recorder)
+        output = scheduler.schedule(now)
+        now += 1.0
+        scheduler.update(output, StepResult([7] * int(output.samples.sum())), now)
+    scheduler.remove_listener(recorder)
+    recorder.close()
+    film = read(file.getvalue())
+    assert [one.arrival for one in film.requests] == [-1.0, -1.0]
+    assert life_of(film, 0).ran == 3.0 and not life_of(film, 0).waited
+    assert life_of(film, 1).ran == 3.0 and sum(life_of(film, 1).waited.values()) == 3.0
+    _, spans = timeline_of(film)
+    assert [(span.kind, span.begin, span.end) for span in spans if span.number == 0] == [
+        ("prefill", 0.0, 1.0),
+        ("decode", 1.0, 3.0),
+    ]
+
+
+def test_a_recorder_films_once() -> None:
+    scheduler, recorder = Scheduler(SchedulerConfig(**CONFIG)), FilmRecorder(io.BytesIO())
+    with pytest.raises(InvalidTransition, match="has not been started"):
+        recorder.close()
+    scheduler.start_film(recorder)
+    with pytest.raises(InvalidTransition, match="films one scheduler, once"):
+        scheduler.start_film(recorder)
+    scheduler.remove_listener(recorder)
+    recorder.close()
+    with pytest.raises(InvalidTransition, match="is closed"):
+        recorder.close()
+    with pytest.raises(InvalidTransition, match="films one scheduler, once"):
+        scheduler.start_film(recorder)
+
+
+def test_a_step_of_several_is_shown_as_it_was() -> None:
+    """Of steps that were done at once, each is what the same step is where they were done one by one."""
+    trace = [TraceRequest(0.25 * index, 40 + 9 * index, 30 + index) for index in range(12)]
+    config = SchedulerConfig(num_blocks=60, block_size=4, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64)
+    films = []
+    for is_stepping in (False, True):
+        file = io.BytesIO()
+        recorder = FilmRecorder(file)
+        step_time = LinearStepTime(per_step=6e-3, per_token=8e-5)
+        simulate(OpenLoop(trace), config, step_time, films=[recorder], is_stepping=is_stepping)
+        recorder.close()
+        films.append(read(file.getvalue()))
+    at_once, by_steps = films
+    assert len(at_once.frames) < len(by_steps.frames) == at_once.num_steps
+    for step in range(0, at_once.num_steps, 3):
+        one = at_once.state_at(at_once.frame_of_step(step), step)
+        other = by_steps.state_at(by_steps.frame_of_step(step))
+        assert one.running == other.running and one.time == pytest.approx(other.time, abs=2e-6)
+        for number in one.running:
+            mine, theirs = one.requests[number], other.requests[number]
+            assert mine.num_computed_tokens == theirs.num_computed_tokens
+            assert mine.num_generated_tokens == theirs.num_generated_tokens
+            assert mine.table == theirs.table
+
+
 def test_without_blocks(short_pool: bytes) -> None:
     film = read(short_pool, with_blocks=False)
     assert not film.has_blocks
@@ -213,7 +280,8 @@ def test_another_version_is_refused_by_its_number(short_pool: bytes) -> None:
         (b'{"format":"pointsman-recording"}\n', "no film"),
         (MAGIC, "header is broken"),
         (MAGIC + struct.pack("<I", 2) + b"[]", "header is broken"),
-        (MAGIC + struct.pack("<I", 20) + b'{"format_version":1}', "cut off at once"),
+        (MAGIC + struct.pack("<I", 20) + b'{"format_version":1}', "lacks a configuration"),
+        (MAGIC + struct.pack("<I", 1 << 31), "header is broken"),
     ],
 )
 def test_what_is_no_film(data: bytes, why: str) -> None:
@@ -232,8 +300,31 @@ def altered(data: bytes, kind: str, change: Any) -> bytes:
     return out.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_blocks", 0),
+        ("num_blocks", 1.5),
+        ("num_blocks", 10**12),
+        ("num_blocks", "x"),
+        ("num_reserved_blocks", 12),
+        ("max_num_batched_tokens", None),
+    ],
+)
+def test_a_header_that_makes_no_sense_is_refused(short_pool: bytes, name: str, value: object) -> None:
+    config = read(short_pool).header["config"]
+    with pytest.raises(FilmError, match=r"the film's header"):
+        read(header_with(short_pool, config={**config, name: value}))
+
+
+@pytest.mark.parametrize("names", [{}, None, {"ops": ["step"]}, []])
+def test_a_header_without_names_is_refused(short_pool: bytes, names: object) -> None:
+    with pytest.raises(FilmError, match=r"the film's header lacks"):
+        read(header_with(short_pool, names=names))
+
+
 @pytest.mark.parametrize("kind", ["R", "E", "B"])
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(short_or_long(40, 1000)))
 def test_a_broken_film_is_an_error_and_nothing_else(short_pool: bytes, kind: str, seed: int) -> None:
     """Bytes are changed, lost or added: it is refused with a sentence, or it can be shown."""
     rng = np.random.default_rng(seed)
@@ -246,9 +337,15 @@ def test_a_broken_film_is_an_error_and_nothing_else(short_pool: bytes, kind: str
 
     try:
         film = read(altered(short_pool, kind, change))
+        teller = Teller(film)
         for frame in range(len(film.frames)):
-            film.state_at(frame)
-            Teller(film).decided(frame)
+            state = film.state_at(frame)
+            teller.decided(frame)
+            for number in [*state.waiting, *state.parked]:
+                teller.why(state, number)
+        for number in range(len(film.requests)):
+            life_of(film, number)
+        timeline_of(film)
     except FilmError as error:
         assert str(error)
 

@@ -12,7 +12,7 @@ import pytest
 
 from pointsman.core import Request, Scheduler, SchedulerConfig
 from pointsman.core.observe.film import FilmRecorder
-from pointsman.core.observe.film_format import Op
+from pointsman.core.observe.film_format import FilmError, Op
 from pointsman.web.film import Film
 from pointsman.web.plot import draw, means
 from pointsman.web.story import life_of
@@ -82,11 +82,35 @@ def test_a_picture(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"run.{kind}"
     figure.savefig(path)
     assert path.stat().st_size > 10_000
+    assert_legible(figure)
     batch, pool, requests, queue = figure.axes
     assert [text.get_text() for text in requests.get_yticklabels()] == ["r0", "r1", "r2", "r3"]
     assert pool.get_legend_handles_labels()[1][0] == "KV blocks in use, of 12"
     assert batch.get_legend_handles_labels()[1] == ["decode", "prefill", "budget 16"]
     assert any(label.startswith("blocks, ") for label in queue.get_legend_handles_labels()[1])
+
+
+def assert_legible(figure: Any) -> None:
+    """Each part has room of its own."""
+    assert [round(axes.get_position().height, 2) for axes in figure.axes] == [0.17, 0.17, 0.38, 0.17]
+
+
+def test_a_picture_of_a_run_without_preemptions(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    film = film_of([(9, 4), (20, 5)], num_blocks=40)
+    figure = draw(film, "easy")
+    figure.savefig(tmp_path / "easy.png")
+    assert_legible(figure)
+    _, pool, requests, _ = figure.axes
+    assert requests.get_legend_handles_labels()[1][:2] == ["prefill", "decode"]
+    assert pool.get_legend_handles_labels()[1][1] == "0 preemptions"
+    nothing = Scheduler(SchedulerConfig(**CONFIG))
+    recorder = FilmRecorder(file := io.BytesIO())
+    nothing.start_film(recorder)
+    nothing.remove_listener(recorder)
+    recorder.close()
+    with pytest.raises(FilmError, match="no step"):
+        draw(Film(io.BytesIO(file.getvalue())), "nothing")
 
 
 def test_a_picture_of_nothing_much() -> None:
