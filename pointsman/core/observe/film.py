@@ -512,12 +512,15 @@ class _Mirror:
         if len(output.block_ids):
             if not output.resync and parts.transfers is None:
                 self._take(output.block_ids.astype(np.int64))
-            starts = np.flatnonzero(np.diff(output.block_rows, prepend=-1)).tolist()
-            for start, end in zip(starts, [*starts[1:], len(output.block_ids)], strict=True):
-                index = int(output.block_rows[start])
-                is_whole = output.resync or index >= output.num_continued
-                op = BlockOp.TABLE if is_whole else BlockOp.APPENDED
-                self._put(frame, op, numbers[output.requests[index]], output.block_ids[start:end])
+            starts = np.flatnonzero(np.diff(output.block_rows, prepend=-1))
+            rows = output.block_rows[starts]
+            is_whole = (rows >= output.num_continued) | output.resync
+            data, requests = self.columns.data, output.requests
+            data["frame"] += [frame] * len(starts)
+            data["op"] += np.where(is_whole, int(BlockOp.TABLE), int(BlockOp.APPENDED)).tolist()
+            data["request"] += [numbers[requests[index]] for index in rows.tolist()]
+            data["count"] += np.diff(starts, append=len(output.block_ids)).tolist()
+            data["block"] += output.block_ids.tolist()
         self._settle(frame, parts, output.block_ids, is_sure=not output.resync)
 
     def steps(self, frame: int, parts: Parts, run: StepRun, numbers: dict[Request, int]) -> None:
