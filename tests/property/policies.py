@@ -3,6 +3,7 @@ tried without a change here; and what the checks must know of those that it has.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import fields
 from typing import Any
 
@@ -65,14 +66,27 @@ def _some(choose: Chooser, kind: str, name: str, overrides: dict[str, Any]) -> d
     """One or two policies of a kind of which there may be several."""
     names = {name: None, choose.choice(tuple(known(kind))): None} if choose.chance(40) else {name: None}
     drawn: dict[str, Any] = {FIELDS.get(kind, kind): tuple(spec_of(choose, kind, each) for each in names)}
-    if kind == "limit":  # prompts are cut
-        cuts: dict[str, Any] = {"enable_chunked_prefill": True}
-        if any(hasattr(known(kind)[each], "step_budget") for each in names):
-            cuts["first_chunk_only"] = False
+    if kind == "limit":
+        cuts = needed_by(names)
         if any(overrides.get(knob, value) != value for knob, value in cuts.items()):
             return {}
         drawn |= cuts
     return drawn
+
+
+def needed_by(limits: Collection[str]) -> dict[str, Any]:
+    """Knobs without which these limits are refused: prompts are cut."""
+    needed: dict[str, Any] = {"enable_chunked_prefill": True} if limits else {}
+    return {**needed, "first_chunk_only": False} if any(map(_sets_budget, limits)) else needed
+
+
+def _sets_budget(limit: str) -> bool:
+    return hasattr(known("limit")[parsed(limit)[0]], "step_budget")
+
+
+def sets_budget(config: SchedulerConfig) -> bool:
+    """Whether a limit sets the budget of each step: nothing is known here of how low."""
+    return any(_sets_budget(str(limit)) for limit in config.token_limits)
 
 
 def spec_of(choose: Chooser, kind: str, name: str) -> str:

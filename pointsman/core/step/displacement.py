@@ -55,7 +55,9 @@ class Displacement:
         batch, members = self._batch, self._batch.members
         priority = batch.priority[members.rows]
         less_urgent = (priority > head.priority).nonzero()[0]
-        if self._is_futile(head, less_urgent) or self._admission.lacks_step_time(head):
+        if self._is_futile(head, less_urgent):
+            return []
+        if self._admission.lacks_step_time(head, members.rows[priority <= head.priority]):
             return []
         # Least urgent first, and among equals the one admitted last.
         candidates = less_urgent[np.lexsort((less_urgent, priority[less_urgent]))][::-1]
