@@ -3,7 +3,6 @@ tried without a change here; and what the checks must know of those that it has.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import fields
 from typing import Any
 
@@ -43,8 +42,8 @@ SKIPS: dict[str, Any] = {
 
 
 def draw_policies(choose: Chooser, overrides: dict[str, Any], *, has_connector: bool) -> dict[str, Any]:
-    """Knobs that choose policies, for a configuration with these overrides, and what those need. None with
-    `"policies": False` among the overrides, which is taken out of them."""
+    """Knobs that choose policies, for a configuration with these overrides. None with `"policies": False` among the
+    overrides, which is taken out of them."""
     if not overrides.pop("policies", True):
         return {}
     drawn: dict[str, Any] = {}
@@ -54,30 +53,30 @@ def draw_policies(choose: Chooser, overrides: dict[str, Any], *, has_connector: 
             continue
         name = choose.choice(tuple(known(kind)))
         if isinstance(DEFAULTS[field], tuple):
-            drawn |= _some(choose, kind, name, overrides)
-        elif kind != "order" or name in IN_SEQUENCE:
+            specs = _some(choose, kind, name)
+            if all(overrides.get(knob, value) == value for knob, value in needed_by({field: specs}).items()):
+                drawn[field] = specs
+        elif kind != "order" or name in IN_SEQUENCE or not (has_connector or any(map(overrides.get, SKIPS))):
             drawn[field] = spec_of(choose, kind, name)
-        elif not has_connector and not any(overrides.get(knob) for knob in SKIPS):
-            drawn |= {field: spec_of(choose, kind, name), **SKIPS}
     return drawn
 
 
-def _some(choose: Chooser, kind: str, name: str, overrides: dict[str, Any]) -> dict[str, Any]:
+def _some(choose: Chooser, kind: str, name: str) -> tuple[str, ...]:
     """One or two policies of a kind of which there may be several."""
     names = {name: None, choose.choice(tuple(known(kind))): None} if choose.chance(40) else {name: None}
-    drawn: dict[str, Any] = {FIELDS.get(kind, kind): tuple(spec_of(choose, kind, each) for each in names)}
-    if kind == "limit":
-        cuts = needed_by(names)
-        if any(overrides.get(knob, value) != value for knob, value in cuts.items()):
-            return {}
-        drawn |= cuts
-    return drawn
+    return tuple(spec_of(choose, kind, each) for each in names)
 
 
-def needed_by(limits: Collection[str]) -> dict[str, Any]:
-    """Knobs without which these limits are refused: prompts are cut."""
-    needed: dict[str, Any] = {"enable_chunked_prefill": True} if limits else {}
-    return {**needed, "first_chunk_only": False} if any(map(_sets_budget, limits)) else needed
+def needed_by(knobs: dict[str, Any]) -> dict[str, Any]:
+    """What policies that these knobs choose need beside them: limits that prompts are cut, and orders whose sequence
+    the ledger does not know that nobody is skipped."""
+    needed: dict[str, Any] = {} if is_in_sequence(knobs.get("order", "fcfs")) else dict(SKIPS)
+    limits = knobs.get("token_limits", ())
+    if limits:
+        needed["enable_chunked_prefill"] = True
+    if any(map(_sets_budget, limits)):
+        needed["first_chunk_only"] = False
+    return needed
 
 
 def _sets_budget(limit: str) -> bool:

@@ -35,7 +35,6 @@ SWAP: dict[str, Any] = {"connector": True, "preemption_mode": "swap"}
 """Not "cheaper": times of single steps include the time between them."""
 IN_TIME = {"token_limits": ("target-itl:seconds=3,least=2",)}
 FCFS = {"order": "fcfs", "batching": "mixed", "displace": None}
-ORDERED: dict[str, Any] = {**PLAIN, "max_loras": 0, "max_num_partial_prefills": None, "max_long_partial_prefills": None}
 FOCUS: dict[str, dict[str, Any]] = {
     "anything": {},
     "plain": PLAIN,
@@ -76,10 +75,10 @@ FOCUS: dict[str, dict[str, Any]] = {
     "reuse": {**PLAIN, **CACHING, "block_size": 1, "num_blocks": 24, "eviction": "reuse:share=0.4"},
     "bypass": {**PLAIN, "block_size": 2, "num_blocks": 12, "reserves": ("bypass:bound=3",)},
     "adapters": {**PLAIN, "max_loras": 1},
-    "shortest-prefill": {**ORDERED, "order": "shortest-prefill:ageing=2"},
-    "longest-prefix": {**ORDERED, **CACHING, "order": "longest-prefix:ageing=2"},
-    "earliest-ttft": {**ORDERED, "order": "earliest-ttft:default=3,every=3"},
-    "fair": {**ORDERED, "order": "fair:weights=tenant 0/2"},
+    "shortest-prefill": {**PLAIN, "order": "shortest-prefill:ageing=2"},
+    "longest-prefix": {**PLAIN, **CACHING, "order": "longest-prefix:ageing=2"},
+    "earliest-ttft": {**PLAIN, "order": "earliest-ttft:default=3,every=3"},
+    "fair": {**PLAIN, "order": "fair:weights=tenant 0/2"},
 }
 BIG = {"max_num_seqs", "max_num_batched_tokens", "max_num_active_seqs"}  # of presets: here nothing is that large
 SELDOM = {"anything", "drafts", "swap"}
