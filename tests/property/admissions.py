@@ -9,7 +9,7 @@ from pointsman.core import Reason, SchedulerConfig, SchedulerOutput, SchedulerSt
 
 from .ledger import Entry, Place
 from .partials import LACKS_BLOCKS, bypass_bound, is_wall, may_lack_place, must_wait, passing
-from .policies import has_unknown_reserve, is_in_sequence, parameter
+from .policies import has_unknown_reserve, is_in_sequence, parameter, sets_budget
 from .shadow import HostSequence, require
 from .slots import lacks_slot
 
@@ -77,6 +77,8 @@ def _check_missed_displacement(world: World, output: SchedulerOutput, num_free: 
     # A head that lacks only tokens of budget waits: displacement is for seats and blocks.
     if lacks_slot(config, head, stays) or may_lack_place(config) or config.encoder_budget:
         return
+    if stays and sets_budget(config):
+        return  # which may leave it nothing beside those, or let nobody start beside them
     has_seat = len(stays) < min(len(running), world.num_seats) and len(running) <= world.num_seats
     lacks_budget_alone = world.scheduler.explain(head.request.request_id).reason in (
         Reason.BUDGET,
@@ -169,7 +171,7 @@ def _budget_left(world: World, output: SchedulerOutput) -> int:
 def _least_budget(config: SchedulerConfig, head: Entry) -> int:
     """Tokens of budget with which `head` is never short of it, on the worst assumption: nothing cached."""
     whole = not config.enable_chunked_prefill and not head.ran_before
-    return head.num_tokens if whole or config.first_chunk_only or config.admission_charge != "uncached" else 1
+    return head.num_tokens if whole or config.first_chunk_only else 1
 
 
 def _watermark(config: SchedulerConfig) -> int:

@@ -13,7 +13,7 @@ from pointsman.core import FinishReason, ParkReason, PauseMode, Request
 
 from . import transfer_operations as transfers
 from .ledger import Entry
-from .policies import draw_policies
+from .policies import draw_policies, needed_by
 from .workload import (
     MAX_LIVE,
     Chooser,
@@ -177,6 +177,7 @@ def make_world(choose: Chooser, overrides: dict[str, Any], **options: Any) -> Wo
     knobs = dict(overrides)
     connector_seed = make_connector_seed(choose, knobs)
     knobs = {**draw_policies(choose, knobs, has_connector=connector_seed is not None), **knobs}
+    knobs = {**needed_by(knobs), **knobs}
     return World(make_config(choose, **knobs), connector_seed=connector_seed, **options)
 
 

@@ -42,8 +42,8 @@ SKIPS: dict[str, Any] = {
 
 
 def draw_policies(choose: Chooser, overrides: dict[str, Any], *, has_connector: bool) -> dict[str, Any]:
-    """Knobs that choose policies, for a configuration with these overrides, and what those need. None with
-    `"policies": False` among the overrides, which is taken out of them."""
+    """Knobs that choose policies, for a configuration with these overrides. None with `"policies": False` among the
+    overrides, which is taken out of them."""
     if not overrides.pop("policies", True):
         return {}
     drawn: dict[str, Any] = {}
@@ -53,26 +53,39 @@ def draw_policies(choose: Chooser, overrides: dict[str, Any], *, has_connector: 
             continue
         name = choose.choice(tuple(known(kind)))
         if isinstance(DEFAULTS[field], tuple):
-            drawn |= _some(choose, kind, name, overrides)
-        elif kind != "order" or name in IN_SEQUENCE:
+            specs = _some(choose, kind, name)
+            if all(overrides.get(knob, value) == value for knob, value in needed_by({field: specs}).items()):
+                drawn[field] = specs
+        elif kind != "order" or name in IN_SEQUENCE or not (has_connector or any(map(overrides.get, SKIPS))):
             drawn[field] = spec_of(choose, kind, name)
-        elif not has_connector and not any(overrides.get(knob) for knob in SKIPS):
-            drawn |= {field: spec_of(choose, kind, name), **SKIPS}
     return drawn
 
 
-def _some(choose: Chooser, kind: str, name: str, overrides: dict[str, Any]) -> dict[str, Any]:
+def _some(choose: Chooser, kind: str, name: str) -> tuple[str, ...]:
     """One or two policies of a kind of which there may be several."""
     names = {name: None, choose.choice(tuple(known(kind))): None} if choose.chance(40) else {name: None}
-    drawn: dict[str, Any] = {FIELDS.get(kind, kind): tuple(spec_of(choose, kind, each) for each in names)}
-    if kind == "limit":  # prompts are cut
-        cuts: dict[str, Any] = {"enable_chunked_prefill": True}
-        if any(hasattr(known(kind)[each], "step_budget") for each in names):
-            cuts["first_chunk_only"] = False
-        if any(overrides.get(knob, value) != value for knob, value in cuts.items()):
-            return {}
-        drawn |= cuts
-    return drawn
+    return tuple(spec_of(choose, kind, each) for each in names)
+
+
+def needed_by(knobs: dict[str, Any]) -> dict[str, Any]:
+    """What policies that these knobs choose need beside them: limits that prompts are cut, and orders whose sequence
+    the ledger does not know that nobody is skipped."""
+    needed: dict[str, Any] = {} if is_in_sequence(knobs.get("order", "fcfs")) else dict(SKIPS)
+    limits = knobs.get("token_limits", ())
+    if limits:
+        needed["enable_chunked_prefill"] = True
+    if any(map(_sets_budget, limits)):
+        needed["first_chunk_only"] = False
+    return needed
+
+
+def _sets_budget(limit: str) -> bool:
+    return hasattr(known("limit")[parsed(limit)[0]], "step_budget")
+
+
+def sets_budget(config: SchedulerConfig) -> bool:
+    """Whether a limit sets the budget of each step: nothing is known here of how low."""
+    return any(_sets_budget(str(limit)) for limit in config.token_limits)
 
 
 def spec_of(choose: Chooser, kind: str, name: str) -> str:

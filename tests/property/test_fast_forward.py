@@ -33,9 +33,8 @@ PLAIN: dict[str, Any] = {**ONE_STEP, **NO_ENCODER}
 CACHING = {"enable_prefix_caching": True, "share_within_step": True}
 SWAP: dict[str, Any] = {"connector": True, "preemption_mode": "swap"}
 """Not "cheaper": times of single steps include the time between them."""
-CUT = {"enable_chunked_prefill": True, "first_chunk_only": False, "token_limits": ("target-itl:seconds=3,least=2",)}
+IN_TIME = {"token_limits": ("target-itl:seconds=3,least=2",)}
 FCFS = {"order": "fcfs", "batching": "mixed", "displace": None}
-ORDERED: dict[str, Any] = {**PLAIN, "max_loras": 0, "max_num_partial_prefills": None, "max_long_partial_prefills": None}
 FOCUS: dict[str, dict[str, Any]] = {
     "anything": {},
     "plain": PLAIN,
@@ -70,16 +69,16 @@ FOCUS: dict[str, dict[str, Any]] = {
     "static": {**PLAIN, "batching": "static"},
     "prefill-first": {**PLAIN, "batching": "prefill-first", "shortage": "look-ahead", "block_size": 1},
     "no chunks": {**PLAIN, "enable_chunked_prefill": False, "long_prefill_token_threshold": 0},
-    "target step time": {**PLAIN, **CUT, **FCFS, "block_size": 2, "num_blocks": 30, "reserves": ()},
+    "target step time": {**PLAIN, **IN_TIME, **FCFS, "block_size": 2, "num_blocks": 30, "reserves": ()},
     "drafts": {**NO_ENCODER, "connector": False, "max_steps_in_flight": 1, "num_draft_tokens": 2},
     "retention": {**PLAIN, **CACHING, "block_size": 1, "num_blocks": 24, "eviction": "retention:share=0.8"},
     "reuse": {**PLAIN, **CACHING, "block_size": 1, "num_blocks": 24, "eviction": "reuse:share=0.4"},
     "bypass": {**PLAIN, "block_size": 2, "num_blocks": 12, "reserves": ("bypass:bound=3",)},
     "adapters": {**PLAIN, "max_loras": 1},
-    "shortest-prefill": {**ORDERED, "order": "shortest-prefill:ageing=2"},
-    "longest-prefix": {**ORDERED, **CACHING, "order": "longest-prefix:ageing=2"},
-    "earliest-ttft": {**ORDERED, "order": "earliest-ttft:default=3,every=3"},
-    "fair": {**ORDERED, "order": "fair:weights=tenant 0/2"},
+    "shortest-prefill": {**PLAIN, "order": "shortest-prefill:ageing=2"},
+    "longest-prefix": {**PLAIN, **CACHING, "order": "longest-prefix:ageing=2"},
+    "earliest-ttft": {**PLAIN, "order": "earliest-ttft:default=3,every=3"},
+    "fair": {**PLAIN, "order": "fair:weights=tenant 0/2"},
 }
 BIG = {"max_num_seqs", "max_num_batched_tokens", "max_num_active_seqs"}  # of presets: here nothing is that large
 SELDOM = {"anything", "drafts", "swap"}

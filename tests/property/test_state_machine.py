@@ -27,14 +27,6 @@ RULES_PER_SEED = 60
 NUM_LIMIT_SEEDS = 48
 LEAST_OF_A_LIMIT = 4
 CACHING = {"enable_prefix_caching": True, "share_within_step": True}
-ORDERED: dict[str, Any] = {
-    "max_loras": 0,
-    "max_num_partial_prefills": None,
-    "max_long_partial_prefills": None,
-    "encoder_budget": 0,
-    "encoder_cache_size": 0,
-    "connector": False,
-}
 FOCUS: dict[str, dict[str, Any]] = {
     "anything": {},
     "displacement": {**CACHING, "order": "priority", "displace": True, "batching": "mixed"},
@@ -57,8 +49,8 @@ FOCUS: dict[str, dict[str, Any]] = {
     "swap": {**CACHING, "connector": True, "preemption_mode": "swap", "full_sequence_must_fit": False},
     "swap in flight": {**CACHING, "connector": True, "preemption_mode": "cheaper", "max_steps_in_flight": 3},
     "transfers of images": {**CACHING, "connector": True, "encoder_budget": 5, "encoder_cache_size": 6},
-    "fair": {**ORDERED, "order": "fair", "max_steps_in_flight": 2},
-    "earliest-ttft": {**ORDERED, "order": "earliest-ttft:default=3,every=3", "max_steps_in_flight": 2},
+    "fair": {"connector": False, "order": "fair", "max_steps_in_flight": 2},
+    "earliest-ttft": {"connector": False, "order": "earliest-ttft:default=3,every=3", "max_steps_in_flight": 2},
     "retention": {**CACHING, "eviction": "retention:share=1", "batching": "mixed", "num_blocks": 14},
     "no chunks": {"enable_chunked_prefill": False, "long_prefill_token_threshold": 0, "order": "priority"},
 }

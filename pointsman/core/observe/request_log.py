@@ -48,7 +48,12 @@ class RequestLog(Listener):
         self._note(request, RequestEventType.ROLLED_BACK, now)
 
     def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
-        for request in [request for request in self._silent if request.num_output_tokens]:
+        begun = [request for request in self._silent if request.num_output_tokens]
+        if update.completed_parts:  # of one that was parked already, the output may be prompt by now
+            sampled = {output.requests[index] for index in update.counts.nonzero()[0].tolist()}
+            taken = [request for request in update.completed_parts if not request.num_output_tokens]
+            begun += [request for request in taken if request in self._silent and request in sampled]
+        for request in begun:
             self._first_token(request, now)
 
     def on_steps(self, run: StepRun) -> None:

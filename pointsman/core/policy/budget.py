@@ -24,8 +24,8 @@ class SetsBudget(Protocol):
     def step_budget(self, most: int, view: View) -> int:
         """Tokens that the next step may compute; `most` is the configured budget."""
 
-    def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
-        """See `Gate.check`."""
+    def lacks_step_time(self, request: Request, num_running: int, num_tokens: int) -> bool:
+        """See `Limit.lacks_step_time`."""
 
 
 class StepBudget:
@@ -77,7 +77,7 @@ class TokenBudget(Gate):
 
     def may_have_to_fit(self, request: Request) -> bool:
         """Whether it may have to fit the remaining budget, as if nothing were cached."""
-        return self.must_start_whole(request) or self._first_chunk_only or self.asks_whole
+        return self.must_start_whole(request) or self._first_chunk_only
 
     def _must_fit(self, request: Request, budget: int) -> bool:
         """Whether it may not be cut to the remaining `budget`."""

@@ -67,5 +67,10 @@ class Limit(Gate, Policy):
     only_cuts = False
     """Whether `check` lowers the tokens at most: it never defers, and changes nothing."""
 
+    def lacks_step_time(self, request: Request, num_running: int, num_tokens: int) -> bool:
+        """Whether the request may not start beside `num_running` others with `num_tokens` known tokens, since steps
+        would take too long. Nobody gives way to it then."""
+        return False
+
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
         """Lower `want` [rows] int64 in place."""

@@ -273,6 +273,9 @@ class GuardedLimit(Guard, Limit):
             raise self._broken(f"step_budget returned {answer!r}; it must be an integer of at most {most}")
         return answer
 
+    def lacks_step_time(self, request: Request, num_running: int, num_tokens: int) -> bool:
+        return bool(self._call("lacks_step_time", request, num_running, num_tokens))
+
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
         before = want.copy()
         self._call("clip", batch, rows, want)

@@ -205,7 +205,7 @@ class TargetItl(Limit):
         fitting = self.times.fitting_tokens(self._left, start)
         if not view.num_running or self._has_displaced:
             return min(want, max(fitting, self._least))
-        if self._is_full or self._would_be_full(request):
+        if self._is_full or self._would_be_full(request, self._num_requests, self._num_future_tokens):
             state = request._state
             waits = state.deferral is not None and state.deferral.reason is Reason.STEP_TIME
             if waits and view.now - state.deferred_since >= self._patience:
@@ -220,9 +220,18 @@ class TargetItl(Limit):
             self._is_head_long = True
         return Deferral(Reason.BUDGET, lack - fitting)
 
-    def _would_be_full(self, request: Request) -> bool:
-        """Whether decoding alone, with it, would take longer than the target."""
-        times, num_requests, num_tokens = self.times, self._num_requests, self._num_future_tokens
+    def lacks_step_time(self, request: Request, num_running: int, num_tokens: int) -> bool:
+        """Judged as in `check`, but for prompts under way."""
+        if not num_running:
+            return False
+        times = self.times
+        left = self._limit - times.share * times.decode_seconds(num_running, num_tokens)
+        is_full = times.fitting_tokens(left, 0) < min(self._least, times.most_tokens)
+        return is_full or self._would_be_full(request, num_running, num_tokens)
+
+    def _would_be_full(self, request: Request, num_requests: int, num_tokens: int) -> bool:
+        """Whether decoding alone, with it beside these requests, would take longer than the target."""
+        times = self.times
         if num_requests < times.most_seen:  # what one more takes than were ever seen is not known, so it is tried
             num_requests, num_tokens = num_requests + 1, num_tokens + request._state.num_tokens
         return times.decode_seconds(num_requests, num_tokens) > self._limit

@@ -17,6 +17,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv.manager import KVCacheManager, Match
 from pointsman.core.kv.transfers import NOTHING, External, Transfers
@@ -39,6 +42,8 @@ from pointsman.core.step.needs import Need, Needs
 from pointsman.core.step.request_table import RequestTable
 from pointsman.core.step.running import Advance, Running
 from pointsman.core.step.search import MAX_SKIPPED, KeptVerdict, Search
+
+Int64Array = npt.NDArray[np.int64]
 
 
 class Standstill(NamedTuple):
@@ -567,12 +572,14 @@ class Admission:
         """Requests in the queue."""
         return len(self._table.queue)
 
-    def lacks_step_time(self, request: Request) -> bool:
-        """Whether a policy that sets the budget lets nobody start, as decoding alone takes too long: then preempting
-        others for this request would be in vain."""
-        want = request._state.num_tokens
-        verdicts = [limit.check(request, 0, want, self._view) for limit in self.budget.policies]
-        return any(isinstance(verdict, Deferral) and verdict.reason is Reason.STEP_TIME for verdict in verdicts)
+    def lacks_step_time(self, request: Request, rows: Int64Array) -> bool:
+        """Whether a policy that sets the budget would not let the request start beside these rows alone: then
+        preempting the others for it would be in vain."""
+        policies = self.budget.policies
+        if not policies:
+            return False
+        num_tokens = int(self._batch.num_tokens[rows].sum())
+        return any(policy.lacks_step_time(request, len(rows), num_tokens) for policy in policies)
 
     def would_be_partial(self, request: Request, budget: int) -> bool:
         """Whether its prefill may outlast a step that has `budget` left, as if nothing were cached."""

@@ -2,10 +2,10 @@
 
 For a sequence slot, a slot for its adapter or blocks, and only if a dry run shows that it would then be admitted: a
 sequence slot, an adapter slot, the embeddings for its next token, a token of budget beside what the other running rows
-take, and its blocks beside what those rows need in this step, counting only blocks that no other request holds. The
-fewest are preempted, the least urgent first; for an adapter slot, all requests of the adapter that has fewest. A step
-does this for one request, the head of the queue, also where it would be skipped; only that request is admitted in the
-step, and drafts take nothing of what was freed for it.
+take, step time beside those that are as urgent, and its blocks beside what the other rows need in this step, counting
+only blocks that no other request holds. The fewest are preempted, the least urgent first; for an adapter slot, all
+requests of the adapter that has fewest. A step does this for one request, the head of the queue, also where it would be
+skipped; only that request is admitted in the step, and drafts take nothing of what was freed for it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class Displacement:
         batch, members = self._batch, self._batch.members
         priority = batch.priority[members.rows]
         less_urgent = (priority > head.priority).nonzero()[0]
-        if self._is_futile(head, less_urgent) or self._admission.lacks_step_time(head):
+        if self._is_futile(head, less_urgent):
+            return []
+        if self._admission.lacks_step_time(head, members.rows[priority <= head.priority]):
             return []
         # Least urgent first, and among equals the one admitted last.
         candidates = less_urgent[np.lexsort((less_urgent, priority[less_urgent]))][::-1]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from pointsman.core import FinishReason, ParkReason, Request, RequestEventType
 from tests.core.helpers import EOS, Host
 
@@ -78,6 +80,23 @@ def test_the_first_token_may_come_after_the_preemption() -> None:
     host.park("a")
     host.update(output)
     assert [name for name, _ in log_of(request)] == ["QUEUED", "SCHEDULED", "PARKED", "FIRST_TOKEN"]
+
+
+@pytest.mark.parametrize(("max_tokens", "first"), [(1, ["FIRST_TOKEN"]), (0, [])])
+def test_the_first_token_may_complete_a_part_while_the_request_is_parked(max_tokens: int, first: list[str]) -> None:
+    """The next part, given already, then takes the place of the output before the update returns."""
+    host = logging_host(max_steps_in_flight=2)
+    request = host.add("a", 8, max_tokens=max_tokens, more_input=True)
+    output = host.schedule()
+    host.extend("a", 4, max_tokens=2)
+    host.park("a", ParkReason.GRAMMAR)
+    host.update(output)
+    assert request.num_output_tokens == 0 and request.num_prompt_tokens == 12
+    expected = ["QUEUED", "SCHEDULED", "PARKED", *first]
+    assert [name for name, _ in log_of(request)] == expected
+    host.ready("a")
+    host.run_to_end()
+    assert [name for name, _ in log_of(request)] == [*expected, "QUEUED", "RESUMED", "FIRST_TOKEN", "FINISHED"]
 
 
 def test_explanations_have_the_log_as_it_was() -> None:

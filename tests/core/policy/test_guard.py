@@ -321,6 +321,37 @@ def test_a_limit_that_fails_loses_no_request(method: str) -> None:
     finish_all(host, requests)
 
 
+@pytest.mark.parametrize("lacks_time", [False, True, BOOM])
+def test_a_limit_says_whether_others_may_give_way_to_a_request(lacks_time: Any) -> None:
+    switch = Switch()
+    switch.answer = lacks_time
+    asked = []
+
+    class Mine(Limit):
+        name = "mine"
+
+        def step_budget(self, most: int, view: Any) -> int:
+            return most
+
+        def lacks_step_time(self, request: Request, num_running: int, num_tokens: int) -> bool:
+            asked.append((request.request_id, num_running, num_tokens))
+            return bool(switch(lambda: False))
+
+    host = host_with("token_limits", Mine(), order="priority", max_num_seqs=2)
+    requests = [host.add("stays", 3, max_tokens=6), host.add("lazy", 3, max_tokens=6, priority=5)]
+    host.step()
+    requests.append(host.add("urgent", 3, max_tokens=2, priority=1))
+    switch.fails = True
+    if lacks_time is BOOM:
+        with pytest.raises(PolicyError, match="limit 'mine': lacks_step_time raised ZeroDivisionError: boom"):
+            host.step()
+        return
+    assert len(host.step().preempted) == (not lacks_time)
+    assert asked == [("urgent", 1, 4)], "beside the one that stays"
+    switch.fails = False
+    finish_all(host, requests)
+
+
 def test_a_step_budget_below_the_running_requests_still_lets_each_decode() -> None:
     class Stingy(Limit):
         name = "stingy"

@@ -62,8 +62,9 @@ class Server:
         self.seconds: list[float] = []
         self.slowed: list[float] = []
 
-    def add(self, name: str, num_prompt_tokens: int, max_tokens: int = 200) -> Request:
-        request = Request(name, [5] * num_prompt_tokens, arrival_time=self.now, max_tokens=max_tokens)
+    def add(self, name: str, num_prompt_tokens: int, max_tokens: int = 200, priority: int = 0) -> Request:
+        prompt = [5] * num_prompt_tokens
+        request = Request(name, prompt, arrival_time=self.now, max_tokens=max_tokens, priority=priority)
         self.scheduler.add(request, self.now)
         return request
 
@@ -145,10 +146,10 @@ def test_every_request_that_decodes_gets_its_token_even_behind_a_partial_prefill
         assert decoding <= tokens.keys() and "long" in tokens
 
 
-def crowded() -> tuple[Server, Request, float]:
+def crowded(**settings: Any) -> tuple[Server, Request, float]:
     """A slow server, on which chats decode for about the target; the one that has waited for step time for 20 steps,
     and since when."""
-    server, since, num_steps = Server(scale=4.0), 0.0, 0
+    server, since, num_steps = Server(scale=4.0, settings=settings), 0.0, 0
     chats = [server.add(f"chat{index}", 6000, max_tokens=50_000) for index in range(40)]
     while num_steps < 20:
         began = server.now
@@ -473,3 +474,17 @@ def test_no_request_is_displaced_for_one_that_lacks_step_time() -> None:
     host.add("between", 4, max_tokens=4, priority=1)
     for _ in range(5):
         assert not host.step().preempted, "the urgent one alone takes longer than the target, and runs on"
+
+
+@pytest.mark.parametrize("num_urgent", [0, 3])
+def test_less_urgent_ones_give_way_though_decoding_takes_too_long_with_them(num_urgent: int) -> None:
+    """Those who stay, and the one for which the others give way, decode within the target."""
+    server, _, _ = crowded(order="priority")
+    num_running = server.scheduler.num_running
+    assert num_running > 10
+    server.scheduler.set_max_num_active_seqs(num_running, server.now)
+    for request in server.scheduler.running[:num_urgent]:
+        server.scheduler.set_priority(request.request_id, -2, server.now)
+    urgent = server.add("urgent", 100, priority=-1)
+    tokens = server.step()
+    assert urgent.status is RequestStatus.RUNNING and len(tokens) == num_running, "one gave way for its slot"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from pointsman.core import PreemptionCause, Reason, Request, RequestStatus, SchedulerOutput, StepResult
 from tests.core.helpers import Host, names, reference_output, tokens_of
 
@@ -300,3 +302,13 @@ def test_nobody_is_displaced_for_the_budget_alone() -> None:
     output = host.step()
     assert names(output.requests) == ["low"]
     assert host.stats().num_displaced == 0
+
+
+@pytest.mark.parametrize("charge", ["uncached", "whole-fits", "whole"])
+def test_a_prompt_that_may_be_cut_needs_no_budget_for_the_whole_of_it(charge: str) -> None:
+    host = priority_host(max_num_seqs=1, max_num_batched_tokens=5, admission_charge=charge)
+    host.add("lazy", 4, priority=5, max_tokens=6)
+    host.step()
+    host.add("urgent", 9, priority=0, max_tokens=2)
+    output = host.step()
+    assert names(output.preempted) == ["lazy"] and tokens_of(output) == {"urgent": 5}
