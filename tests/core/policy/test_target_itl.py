@@ -158,6 +158,17 @@ def test_a_prefill_that_fits_the_target_leaves_each_request_its_token_of_the_con
     assert num_steps > 5
 
 
+def test_where_decodes_wait_for_prefills_these_leave_them_no_tokens() -> None:
+    budget = {"max_num_batched_tokens": 40, "max_num_seqs": 40, "max_num_active_seqs": 40}
+    server = Server(settings={"batching": "prefill-first", "shortage": "in-order", **budget})
+    for index in range(36):
+        server.add(f"chat{index}", 2)
+    while server.scheduler.num_running < 36 or server.loads[-1].num_prefill_tokens:
+        server.step()
+    server.add("long", 200)
+    assert [server.step() for _ in range(5)] == [{"long": 40}] * 5
+
+
 def crowded() -> tuple[Server, Request, float]:
     """A slow server, on which chats decode for about the target; the one that has waited for step time for 20 steps,
     and since when."""

@@ -15,7 +15,7 @@ def crowded_host(**config: Any) -> Host:
     host = Host(
         **{"reserves": ("bypass",), "num_blocks": 24, "max_num_batched_tokens": 500, "max_num_seqs": 9, **config}
     )
-    host.add("first", 37, max_tokens=3)
+    host.add("first", 37, max_tokens=20)
     host.add("second", 37, max_tokens=20)
     host.step()
     host.add("head", 57, max_tokens=2)
@@ -91,13 +91,13 @@ def test_what_blocks_the_queue_counts_the_newest_step_when_those_that_were_skipp
     host = Host(
         order="priority", reserves=("bypass:bound=1,kept=0",), num_blocks=24, max_num_batched_tokens=500, max_num_seqs=9
     )
-    host.add("first", 37, max_tokens=3, priority=1)
-    host.add("second", 37, max_tokens=20, priority=1)
+    host.add("first", 37, max_tokens=9)
+    host.add("second", 37, max_tokens=20)
     host.step()
     host.add("head", 57, max_tokens=2, priority=1)
     host.add("short", 3, max_tokens=1, priority=1)
     assert names(host.step().admitted) == ["short"]
-    host.add("urgent", 60, max_tokens=2, priority=0)
+    host.add("urgent", 60, max_tokens=2)
     host.step()
     host.abort("urgent")
     host.abort("first")
