@@ -57,9 +57,9 @@ class TargetItl(Limit):
     gaps do not matter and larger steps are a little faster.
 
     Bounds: every running request advances at least one token. A prefill that is the oldest under way advances at least
-    `least` tokens a step, as far as `max_num_batched_tokens` leaves so many beside the tokens of the others, so one of n
-    tokens takes at most n / least steps. The head of the queue waits for step time at most `patience` seconds in a row,
-    then it starts with `least` tokens even if the target is missed.
+    `least` tokens a step, as far as `max_num_batched_tokens` leaves so many beside the tokens of the others, so one of
+    n tokens takes at most n / least steps. The head of the queue waits for step time at most `patience` seconds in a
+    row, then it starts with `least` tokens even if the target is missed.
     """
 
     name = "target-itl"
