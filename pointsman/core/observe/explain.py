@@ -53,7 +53,8 @@ class Explanation:
     adapter_slots: dict[Adapter, int]
     """The adapters that hold the slots, longest first, each with its running requests, if that is the reason."""
     missing: int
-    """How much of `resource` it lacks; 0 where nothing is counted."""
+    """How much of `resource` it lacked in the newest step; 0 where nothing is counted. One that became the head of the
+    queue after that step was last asked in an earlier one."""
     since: float | None
     """When this reason began, on the caller's clock: behind others, when it entered the queue; for one that runs, the
     first of the steps that have left it out. None where there is no reason."""

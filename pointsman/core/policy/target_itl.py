@@ -57,12 +57,13 @@ class TargetItl(Limit):
     gaps do not matter and larger steps are a little faster.
 
     Bounds: every running request advances at least one token. A prefill that is the oldest under way advances at least
-    `least` tokens a step, so one of n tokens takes at most n / least steps. The head of the queue waits for step time
-    at most `patience` seconds in a row, then it starts with `least` tokens even if the target is missed.
+    `least` tokens a step, as far as `max_num_batched_tokens` leaves so many beside the tokens of the others, so one of
+    n tokens takes at most n / least steps. The head of the queue waits for step time at most `patience` seconds in a
+    row, then it starts with `least` tokens even if the target is missed.
     """
 
     name = "target-itl"
-    version = 2
+    version = 3
     is_shared = True
     parameters: ClassVar[tuple[Parameter, ...]] = (
         Parameter("seconds", 0.05, 1e-4, 60.0, tried=(0.025, 0.05, 0.1), doc="target of a step, so of gaps (ITL)"),
@@ -189,8 +190,10 @@ class TargetItl(Limit):
         if batch.num_prefilling == 0:
             return
         # The budget is shared out in admission order: a prompt must leave those behind it their token.
-        left = self._most_running
-        for index in (batch.flags[rows] & PREFILLING).nonzero()[0].tolist():
+        prefilling = (batch.flags[rows] & PREFILLING).nonzero()[0]
+        num_others = int(np.add.reduce(want)) - int(np.add.reduce(want[prefilling]))
+        left = min(self._most_running, max(self._tokens - num_others - len(prefilling), 0))
+        for index in prefilling.tolist():
             more = want.item(index) - 1
             if more > left:
                 want[index] = 1 + left

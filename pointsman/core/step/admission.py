@@ -153,8 +153,7 @@ class Admission:
         After priority preemption only the `displacer` is admitted.
         """
         table, queue, batch = self._table, self._table.queue, self._batch
-        if table.skipped:
-            table.skipped = []
+        table.skipped = []  # another list than that of the newest search, even if all of it have left
         table.blocker = None
         if not len(queue):
             self._batch_forms = False
@@ -498,8 +497,7 @@ class Admission:
         free blocks."""
         table = self._table
         self._view.now = now
-        if table.skipped:
-            table.skipped = []
+        table.skipped = []
         table.blocker = None
         self._batch_forms = blocked is not None and blocked.reason is Reason.BUDGET
         if blocked is None:

@@ -141,10 +141,13 @@ class Running:
             unpublished=(),
         )
 
-    def wants(self, *, with_drafts: bool, alone: bool = False) -> tuple[Int64Array, Int64Array]:
+    def wants(
+        self, *, with_drafts: bool, alone: bool = False, only_prefills: bool = False
+    ) -> tuple[Int64Array, Int64Array]:
         """[rows] tokens that each row lacks, and what the limits allow of them, before the budget. 0: nothing to do.
 
         `with_drafts`: the second includes waiting drafts. `alone`: ignore shared limits, which gives the maximum.
+        `only_prefills`: rows that decode get nothing, so that no limit leaves tokens for them.
         """
         batch, members = self._batch, self._batch.members
         rows = members.rows
@@ -156,6 +159,8 @@ class Running:
         want = lacks.copy()
         if with_drafts and self._drafts.waiting:
             want += self._drafts.wanted(rows)
+        if only_prefills:
+            want[(batch.flags[rows] & PREFILLING) == 0] = 0
         for limit in self._limits:
             if not (alone and limit.is_shared):
                 limit.clip(batch, rows, want)
@@ -406,10 +411,7 @@ class InOrder(Running):
 
     def advance_prefills(self, preempt: Preempt) -> Advance:
         """As `advance`, only for rows whose known tokens are not all computed yet."""
-        batch = self._batch
-        lacks, want = self.wants(with_drafts=False)
-        want[(batch.flags[batch.members.rows] & PREFILLING) == 0] = 0
-        return self._settle(lacks, want, preempt)
+        return self._settle(*self.wants(with_drafts=False, only_prefills=True), preempt)
 
     def advance_decodes(self, in_flight: bool, preempt: Preempt, *, was_preempted: bool) -> Advance:
         """As `advance`, only for the other rows; without drafts if a request was preempted in this step."""

@@ -66,7 +66,7 @@ class Search:
         self._skipped: list[Request] = []
         self._blocker: Request | None = None
         self._passed: list[tuple[Request, int]] = []  # lacking blocks, with how many were admitted before it was asked
-        self._num_checked = 0  # of those that were skipped, before the scan
+        self._checked: Sequence[Request] = ()  # of those that were skipped, before the scan
         self._shortfalls: list[Shortfall] = []  # of the newest search, if that was a scan
         self._same: tuple[int, int, int, int] | None = None  # free and open blocks with which they have their reasons
 
@@ -145,7 +145,7 @@ class Search:
         end = min(end, MAX_SKIPPED - len(popped))
         self._blocker = window[end] if end < len(window) else None
         self._skipped = [*popped, *window[:end]]
-        self._num_checked = len(popped) + start
+        self._checked = popped or window[:1]
         self._shortfalls, self._same = shortfalls, None
         least = min([each.least for each in shortfalls], default=MAX_INT)
         self.head, self._least = kept, least + levels[OPEN] - levels[OPEN_UNOWED]
@@ -196,13 +196,16 @@ class Search:
         table, needs = self._table, self.needs
         if needs is None or not self._shortfalls or table.skipped is not self._skipped:
             return None
-        if request is not table.blocker and request not in table.skipped[self._num_checked :]:
+        if request is not table.blocker and (request in self._checked or request not in table.skipped):
             return None
         found = needs.deferral(request, MAX_INT, request is table.blocker)
         return None if found is None else found[0]
 
     def forget(self) -> None:
-        """Nothing is known of requests behind the head."""
+        """Nothing is known of requests behind the head, but why they waited in the newest step."""
+        table = self._table
+        for request in table.skipped if table.blocker is None else (*table.skipped, table.blocker):
+            request._state.deferral = self.deferral(request) or request._state.deferral
         self._shortfalls = []
         if self.needs is not None:
             self.needs.forget()

@@ -15,7 +15,7 @@ def crowded_host(**config: Any) -> Host:
     host = Host(
         **{"reserves": ("bypass",), "num_blocks": 24, "max_num_batched_tokens": 500, "max_num_seqs": 9, **config}
     )
-    host.add("first", 37, max_tokens=3)
+    host.add("first", 37, max_tokens=20)
     host.add("second", 37, max_tokens=20)
     host.step()
     host.add("head", 57, max_tokens=2)
@@ -84,3 +84,40 @@ def test_a_prefix_that_others_come_to_hold_makes_a_request_fit() -> None:
     assert names(host.step().admitted) == ["sharer"]
     host.abort("small")
     assert names(host.step().admitted) == ["other"]
+
+
+def test_what_blocks_the_queue_counts_the_newest_step_when_those_that_were_skipped_have_left() -> None:
+    """ "head" was passed as often as it may be; "urgent", before it, is skipped."""
+    host = Host(
+        order="priority", reserves=("bypass:bound=1,kept=0",), num_blocks=24, max_num_batched_tokens=500, max_num_seqs=9
+    )
+    host.add("first", 37, max_tokens=9)
+    host.add("second", 37, max_tokens=20)
+    host.step()
+    host.add("head", 57, max_tokens=2, priority=1)
+    host.add("short", 3, max_tokens=1, priority=1)
+    assert names(host.step().admitted) == ["short"]
+    host.add("urgent", 60, max_tokens=2)
+    host.step()
+    host.abort("urgent")
+    host.abort("first")
+    host.step()
+    assert host.explain("head").reason is Reason.BLOCKS
+    assert host.explain("head").missing == 15 - host.stats().num_free_blocks
+
+
+@pytest.mark.parametrize("event", ["head leaves", "step fails"])
+def test_what_a_request_lacks_stays_known_until_the_next_step(event: str) -> None:
+    host = crowded_host()
+    free = host.stats().num_free_blocks
+    output = host.schedule()
+    while host.stats().num_free_blocks == free:  # as the reason stays the same, what is missing now is not noted
+        host.update(output)
+        output = host.schedule()
+    names_behind = [f"other {index}" for index in range(3)]
+    lacked = [host.explain(name).missing for name in names_behind]
+    if event == "step fails":
+        host.fail(output)
+    else:
+        host.abort("head")
+    assert [host.explain(name).missing for name in names_behind] == lacked
