@@ -2,8 +2,8 @@
 
 A limit is a gate (`gate.py`) that also applies to running rows: it clips what they want, for all of them at once, on
 columns. One with a `step_budget` sets the token budget of the step as well (`budget.py`), and may say that nobody is to
-give way to a request that would make steps too long (`lacks_step_time`). The length limit is not here: it holds in every
-step and is applied by the step itself.
+give way to a request that would make steps too long (`lacks_step_time`). The length limit is not here: it holds in
+every step and is applied by the step itself.
 
 To add one: a subclass of `Limit` (`gate.py`), its name in `LIMITS` at the end of this file, or in a package of its own.
 """
