@@ -407,6 +407,7 @@ def _check_missing(world: World, entry: Entry, told: Explanation) -> None:
     """What is missing is counted in the resource, and no more than could be."""
     config = world.config
     runs = entry.place is Place.RUNNING
+    largest = max(config.num_usable_blocks, -(-config.max_model_len // config.block_size))
     least = int(told.resource is not None and not (runs and told.reason is Reason.BLOCKS))
     most = {
         None: 0,
@@ -416,7 +417,7 @@ def _check_missing(world: World, entry: Entry, told: Explanation) -> None:
         "samples": config.max_steps_in_flight,
         "tokens of the step's budget": entry.request.num_tokens,
         "embeddings": max(config.encoder_budget, config.encoder_cache_size),
-        "KV blocks": 1 if runs else 4 * config.num_usable_blocks,  # its own, the watermark, the reserve, what is owed
+        "KV blocks": 1 if runs else 4 * largest,  # its own, the watermark, the reserve, what is owed
     }[told.resource]
     amount = f"{told.request_id} lacks {told.missing} {told.resource} for {told.reason}"
     require(least <= told.missing <= most, f"{amount}; it is {least} to {most}")
