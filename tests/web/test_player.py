@@ -83,11 +83,11 @@ def _is_local(url: str) -> bool:
 
 
 def told(page: Any) -> list[str]:
-    return page.locator("#decided li").all_inner_texts()
+    return page.locator("[data-part=decided] li").all_inner_texts()
 
 
 def at_step(page: Any, step: int) -> None:
-    playwright.expect(page.locator("#number")).to_have_value(str(step))
+    playwright.expect(page.locator("[data-part=number]")).to_have_value(str(step))
 
 
 def test_it_shows_what_the_film_says(visit: Callable[..., Any], film: bytes) -> None:
@@ -96,26 +96,28 @@ def test_it_shows_what_the_film_says(visit: Callable[..., Any], film: bytes) -> 
     teller = Teller(found)
     for index in (0, 7, len(found.frames) // 2, len(found.frames) - 1):
         frame, state = found.frames[index], found.state_at(index)
-        page.fill("#number", str(frame.step_id))
-        page.press("#number", "Enter")
+        page.fill("[data-part=number]", str(frame.step_id))
+        page.press("[data-part=number]", "Enter")
         at_step(page, frame.step_id)
         if sentences := teller.decided(index):
             assert told(page) == sentences
-        assert page.locator("#running .name").all_inner_texts() == [teller.name(number) for number in state.running]
-        waiting = page.locator("#waiting li").all_inner_texts()
+        assert page.locator("[data-part=running] .name").all_inner_texts() == [
+            teller.name(number) for number in state.running
+        ]
+        waiting = page.locator("[data-part=waiting] li").all_inner_texts()
         assert len(waiting) == len(state.waiting) + len(state.parked)
         if state.blocker is not None:
             assert waiting[len(state.skipped)].startswith(
                 f"{teller.name(state.blocker)} {teller.why(state, state.blocker)}"
             )
         used = int((state.num_references() > 0).sum())
-        assert page.locator("#poolTitle").inner_text().startswith(f"KV pool: {used} of 60 blocks in use")
+        assert page.locator("[data-part=poolTitle]").inner_text().startswith(f"KV pool: {used} of 60 blocks in use")
 
 
 def test_buttons_and_keys(visit: Callable[..., Any], film: bytes) -> None:
     frames, page = Film(io.BytesIO(film)).frames, visit(film)
     at_step(page, 0)
-    page.click("#step")
+    page.click("[data-part=step]")
     at_step(page, frames[1].step_id)
     for key, place in (
         ("ArrowRight", 2),
@@ -125,31 +127,31 @@ def test_buttons_and_keys(visit: Callable[..., Any], film: bytes) -> None:
         ("ArrowRight", len(frames) - 1),
         ("Home", 0),
     ):
-        page.locator("#line").press(key)
+        page.locator("[data-part=line]").press(key)
         at_step(page, frames[place].step_id)
-    page.click("#back")
+    page.click("[data-part=back]")
     at_step(page, 0)
-    page.select_option("#speed", "50")
-    page.locator("#line").press(" ")
-    playwright.expect(page.locator("#play")).to_have_text("⏸ Pause")
-    playwright.expect(page.locator("#number")).not_to_have_value("0")
-    playwright.expect(page.locator("#number")).to_have_value(re.compile(r"\d\d+"))
-    page.click("#play")
-    stopped = page.input_value("#number")
+    page.select_option("[data-part=speed]", "50")
+    page.locator("[data-part=line]").press(" ")
+    playwright.expect(page.locator("[data-part=play]")).to_have_text("⏸ Pause")
+    playwright.expect(page.locator("[data-part=number]")).not_to_have_value("0")
+    playwright.expect(page.locator("[data-part=number]")).to_have_value(re.compile(r"\d\d+"))
+    page.click("[data-part=play]")
+    stopped = page.input_value("[data-part=number]")
     page.wait_for_timeout(120)
-    assert page.input_value("#number") == stopped
-    page.click("#reset")
+    assert page.input_value("[data-part=number]") == stopped
+    page.click("[data-part=reset]")
     at_step(page, 0)
 
 
 def test_scrubbing(visit: Callable[..., Any], film: bytes) -> None:
     found, page = Film(io.BytesIO(film)), visit(film)
-    box = page.locator("#line").bounding_box()
+    box = page.locator("[data-part=line]").bounding_box()
     page.mouse.move(box["x"] + 2, box["y"] + 40)
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 40, steps=5)
     page.mouse.up()
-    step = int(page.input_value("#number"))
+    step = int(page.input_value("[data-part=number]"))
     frame = found.frames[found.frame_of_step(step)]
     assert frame.time == pytest.approx(0.6 * found.end, abs=0.03 * found.end)
 
@@ -159,19 +161,19 @@ def test_following_a_request(visit: Callable[..., Any], film: bytes) -> None:
     found, page = Film(io.BytesIO(film)), visit(film)
     number = max(range(len(found.requests)), key=lambda one: sum(life_of(found, one).waited.values()))
     life, name = life_of(found, number), found.requests[number].request_id
-    page.locator("#line").press("/")
-    assert page.evaluate("document.activeElement.id") == "find"
+    page.locator("[data-part=line]").press("/")
+    assert page.evaluate("document.activeElement.dataset.part") == "find"
     page.keyboard.type(name)
     page.keyboard.press("Enter")
-    playwright.expect(page.locator("#lifeTitle")).to_have_text(f"The life of {name}")
-    assert f"waited {sum(life.waited.values()):.3f} s" in page.locator("#waited").inner_text()
-    assert len(page.locator("#moments li").all()) == len(life.moments)
-    page.locator("#moments button").last.click()
+    playwright.expect(page.locator("[data-part=lifeTitle]")).to_have_text(f"The life of {name}")
+    assert f"waited {sum(life.waited.values()):.3f} s" in page.locator("[data-part=waited]").inner_text()
+    assert len(page.locator("[data-part=moments] li").all()) == len(life.moments)
+    page.locator("[data-part=moments] button").last.click()
     assert f"request={name}" in page.url
     page.keyboard.press("Escape")
-    playwright.expect(page.locator("#life")).to_be_hidden()
-    page.locator("#find").fill("nobody")
-    page.locator("#find").press("Enter")
+    playwright.expect(page.locator("[data-part=life]")).to_be_hidden()
+    page.locator("[data-part=find]").fill("nobody")
+    page.locator("[data-part=find]").press("Enter")
     playwright.expect(page.locator("#problem")).to_have_text("no request is called nobody")
 
 
@@ -180,19 +182,21 @@ def test_a_link_carries_step_and_request(visit: Callable[..., Any], film: bytes)
     frame, name = found.frames[20], found.requests[3].request_id
     page = visit(film, f"#step={frame.step_id}&request={name}")
     at_step(page, frame.step_id)
-    playwright.expect(page.locator("#lifeTitle")).to_have_text(f"The life of {name}")
+    playwright.expect(page.locator("[data-part=lifeTitle]")).to_have_text(f"The life of {name}")
 
 
 def test_a_block_names_its_owner(visit: Callable[..., Any], film: bytes) -> None:
     found, page = Film(io.BytesIO(film)), visit(film)
     index = len(found.frames) // 2
-    page.locator("#number").fill(str(found.frames[index].step_id))
-    page.locator("#number").press("Enter")
+    page.locator("[data-part=number]").fill(str(found.frames[index].step_id))
+    page.locator("[data-part=number]").press("Enter")
     state = found.state_at(index)
     number = state.running[0]
-    block, (columns, size) = state.requests[number].table[0], page.evaluate("[cells.columns, cells.size]")
-    page.locator("#pool").hover(position={"x": (block % columns + 0.5) * size, "y": (block // columns + 0.5) * size})
-    text = page.locator("#block").inner_text()
+    block, (columns, size) = state.requests[number].table[0], page.evaluate("[view.cells.columns, view.cells.size]")
+    page.locator("[data-part=pool]").hover(
+        position={"x": (block % columns + 0.5) * size, "y": (block // columns + 0.5) * size}
+    )
+    text = page.locator("[data-part=block]").inner_text()
     assert (
         text.startswith(f"block {block}: ") and found.requests[number].request_id in text and "tokens 0 to 15" in text
     )
@@ -230,9 +234,9 @@ def test_markup_is_text(visit: Callable[..., Any]) -> None:
     page = visit(file.getvalue(), title=f"</title><script>{HTML}")
     at_step(page, 0)
     assert told(page)[0] == f"{HTML} is added of tenant <b>: 5 prompt tokens"
-    assert page.locator("#running .name").inner_text() == HTML
-    page.locator("#running button").click()
-    playwright.expect(page.locator("#lifeTitle")).to_have_text(f"The life of {HTML}")
+    assert page.locator("[data-part=running] .name").inner_text() == HTML
+    page.locator("[data-part=running] button").click()
+    playwright.expect(page.locator("[data-part=lifeTitle]")).to_have_text(f"The life of {HTML}")
     assert page.locator("img, b").count() == 0
     assert page.title().startswith("</title><script>")
 
@@ -243,7 +247,7 @@ def test_it_fits_and_can_be_read(visit: Callable[..., Any], film: bytes, scheme:
     """No sideways scrolling at a phone's width, and nothing serious that axe-core finds."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     page = visit(film, "#step=60", color_scheme=scheme, viewport={"width": width, "height": 900}, bypass_csp=True)
-    page.locator("#running button").first.click()
+    page.locator("[data-part=running] button").first.click()
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     found = axe.Axe().run(page).response["violations"]
     serious = [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")]

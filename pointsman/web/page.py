@@ -1,0 +1,53 @@
+"""Pages, each as one HTML file that needs nothing else: no network, and no Python once it is made.
+
+Their parts are in `page/`: `film.js` reads films, `story.js` puts them into words, `view.html` and `view.js` show one,
+and each page has markup and a script of its own. A page's policy (Content-Security-Policy) allows its scripts and its
+style sheet, by their hashes, and nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+from collections.abc import Mapping
+from importlib.resources import files
+
+VIEW = ("film.js", "story.js", "view.js")
+"""The scripts of a page that shows films, before its own."""
+
+
+def assemble(name: str, title: str, *, data: Mapping[str, bytes] | None = None, connects: bool = False) -> str:
+    """The page of `page/NAME.html` and `page/NAME.js`.
+
+    Args:
+        title: plain text.
+        data: what the page carries, by the id of its element.
+        connects: whether its script may ask the server that it came from.
+    """
+    folder = files("pointsman.web").joinpath("page")
+
+    def read(file: str) -> str:
+        return folder.joinpath(file).read_text(encoding="utf-8")
+
+    style, script = read("page.css"), "\n".join(read(file) for file in (*VIEW, f"{name}.js"))
+    connect = "connect-src 'self'; " if connects else ""
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)} 'unsafe-hashes'; {connect}"
+        "base-uri 'none'; form-action 'none'"
+    )
+    carried = "\n".join(
+        f'<script type="application/octet-stream" id="{key}">{base64.b64encode(value).decode()}</script>'
+        for key, value in (data or {}).items()
+    )
+    text = read(f"{name}.html").replace("{title}", html.escape(title))
+    parts = {"policy": policy, "style": style, "view": read("view.html"), "data": carried, "script": script}
+    for part, content in parts.items():
+        before, _, after = text.partition(f"{{{part}}}")
+        text = before + content + after
+    return text
+
+
+def _hash(text: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return f"'sha256-{digest}'"

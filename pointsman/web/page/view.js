@@ -1,0 +1,510 @@
+// One view of a film: time line, controls, decisions, queue, running requests, batch, pool, one request's life. What it
+// shows comes from film.js, what it says from story.js. A page may hold several.
+//
+//     const view = new View(element, { onProblem: (text) => ..., onShow: (view) => ... })
+//     await view.open(arrayBuffer, "run.film")
+//     await view.show(17)
+
+"use strict";
+
+const MOST_ROWS = 200; // requests that a list names
+const MOST_CELLS = 4096; // blocks that have a cell of their own; of more, a cell stands for several
+const MOST_IDS = 2000; // ids that are offered while one is typed
+
+const $ = (id) => document.getElementById(id);
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const seconds = (time) => `${time.toFixed(3)} s`;
+
+// What each frame had: of all of them at once, for the time line.
+function curvesOf(of) {
+  const found = { running: [], waiting: [], used: [], preempted: [] };
+  const { num_blocks: numBlocks, num_reserved_blocks: numReserved } = of.header.config;
+  const key = of.chunks[0].events;
+  const running = new Set(key.key_running);
+  const waiting = new Set(key.key_waiting);
+  let preempted = 0;
+  for (const event of of.allEvents()) {
+    switch (event.op) {
+      case "queued": case "rolled_back": case "preempted":
+        running.delete(event.request);
+        waiting.add(event.request);
+        preempted += event.op === "preempted" ? 1 : 0;
+        break;
+      case "parked": case "finished":
+        running.delete(event.request);
+        waiting.delete(event.request);
+        break;
+      case "admitted":
+        waiting.delete(event.request);
+        running.add(event.request);
+        break;
+      case "step": case "steps":
+        found.running.push(running.size);
+        found.waiting.push(waiting.size);
+        found.used.push(1 - event.free / (numBlocks - numReserved));
+        found.preempted.push(preempted);
+        preempted = 0;
+        break;
+    }
+  }
+  return found;
+}
+
+function swatch(name) {
+  const found = document.createElement("i");
+  found.style.background = `var(${name})`;
+  return found;
+}
+
+function item(...parts) {
+  const found = document.createElement("li");
+  found.append(...parts);
+  return found;
+}
+
+function span(name, text) {
+  const found = document.createElement("span");
+  found.className = name;
+  found.textContent = text;
+  return found;
+}
+
+function bar(...parts) {
+  const found = document.createElement("div");
+  found.className = "bar";
+  for (const [name, share] of parts) {
+    const part = span(name, "");
+    part.style.width = `${100 * Math.min(1, Math.max(0, share))}%`;
+    found.append(part);
+  }
+  return found;
+}
+
+// What a page carries in a data block of its own.
+function carriedBytes(element) {
+  const text = atob(element.textContent.trim());
+  const bytes = new Uint8Array(text.length);
+  for (let index = 0; index < text.length; index++) bytes[index] = text.charCodeAt(index);
+  return bytes.buffer;
+}
+
+let numViews = 0;
+
+class View {
+  // root: gets the markup of the template "view". onProblem: told what is wrong, or null; onShow: after a frame was shown.
+  constructor(root, { onProblem, onShow = () => {} }) {
+    root.append($("view").content.cloneNode(true));
+    this.root = root;
+    this.parts = new Map([...root.querySelectorAll("[data-part]")].map((one) => [one.dataset.part, one]));
+    this.problem = onProblem;
+    this.onShow = onShow;
+    this.film = null;
+    this.teller = null;
+    this.curves = null;
+    this.frame = 0;
+    this.chosen = null; // the number of a request
+    this.timer = null;
+    this.shown = 0; // counts calls of show: a slower one of before is dropped
+    this.cells = null; // of the pool: {columns, size, perCell, count}
+    this.part("ids").id = `ids-${++numViews}`;
+    this.part("find").setAttribute("list", this.part("ids").id);
+    this.listen();
+  }
+
+  part(name) {
+    return this.parts.get(name);
+  }
+
+  listen() {
+    const on = (name, event, action) => this.part(name).addEventListener(event, action);
+    const to = (place) => () => { this.stop(); this.show(place()); };
+    on("reset", "click", to(() => 0));
+    on("back", "click", to(() => this.frame - 1));
+    on("step", "click", to(() => this.frame + 1));
+    on("play", "click", () => this.play());
+    on("number", "change", () => this.showStep(Number(this.part("number").value)));
+    on("find", "change", () => this.part("find").value && this.find(this.part("find").value));
+    on("line", "pointerdown", (event) => { this.stop(); this.part("line").setPointerCapture(event.pointerId); this.scrub(event); });
+    on("line", "pointermove", (event) => event.buttons && this.scrub(event));
+    on("pool", "pointermove", (event) => this.hover(event));
+    const again = () => { if (this.film !== null) { this.drawLine(); this.show(this.frame); } };
+    window.addEventListener("resize", again);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+  }
+
+  // Shows a film at its beginning; false: it is none, and what was shown before stays.
+  async open(buffer, name) {
+    this.stop();
+    try {
+      this.film = await Film.read(buffer);
+    } catch (error) {
+      this.problem(error instanceof FilmError ? `${name}: ${error.message}` : `${name} cannot be shown: ${error.message}`);
+      return false;
+    }
+    this.problem(null);
+    const { film } = this;
+    this.teller = new Teller(film);
+    this.curves = curvesOf(film);
+    this.frame = 0;
+    this.choose(null, false);
+    const { config } = film.header;
+    const last = film.frames.at(-1);
+    const whole = film.isComplete ? "" : "; it was cut off";
+    this.part("about").textContent =
+      `${thousands(film.requests.length)} requests, ${thousands(last.step + last.numSteps - film.frames[0].step)} steps, ` +
+      `${film.end.toFixed(1)} s; ${thousands(config.num_blocks)} blocks of ${config.block_size} tokens, a budget of ` +
+      `${thousands(config.max_num_batched_tokens)} tokens, ${config.max_num_seqs} sequences, order ${config.order}${whole}`;
+    const option = (one) => Object.assign(document.createElement("option"), { value: one.id });
+    this.part("ids").replaceChildren(...film.requests.slice(0, MOST_IDS).map(option));
+    this.part("number").max = last.step + last.numSteps - 1;
+    this.part("number").min = film.frames[0].step;
+    this.part("line").setAttribute("aria-valuemax", film.frames.length - 1);
+    return true;
+  }
+
+  // ---------------------------------------------------------------------------------------------------- the time line
+
+  canvasOf(id, height) {
+    const canvas = this.part(id);
+    const ratio = window.devicePixelRatio || 1;
+    canvas.style.height = `${height}px`;
+    const width = canvas.clientWidth;
+    canvas.width = Math.round(width * ratio);
+    canvas.height = Math.round(height * ratio);
+    const context = canvas.getContext("2d");
+    context.scale(ratio, ratio);
+    return { context, width, height };
+  }
+
+  // Where a frame is on the line, 0 to 1: by its time.
+  placeOf(index) {
+    return this.film.end > 0 ? this.film.frames[index].time / this.film.end : 0;
+  }
+
+  drawLine() {
+    const { context, width, height } = this.canvasOf("line", 110);
+    const low = height - 12;
+    const most = (values) => values.reduce((high, one) => Math.max(high, one), 1);
+    const lines = [
+      ["KV pool in use", this.curves.used, 1, "--sky", true],
+      ["waiting", this.curves.waiting, most(this.curves.waiting), "--orange", false],
+      ["running", this.curves.running, most(this.curves.running), "--blue", false],
+    ];
+    context.clearRect(0, 0, width, height);
+    for (const [, values, high, name, filled] of lines) {
+      context.beginPath();
+      if (filled) context.moveTo(0, low);
+      let before = null;
+      values.forEach((value, index) => {
+        const x = this.placeOf(index) * width;
+        const y = low - (value / high) * (low - 6);
+        if (before !== null) context.lineTo(x, before);
+        context.lineTo(x, y);
+        before = y;
+      });
+      context.lineTo(width, before);
+      if (filled) {
+        context.lineTo(width, low);
+        context.globalAlpha = 0.35;
+        context.fillStyle = colour(name);
+        context.fill();
+        context.globalAlpha = 1;
+      } else {
+        context.strokeStyle = colour(name);
+        context.lineWidth = 1.5;
+        context.stroke();
+      }
+    }
+    context.fillStyle = colour("--red");
+    this.curves.preempted.forEach((count, index) => {
+      if (!count) return;
+      const x = this.placeOf(index) * width;
+      context.beginPath();
+      context.moveTo(x - 4, height);
+      context.lineTo(x + 4, height);
+      context.lineTo(x, height - 8);
+      context.fill();
+    });
+    const total = this.curves.preempted.reduce((sum, one) => sum + one, 0);
+    this.part("lineLegend").replaceChildren(
+      ...lines.flatMap(([name, , high, of]) => [swatch(of), ` ${name}, up to ${of === "--sky" ? "100 %" : thousands(high)} `]),
+      swatch("--red"), ` ${counted(total, "preemption")}`
+    );
+  }
+
+  scrub(event) {
+    const box = this.part("line").getBoundingClientRect();
+    const share = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
+    this.show(this.film.frameAt(share * this.film.end));
+  }
+
+  // ---------------------------------------------------------------------------------------------------- a frame
+
+  async show(index) {
+    this.frame = Math.min(Math.max(index, 0), this.film.frames.length - 1);
+    const call = ++this.shown;
+    try {
+      await this.film.loadBlocks(this.frame);
+      if (call !== this.shown) return;
+      this.draw(this.film.stateAt(this.frame));
+    } catch (error) {
+      this.stop();
+      this.problem(`the film cannot be shown here: ${error.message}`);
+    }
+  }
+
+  // The frame in which a step was decided.
+  async showStep(step) {
+    const found = this.film.frameOfStep(step);
+    if (found === null) return this.problem(`the film has no step ${step}`);
+    this.problem(null);
+    return this.show(found);
+  }
+
+  draw(state) {
+    const at = this.film.frames[this.frame];
+    const several = at.numSteps > 1 ? ` to ${at.step + at.numSteps - 1}, done at once` : "";
+    this.part("decidedTitle").textContent = `Decided for ${at.numSteps > 1 ? "steps" : "step"} ${at.step}${several}, at ${seconds(at.time)}`;
+    this.part("number").value = at.step;
+    this.part("hand").style.left = `${this.placeOf(this.frame) * 100}%`;
+    this.part("line").setAttribute("aria-valuenow", this.frame);
+    this.part("line").setAttribute("aria-valuetext", `step ${at.step}, ${seconds(at.time)}`);
+    const told = this.teller.decided(this.frame);
+    const steady = `every running request decodes a token${at.numSteps > 1 ? " in each step" : ""}`;
+    this.list("decided", told.length ? told : [state.running.length ? steady : "nothing runs"], (text) => item(text));
+    this.drawWaiting(state);
+    this.drawRunning(state);
+    this.drawBatch(state);
+    this.drawFinished();
+    this.drawPool(state);
+    this.onShow(this);
+  }
+
+  list(id, values, make) {
+    const items = values.slice(0, MOST_ROWS).map(make);
+    if (values.length > MOST_ROWS) items.push(item(`and ${thousands(values.length - MOST_ROWS)} more`));
+    this.part(id).replaceChildren(...items);
+  }
+
+  entry(number, ...parts) {
+    const button = document.createElement("button");
+    button.append(span("name", this.teller.name(number)), " ", ...parts);
+    button.addEventListener("click", () => this.choose(this.chosen === number ? null : number));
+    const found = item(button);
+    found.classList.toggle("chosen", number === this.chosen);
+    button.setAttribute("aria-pressed", number === this.chosen);
+    return found;
+  }
+
+  drawWaiting(state) {
+    const asked = [...state.skipped, ...(state.blocker === null ? [] : [state.blocker])];
+    const others = [...state.waiting, ...state.parked].filter((number) => !asked.includes(number));
+    this.part("waitingTitle").textContent = `Waiting: ${thousands(state.waiting.length)}${state.parked.length ? `, parked: ${state.parked.length}` : ""}`;
+    this.list("waiting", [...asked, ...others], (number) => {
+      const one = state.requests.get(number);
+      const times = one.numPreemptions ? `, preempted ${one.numPreemptions === 1 ? "once" : `${one.numPreemptions} times`}` : "";
+      return this.entry(number, span("why", `${this.teller.why(state, number)}${times}`));
+    });
+  }
+
+  drawRunning(state) {
+    this.part("runningTitle").textContent = `Running: ${thousands(state.running.length)} of ${this.film.header.config.max_num_seqs}`;
+    const knownOf = (number) => state.requests.get(number).prompt + state.requests.get(number).generated;
+    const whole = state.running.reduce((most, number) => Math.max(most, knownOf(number)), 1);
+    this.list("running", state.running, (number) => {
+      const one = state.requests.get(number);
+      const known = knownOf(number);
+      const about = `${thousands(one.computed)} of ${thousands(known)} computed, ${thousands(one.generated)} generated`;
+      return this.entry(number, span("why", about), bar(
+        ["cached", one.cached / whole], ["computed", (one.computed - one.cached) / whole],
+        ["lacking", (known - one.computed) / whole]));
+    });
+  }
+
+  drawBatch(state) {
+    const budget = this.film.header.config.max_num_batched_tokens;
+    const total = state.batch.reduce((sum, row) => sum + row.tokens, 0);
+    const prompts = state.batch.filter((row) => !row.samples || row.tokens > 1 + row.drafts);
+    const prefill = prompts.reduce((sum, row) => sum + row.tokens, 0);
+    const about = document.createElement("p");
+    about.textContent = `${counted(total, "token")} of ${thousands(budget)}, in ${counted(state.batch.length, "row")}: ` +
+      `${thousands(total - prefill)} decode, ${thousands(prefill)} prefill`;
+    const rows = document.createElement("ol");
+    rows.className = "requests";
+    for (const row of [...prompts, ...state.batch.filter((one) => !prompts.includes(one))].slice(0, MOST_ROWS)) {
+      const drafts = row.drafts ? `, ${row.drafts} of them drafts` : "";
+      rows.append(this.entry(row.number, span("why", `${counted(row.tokens, "token")}${drafts}${row.samples ? "" : ", samples none"}`)));
+    }
+    this.part("batch").replaceChildren(about, bar(["decode", (total - prefill) / budget], ["prefill", prefill / budget]), rows);
+  }
+
+  // The requests that finished last, newest first.
+  drawFinished() {
+    const found = [];
+    let total = 0;
+    const end = this.film.frames[this.frame];
+    for (const [index, chunk] of this.film.chunks.entries()) {
+      if (index > end.chunk) break;
+      const events = index === end.chunk ? chunk.list.slice(0, end.event + 1) : chunk.list;
+      for (const event of events) {
+        if (event.op !== "finished") continue;
+        total++;
+        found.push(event);
+        if (found.length > 2 * MOST_ROWS) found.splice(0, MOST_ROWS);
+      }
+    }
+    this.part("finishedTitle").textContent = `Finished: ${thousands(total)}`;
+    const names = this.film.header.names.finish_reasons;
+    this.list("finished", found.reverse(), (event) =>
+      this.entry(event.request, span("why", `${names[event.reason]}, ${counted(event.generated, "token")}`)));
+  }
+
+  // ---------------------------------------------------------------------------------------------------- the pool
+
+  drawPool(state) {
+    const canvas = this.part("pool");
+    if (state.references === null) {
+      this.part("poolTitle").textContent = "KV pool: the film has no blocks";
+      canvas.hidden = true;
+      return;
+    }
+    const numBlocks = state.references.length;
+    const reserved = this.film.header.config.num_reserved_blocks;
+    const mine = new Set(this.chosen === null ? [] : state.requests.get(this.chosen)?.table ?? []);
+    const perCell = Math.ceil(numBlocks / MOST_CELLS);
+    const count = Math.ceil(numBlocks / perCell);
+    const width = Math.max(1, canvas.clientWidth);
+    const size = Math.max(3, Math.min(18, Math.floor(Math.sqrt((width * Math.max(90, width * 0.45)) / count))));
+    const columns = Math.max(1, Math.floor(width / size));
+    const { context } = this.canvasOf("pool", Math.ceil(count / columns) * size);
+    this.cells = { columns, size, perCell, count };
+    const colours = ["--none", "--green", "--blue", "--purple", "--red"].map(colour);
+    const totals = [0, 0, 0, 0];
+    const kind = (block) => {
+      const references = state.references[block];
+      return references > 1 ? 3 : references === 1 ? 2 : state.isCached[block] ? 1 : 0;
+    };
+    for (let cell = 0; cell < count; cell++) {
+      const seen = [0, 0, 0, 0];
+      let isMine = false;
+      for (let block = cell * perCell; block < Math.min(numBlocks, (cell + 1) * perCell); block++) {
+        if (block < reserved) continue;
+        seen[kind(block)]++;
+        isMine ||= mine.has(block);
+      }
+      seen.forEach((one, index) => (totals[index] += one));
+      const most = isMine ? 4 : seen.indexOf(Math.max(...seen));
+      context.fillStyle = colours[most];
+      context.fillRect((cell % columns) * size, Math.floor(cell / columns) * size, size - 1, size - 1);
+    }
+    const inUse = totals[2] + totals[3];
+    const about = `${thousands(inUse)} of ${thousands(numBlocks - reserved)} blocks in use, ${thousands(totals[3])} shared, ` +
+      `${thousands(totals[1])} free with cached content`;
+    this.part("poolTitle").textContent = `KV pool: ${about}`;
+    canvas.setAttribute("aria-label", about);
+  }
+
+  hover(event) {
+    if (this.cells === null || this.film === null || !this.film.hasBlocks) return;
+    const box = this.part("pool").getBoundingClientRect();
+    const column = Math.floor((event.clientX - box.left) / this.cells.size);
+    const cell = Math.floor((event.clientY - box.top) / this.cells.size) * this.cells.columns + column;
+    if (column >= this.cells.columns || cell < 0 || cell >= this.cells.count) {
+      this.part("block").textContent = "";
+      return;
+    }
+    const state = this.film.stateAt(this.frame);
+    const first = cell * this.cells.perCell;
+    if (this.cells.perCell > 1) {
+      const last = Math.min(state.references.length, first + this.cells.perCell) - 1;
+      const used = state.references.slice(first, last + 1).filter((one) => one > 0).length;
+      this.part("block").textContent = `blocks ${first} to ${last}: ${used} in use`;
+      return;
+    }
+    const size = this.film.header.config.block_size;
+    const owners = state.running.flatMap((number) => {
+      const place = state.requests.get(number).table.indexOf(first);
+      return place < 0 ? [] : [`${this.teller.name(number)} (tokens ${place * size} to ${(place + 1) * size - 1})`];
+    });
+    const references = state.references[first];
+    const what = references ? `${counted(references, "reference")}: ${owners.join(", ") || "a transfer"}`
+      : first < this.film.header.config.num_reserved_blocks ? "reserved" : state.isCached[first] ? "free, with cached content" : "blank";
+    this.part("block").textContent = `block ${first}: ${what}`;
+  }
+
+  // ---------------------------------------------------------------------------------------------------- one request
+
+  choose(number, redraw = true) {
+    this.chosen = number === null || number < 0 ? null : number;
+    this.part("life").hidden = this.chosen === null;
+    if (this.chosen !== null) {
+      const life = this.teller.life(this.chosen);
+      const total = [...life.waited.values()].reduce((sum, one) => sum + one, 0);
+      const reasons = [...life.waited].sort((one, other) => other[1] - one[1]).map(([why, time]) => `${words(why)} ${seconds(time)}`);
+      this.part("lifeTitle").textContent = `The life of ${this.teller.name(this.chosen)}`;
+      this.part("waited").textContent = `It ran ${seconds(life.ran)} and waited ${seconds(total)}${reasons.length ? `: ${reasons.join("; ")}` : ""}.`;
+      this.list("moments", life.moments, ([time, text]) => {
+        const button = document.createElement("button");
+        button.textContent = seconds(time);
+        button.addEventListener("click", () => this.show(this.film.frameAt(time)));
+        return item(button, text);
+      });
+    }
+    if (redraw) this.show(this.frame);
+  }
+
+  find(text) {
+    const exact = this.film.requests.findIndex((one) => one.id === text);
+    const found = exact >= 0 ? exact : this.film.requests.findIndex((one) => one.id.includes(text));
+    if (found < 0) this.problem(`no request is called ${text}`);
+    else {
+      this.problem(null);
+      this.choose(found);
+    }
+  }
+
+  // ---------------------------------------------------------------------------------------------------- playing
+
+  play() {
+    if (this.timer !== null) return this.stop();
+    this.part("play").textContent = "⏸ Pause";
+    const wait = () => 1000 / Number(this.part("speed").value);
+    const next = async () => {
+      if (this.frame + 1 >= this.film.frames.length) return this.stop();
+      await this.show(this.frame + 1);
+      if (this.timer !== null) this.timer = setTimeout(next, wait());
+    };
+    this.timer = setTimeout(next, wait());
+    return undefined;
+  }
+
+  stop() {
+    clearTimeout(this.timer);
+    this.timer = null;
+    this.part("play").textContent = "▶ Play";
+  }
+
+  // A key that the page hears; true: it was one of the view's.
+  handleKey(event) {
+    if (this.film === null || event.ctrlKey || event.metaKey || event.altKey) return false;
+    const typing = ["INPUT", "SELECT", "TEXTAREA"].includes(event.target.tagName);
+    if (event.key === "Escape") {
+      event.target.blur?.();
+      this.choose(null);
+      return true;
+    }
+    if (typing) return false;
+    const by = event.shiftKey ? 10 : 1;
+    const actions = {
+      ArrowRight: () => this.show(this.frame + by), ArrowLeft: () => this.show(this.frame - by), Home: () => this.show(0),
+      End: () => this.show(this.film.frames.length - 1), "/": () => this.part("find").focus(),
+      " ": () => (event.target.tagName === "BUTTON" ? null : this.play()),
+    };
+    const action = actions[event.key];
+    if (action === undefined || (event.key === " " && event.target.tagName === "BUTTON")) return false;
+    event.preventDefault();
+    if (event.key !== " ") this.stop();
+    action();
+    return true;
+  }
+}
