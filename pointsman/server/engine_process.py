@@ -55,6 +55,7 @@ from pointsman.server.wire.messages import (
     pack,
     portable,
 )
+from pointsman.web.live import LiveFilm
 
 if TYPE_CHECKING:
     from pointsman.core import Request
@@ -82,6 +83,7 @@ class EngineProcess:
         self._sock = sock
         self._info = describe(engine, str(start.options.get("model") or "demo"))
         self._port = RemotePort(sock)
+        self._live = LiveFilm(engine.scheduler)
         self._scheduler_time = 0.0
         self._num_generated_tokens = 0
         self._thread = EngineThread(
@@ -213,6 +215,12 @@ class EngineProcess:
     @staticmethod
     def _is_paused(_: None, engine: Engine) -> bool:
         return engine.is_paused
+
+    def _film(self, watcher: int, _: Engine) -> bytes:
+        return self._live.take(watcher)
+
+    def _leave_film(self, watcher: int, _: Engine) -> None:
+        self._live.leave(watcher)
 
     def _explain(self, request_id: str, engine: Engine) -> RequestExplanation:
         for mailbox in list(self._port.mailboxes.values()):

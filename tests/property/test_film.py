@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from pointsman.core.replay import _Replay
 from pointsman.core.state.events import Listener, StepDecision, StepRun
 from pointsman.core.step.assembly import Parts
 from pointsman.web.film import Film, State
+from pointsman.web.live import LiveFilm, read_records
 from tests.soak import short_of, short_or_long
 
 from .operations import drive
@@ -134,10 +136,15 @@ class Filmed:
         seen = self.witness.seen
         assert made.is_complete and len(made.frames) == len(seen)
         for frame in sorted(random.Random(seed).sample(range(len(seen)), min(len(seen), num_frames))):
-            one, other = seen[frame], shown(made, frame, seen[frame])
-            for key, value in one.items():
-                same = np.array_equal(value, other[key]) if key == "references" else value == other[key]
-                assert same, f"frame {frame}: {key} was {value}, and the film says {other[key]}"
+            compare(made, frame, seen[frame])
+
+
+def compare(film: Film, frame: int, seen: dict[str, Any]) -> None:
+    """Fail if the film says anything else of a frame than what was seen."""
+    other = shown(film, frame, seen)
+    for key, value in seen.items():
+        same = np.array_equal(value, other[key]) if key == "references" else value == other[key]
+        assert same, f"frame {frame}: {key} was {value}, and the film says {other[key]}"
 
 
 @pytest.fixture(autouse=True)
@@ -171,6 +178,33 @@ def test_from_the_middle() -> None:
                 assert run._scheduler is not None
                 filmed.watch(run._scheduler)
         filmed.check(seed)
+
+
+def test_every_part_is_a_film_of_its_own() -> None:
+    """Cut between any two calls of the scheduler, also with steps in flight."""
+    for seed in range(7_800, 7_800 + 2 * NUM_SEEDS):
+        choose, run = random.Random(seed), _Replay()
+        live: LiveFilm | None = None
+        stream = b""
+        for number, line in enumerate(recorded(seed, {}), start=1):
+            run._line(json.loads(line), number)
+            if live is not None:
+                if choose.random() < 0.2:
+                    stream += live.take("me")
+            elif run._scheduler is not None and choose.random() < 0.2:
+                live = LiveFilm(run._scheduler, clock=count().__next__, cpu_clock=lambda: 0.0)
+                stream += live.take("me")
+                witness = Witness(run._scheduler)
+                run._scheduler.add_listener(witness)
+        assert live is not None
+        stream += live.take("me")
+        records = list(read_records(stream))
+        assert records[0][0] == "H"
+        films = [Film(io.BytesIO(records[0][1] + part)) for kind, part in records if kind == "P"]
+        frames = [(film, index) for film in films for index in range(len(film.frames))]
+        assert len(films) > 2 and len(frames) == len(witness.seen)
+        for index in choose.sample(range(len(frames)), min(len(frames), 3 * NUM_FRAMES)):
+            compare(*frames[index], witness.seen[index])
 
 
 @pytest.mark.parametrize("focus", short_of(FOCUS, SHORT_FOCUS))

@@ -93,6 +93,10 @@ class FilmRecorder(Listener):
         self._skipped: list[int] | None = None  # in the newest step of this chunk
         self.num_bytes = {"events": 0, "blocks": 0}
         """Written so far."""
+        self.num_frames = 0
+        """Since `cut` was called last; as what is not written yet is counted, it may have more than the file."""
+        self.on_chunk: Callable[[], None] | None = None
+        """Called when a chunk was full and has been written; `cut` may be called then."""
 
     # ------------------------------------------------------------------ the file
 
@@ -139,6 +143,24 @@ class FilmRecorder(Listener):
         self._write_chunk()
         self.num_bytes["events"] += write_chunk(self._file, "Z", b"")
 
+    def cut(self) -> None:
+        """Write what there is so far. What is written from now on is a film of its own behind the header, in which the
+        unfinished requests have new numbers. For the host, between two calls of the scheduler.
+
+        Raises:
+            InvalidTransition: it was not started, or is closed.
+        """
+        if not self._is_open:
+            raise InvalidTransition("only a film that is under way can be cut: see Scheduler.start_film")
+        self._flush_ends()
+        self._write_chunk()
+        unfinished = list(self._numbers)
+        self._numbers, self._num_requests = {}, 0
+        for request in unfinished:
+            self._number(request)
+        self._open_chunk()
+        self.num_frames = 0
+
     def _open_chunk(self) -> None:
         parts = self._parts()
         self._events = Columns("E")
@@ -166,6 +188,8 @@ class FilmRecorder(Listener):
         if len(self._ops) >= EVENTS_IN_A_CHUNK or longest >= NUMBERS_IN_A_COLUMN:
             self._write_chunk()
             self._open_chunk()
+            if self.on_chunk is not None:
+                self.on_chunk()
 
     def _write_key(self, parts: Parts) -> None:
         data, batch = self._events.data, parts.batch
@@ -357,6 +381,7 @@ class FilmRecorder(Listener):
         if self._mirror is not None:
             self._mirror.step(self._num_frames, parts, step, self._numbers)
         self._num_frames += 1
+        self.num_frames += 1
 
     def _tell_queue(self, data: dict[str, list[int]], parts: Parts) -> None:
         """What is free, and who was asked and may not start."""
@@ -419,6 +444,7 @@ class FilmRecorder(Listener):
         if self._mirror is not None:
             self._mirror.steps(self._num_frames, parts, run, self._numbers)
         self._num_frames += 1
+        self.num_frames += 1
         completed = [request for request in run.update.completed_parts if request in self._numbers]
         num_ends = len(ends) + len(completed) + self._put_first(run.requests)
         for request in completed:

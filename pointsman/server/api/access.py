@@ -1,8 +1,9 @@
 """Who may call what.
 
     open        /health, /ready, /version, /metrics      every caller
+                /live                                    likewise: the page alone, which holds nothing
     clients     /v1/completions, /tokenize, /docs, ...   where clients have keys: a client's key, or an operator's
-    operators   /pause, /resume, /is_paused, ...         where operators have keys: one of them;
+    operators   /pause, /resume, /live/film, ...         where operators have keys: one of them;
                                                          where only clients have keys: no caller;
                                                          otherwise: a program on this machine, not through a proxy
     own         /v1/requests, /v1/requests/ID            with a client's key: the client's requests;
@@ -29,8 +30,8 @@ from pointsman.server.config import ServerConfig, plain_address, split_host
 from pointsman.server.service.names import OWNER
 from pointsman.server.wire.errors import ApiError, shown
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics"})
-"""For load balancers and scrapers, which hold no keys; nothing there is about a request."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/live"})
+"""For load balancers, scrapers and browsers, which hold no keys; nothing there is about a request."""
 OWN_PATHS = frozenset({"/v1/requests", "/v1/requests/{request_id}"})
 """For operators, and for clients as far as the requests are their own."""
 FORWARDED = frozenset({"forwarded", "via", "x-real-ip"})

@@ -4,6 +4,7 @@
     /tokenize, /detokenize, /version                      what vLLM's clients call
     /health, /ready, /metrics                             what supervisors, load balancers and Prometheus call
     /v1/requests, /pause, /resume, /reset_prefix_cache    what operators call; a client sees its own requests
+    /live                                                 what operators look at
 
 An app serves one engine, which has loaded its model. When `app.state.gate` is closed, it refuses new requests.
 """
@@ -19,6 +20,7 @@ from pointsman.server.api.chat import chat_router
 from pointsman.server.api.completions import completions_router
 from pointsman.server.api.embeddings import embeddings_router
 from pointsman.server.api.health import health_router
+from pointsman.server.api.live import live_router
 from pointsman.server.api.models import models_router
 from pointsman.server.api.openapi import describe
 from pointsman.server.api.operation import operation_router
@@ -56,6 +58,7 @@ def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
     app.include_router(models_router(service))
     app.include_router(requests_router(service, operators))
     app.include_router(operation_router(service, operators))
+    app.include_router(live_router(service, operators))
     app.include_router(tokenization_router(service))
     app.include_router(health_router(client, gate, metrics))
     answer.install(app)

@@ -246,6 +246,20 @@ class EngineClient:
         paused: bool = await self._ask("is_paused")
         return paused
 
+    async def film(self, watcher: int) -> bytes:
+        """What is new for a watcher of the scheduler's live film: records, see `web/live.py`. The first time begins to
+        watch, until `leave_film`.
+
+        Raises:
+            TooManyWatchers: it would be one too many.
+        """
+        records: bytes = await self._ask("film", watcher)
+        return records
+
+    def leave_film(self, watcher: int) -> None:
+        """It watches no more. Nothing is waited for: a reader that is gone cannot wait."""
+        self._send(Ask(next(self._keys), "leave_film", watcher))
+
     async def _ask(self, question: Question, argument: Any = None) -> Any:
         self.check_health()
         key = next(self._keys)

@@ -84,6 +84,8 @@ Question: TypeAlias = Literal[
     "pause",
     "resume",
     "is_paused",
+    "film",
+    "leave_film",
 ]
 
 

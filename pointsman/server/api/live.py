@@ -1,0 +1,88 @@
+"""What the scheduler decides now, as a page.
+
+    GET /live         the page; it holds nothing, and asks for the operator's key
+    GET /live/film    the film, for as long as it is watched: a stream of records (`web/live.py`), for operators
+
+The film is asked for as an operator's other questions are, ten times a second. While a watcher does not read, it is not
+asked for, and what it misses is dropped in the engine process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from functools import cache
+from itertools import count
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Depends
+from starlette.responses import HTMLResponse, Response
+
+from pointsman.engine.errors import EngineDeadError
+from pointsman.server.api.access import OperatorRules
+from pointsman.server.service.service import Service, WatchedResponse
+from pointsman.server.wire.errors import ApiError
+from pointsman.web.live import SECONDS_BETWEEN_PARTS, TooManyWatchers
+from pointsman.web.page import PAGE_HEADERS, assemble
+
+if TYPE_CHECKING:
+    from starlette.types import Scope, Send
+
+SECONDS_TO_READ = 60.0
+"""A watcher that takes longer for what it was sent does not watch meanwhile. Then the film begins again for it."""
+
+
+@cache
+def live_page() -> str:
+    """The page."""
+    return assemble("live", "Live", connects=True)
+
+
+def live_router(service: Service, operators: OperatorRules) -> APIRouter:
+    """The routes."""
+    router = APIRouter()
+    client, watchers = service.client, count()
+
+    # Neither is for programs, so the API's description has neither.
+    @router.head("/live", include_in_schema=False)
+    @router.get("/live", include_in_schema=False)
+    async def live() -> Response:
+        """A page that shows what the scheduler decides now."""
+        return HTMLResponse(live_page(), headers=PAGE_HEADERS)
+
+    @router.get("/live/film", include_in_schema=False, dependencies=[Depends(operators.require)])
+    async def film() -> Response:
+        """What the scheduler decides, until the watcher leaves."""
+        return WatchedResponse(send_film)
+
+    async def send_film(_: Scope, send: Send) -> None:
+        watcher = next(watchers)
+        try:
+            try:
+                records = await service.ask(client.film(watcher))
+            except TooManyWatchers as error:
+                raise ApiError(503, str(error), headers={"retry-after": "60"}, reason="other") from error
+            headers = {"content-type": "application/octet-stream", **PAGE_HEADERS}
+            raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+            await send({"type": "http.response.start", "status": 200, "headers": raw})
+            with suppress(EngineDeadError):
+                while True:
+                    if records:
+                        await send_part(watcher, records, send)
+                    await asyncio.sleep(SECONDS_BETWEEN_PARTS)
+                    records = await client.film(watcher)
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            client.leave_film(watcher)
+
+    async def send_part(watcher: int, records: bytes, send: Send) -> None:
+        sending = asyncio.ensure_future(send({"type": "http.response.body", "body": records, "more_body": True}))
+        try:
+            done, _ = await asyncio.wait((sending,), timeout=SECONDS_TO_READ)
+            if not done:
+                client.leave_film(watcher)
+            await sending
+        finally:
+            sending.cancel()
+
+    return router

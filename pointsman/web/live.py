@@ -1,0 +1,206 @@
+"""A film of what a scheduler decides now, for those who watch it.
+
+    live = LiveFilm(scheduler)
+    records = live.take("a")     again and again, between two calls of the scheduler; the first time begins to watch
+    live.leave("a")
+
+While it is watched, one `FilmRecorder` follows the scheduler, and at most every `SECONDS_BETWEEN_PARTS` what it wrote is
+cut off as a part: a film of its own behind the header that all parts share, so that any of them may be missing. A later
+watcher begins with the newest part; a slow one loses the oldest parts that it did not take, and is sent the number of
+their frames. While nobody watches, nothing follows the scheduler.
+
+A stream to a watcher is a row of records, each a letter, a length (4 bytes, the lowest first) and as many bytes:
+
+    H    the header of a film: a new one begins
+    P    a part: its chunks
+    S    JSON: `interval`, seconds between parts; `dropped`, frames that this watcher lost so far; `running`, `waiting`
+         and `parked`, requests now
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+
+from pointsman.core.observe.film import FilmRecorder
+from pointsman.core.scheduler import Scheduler
+
+SECONDS_BETWEEN_PARTS = 0.1
+SHARE_OF_TIME = 0.01
+"""That cutting may take. A part begins with the state of all unfinished requests: with thousands, parts come seldom."""
+SECONDS_BETWEEN_STATES = 1.0
+MAX_WATCHERS = 16
+MAX_WAITING = 8 << 20
+"""Bytes of parts that wait for a watcher; the newest one waits in any case."""
+MAX_PART = 8 << 20
+"""Bytes of a part that nobody asks for."""
+_RECORD = struct.Struct("<cI")
+
+
+class TooManyWatchers(ValueError):
+    """`MAX_WATCHERS` watch already."""
+
+
+@dataclass(slots=True)
+class _Watcher:
+    has_header: bool = False
+    parts: deque[tuple[bytes, int]] = field(default_factory=deque)
+    """With how many frames each has."""
+    num_bytes: int = 0
+    num_dropped: int = 0
+    told: float = float("-inf")
+    """When it was sent an S."""
+
+
+class LiveFilm:
+    """Everything is for the thread that may call the scheduler, and while it is in no call.
+
+    Args:
+        scheduler: it is filmed while somebody watches.
+        clock: seconds.
+        cpu_clock: seconds that this thread computed.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._scheduler = scheduler
+        self._clock, self._cpu_clock = clock, cpu_clock
+        self._watchers: dict[Hashable, _Watcher] = {}
+        self._recorder: FilmRecorder | None = None
+        self._file = io.BytesIO()
+        self._header = b""
+        self._costs: deque[float] = deque(maxlen=3)  # of the newest parts, in seconds
+        self._newest: tuple[bytes, int] | None = None
+        self._due = 0.0
+
+    @property
+    def num_watchers(self) -> int:
+        """How many watch; with none, the scheduler is not filmed."""
+        return len(self._watchers)
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two parts."""
+        usual = sorted(self._costs)[len(self._costs) // 2] if self._costs else 0.0
+        return max(SECONDS_BETWEEN_PARTS, usual / SHARE_OF_TIME)
+
+    def take(self, watcher: Hashable) -> bytes:
+        """What is new for a watcher: whole records.
+
+        Args:
+            watcher: any name of it; with a new one, it begins to watch.
+
+        Raises:
+            TooManyWatchers: it would be one too many.
+        """
+        own = self._watchers.get(watcher)
+        if own is None:
+            own = self._begin(watcher)
+        recorder, now = self._recorder, self._clock()
+        assert recorder is not None
+        if now >= self._due and recorder.num_frames:
+            self._give(self._cut(recorder))
+            self._due = now + self.interval
+        records = []
+        if not own.has_header:
+            own.has_header = True
+            records.append(_record(b"H", self._header))
+        if own.parts or now >= own.told + SECONDS_BETWEEN_STATES:
+            own.told = now
+            records.append(_record(b"S", self._state(own)))
+        records += [_record(b"P", part) for part, _ in own.parts]
+        own.parts.clear()
+        own.num_bytes = 0
+        return b"".join(records)
+
+    def leave(self, watcher: Hashable) -> None:
+        """It watches no more; nothing happens if it did not."""
+        if self._watchers.pop(watcher, None) is None or self._watchers or self._recorder is None:
+            return
+        self._scheduler.remove_listener(self._recorder)
+        self._recorder, self._newest = None, None
+        self._file = io.BytesIO()
+
+    def _begin(self, watcher: Hashable) -> _Watcher:
+        if len(self._watchers) >= MAX_WATCHERS:
+            raise TooManyWatchers(f"{MAX_WATCHERS} watch already; close another page")
+        if self._recorder is None:
+            recorder = FilmRecorder(self._file)
+            self._scheduler.start_film(recorder)
+            recorder.on_chunk = self._bound
+            self._header, self._recorder, self._due = self._empty(), recorder, self._clock() + SECONDS_BETWEEN_PARTS
+        own = self._watchers[watcher] = _Watcher()
+        if self._newest is not None:
+            self._put(own, self._newest)
+        return own
+
+    def _cut(self, recorder: FilmRecorder) -> tuple[bytes, int]:
+        began, num_frames = self._cpu_clock(), recorder.num_frames
+        recorder.cut()
+        self._costs.append(self._cpu_clock() - began)
+        return self._empty(), num_frames
+
+    def _give(self, part: tuple[bytes, int]) -> None:
+        self._newest = part
+        for own in self._watchers.values():
+            self._put(own, part)
+
+    @staticmethod
+    def _put(own: _Watcher, part: tuple[bytes, int]) -> None:
+        own.parts.append(part)
+        own.num_bytes += len(part[0])
+        while own.num_bytes > MAX_WAITING and len(own.parts) > 1:
+            dropped, num_frames = own.parts.popleft()
+            own.num_bytes -= len(dropped)
+            own.num_dropped += num_frames
+
+    def _bound(self) -> None:
+        """A chunk was full: nobody may have asked for long."""
+        recorder = self._recorder
+        if recorder is not None and self._file.tell() > MAX_PART:
+            _, num_frames = self._cut(recorder)
+            for own in self._watchers.values():
+                own.num_dropped += num_frames
+
+    def _empty(self) -> bytes:
+        found = self._file.getvalue()
+        self._file.seek(0)
+        self._file.truncate()
+        return found
+
+    def _state(self, own: _Watcher) -> bytes:
+        scheduler = self._scheduler
+        state = {
+            "interval": round(self.interval, 3),
+            "dropped": own.num_dropped,
+            "running": scheduler.num_running,
+            "waiting": scheduler.num_queued,
+            "parked": scheduler.num_parked,
+        }
+        return json.dumps(state, separators=(",", ":")).encode()
+
+
+def _record(kind: bytes, data: bytes) -> bytes:
+    return _RECORD.pack(kind, len(data)) + data
+
+
+def read_records(stream: bytes) -> Iterator[tuple[str, bytes]]:
+    """(letter, bytes) of the whole records of a stream."""
+    at = 0
+    while at + _RECORD.size <= len(stream):
+        kind, length = _RECORD.unpack_from(stream, at)
+        after = at + _RECORD.size + length
+        if after > len(stream):
+            return
+        yield kind.decode("latin-1"), stream[at + _RECORD.size : after]
+        at = after

@@ -1,0 +1,388 @@
+// The page that shows what a scheduler decides now. It asks /live/film, with the key that was typed, or with the token in its
+// own address (#token=...), and gets records as pointsman/web/live.py writes them: H a header, P a part, S counts. A part is
+// a film of its own behind the header, with numbers of its own for requests; here parts are joined.
+
+"use strict";
+
+const KEPT_SECONDS = 300;
+const KEPT_BYTES = 32 * 2 ** 20; // of parts as they came
+const SLACK = 1.1; // so much more is there before some is let go
+const SILENCE = 30e3; // milliseconds after which a connection is given up
+const FIRST_WAIT = 1; // seconds until the next attempt, doubled each time
+const LONGEST_WAIT = 30;
+const SELDOM = 500; // milliseconds between two drawings of what takes long
+
+// ---------------------------------------------------------------------------------------------------- parts as one film
+
+class LiveFilm extends Film {
+  constructor() {
+    super();
+    this.requests = [];
+    this.chunks = [];
+    this.frames = [];
+    this.curves = null;
+    this.isComplete = true;
+    this.numLetGo = 0; // frames
+    this.known = new Map(); // requests by what they are called and when they came
+  }
+
+  // Puts a part behind the others; it is used up.
+  join(film, numBytes) {
+    this.header = film.header;
+    this.hasBlocks = film.hasBlocks;
+    this.end = film.end;
+    const curves = curvesOf(film);
+    if (this.curves === null) this.curves = curves;
+    else for (const [name, values] of Object.entries(curves)) this.curves[name].push(...values);
+    const numbers = film.requests.map((one) => this._numberOf(one));
+    for (const frame of film.frames) this.frames.push({ ...frame, chunk: frame.chunk + this.chunks.length });
+    for (const chunk of film.chunks) {
+      renumber(chunk, numbers);
+      chunk.numBytes = numBytes / film.chunks.length;
+      this.chunks.push(chunk);
+    }
+  }
+
+  _numberOf(request) {
+    const name = JSON.stringify([request.id, request.arrival]);
+    let number = this.known.get(name);
+    if (number === undefined) {
+      number = this.requests.push(request) - 1;
+      this.known.set(name, number);
+    }
+    return number;
+  }
+
+  // Lets go of the oldest chunks if there is too much. What became of frames and of the numbers of requests; null: nothing.
+  letGo() {
+    let numBytes = this.chunks.reduce((sum, chunk) => sum + chunk.numBytes, 0);
+    const beginOf = (chunk) => chunk.events.key_time[0] / 1e6;
+    if (numBytes <= SLACK * KEPT_BYTES && this.end - beginOf(this.chunks[0]) <= SLACK * KEPT_SECONDS) return null;
+    let count = 0;
+    while (count + 1 < this.chunks.length && (numBytes > KEPT_BYTES || this.end - beginOf(this.chunks[count]) > KEPT_SECONDS)) {
+      numBytes -= this.chunks[count++].numBytes;
+    }
+    const first = this.frames.findIndex((frame) => frame.chunk >= count);
+    const numFrames = first < 0 ? this.frames.length - 1 : first;
+    this.chunks.splice(0, count);
+    this.frames.splice(0, numFrames);
+    for (const frame of this.frames) frame.chunk -= count;
+    for (const values of Object.values(this.curves)) values.splice(0, numFrames);
+    this.numLetGo += numFrames;
+    const numbers = [];
+    const kept = [...new Set(this.chunks.flatMap((chunk) => chunk.numbers))].sort((one, other) => one - other);
+    const requests = kept.map((number) => this.requests[number]);
+    kept.forEach((number, place) => (numbers[number] = place));
+    this.requests.length = 0;
+    this.known.clear();
+    for (const request of requests) this._numberOf(request);
+    for (const chunk of this.chunks) renumber(chunk, numbers);
+    return { numFrames, numbers };
+  }
+
+  async loadBlocks(frame) {
+    const chunk = this.chunks[this.frames[frame].chunk];
+    await super.loadBlocks(frame);
+    if (chunk.blocks !== null && !chunk.blocks.isOurs) {
+      chunk.blocks.request = chunk.blocks.request.map((number) => chunk.numbers[number] ?? 0);
+      chunk.blocks.isOurs = true;
+    }
+  }
+
+  // A part's key frame has the reason of each request that waits, and not the one that it waits for: that was said before.
+  stateAt(frame, ...more) {
+    const state = super.stateAt(frame, ...more);
+    const wanted = new Set([...state.skipped, state.blocker].filter((number) => state.requests.get(number)?.holder === null));
+    for (let index = this.frames[frame].chunk - 1; index >= 0 && wanted.size; index--) {
+      const { list } = this.chunks[index];
+      for (let place = list.length - 1; place >= 0; place--) {
+        const event = list[place];
+        if (event.op === "deferred" && wanted.delete(event.request) && event.holder) {
+          state.requests.get(event.request).holder = event.holder - 1;
+        }
+      }
+    }
+    return state;
+  }
+}
+
+// Gives the requests of a chunk the numbers that they have among all.
+function renumber(chunk, numbers) {
+  const of = (number) => numbers[number];
+  const orNone = (number) => (number ? numbers[number - 1] + 1 : 0);
+  const keys = Object.entries(chunk.events).filter(([name]) => name.startsWith("key_"));
+  chunk.events = Object.fromEntries(keys);
+  for (const name of ["key_running", "key_waiting", "key_parked"]) chunk.events[name] = chunk.events[name].map(of);
+  chunk.events.key_flight_request = chunk.events.key_flight_request.map(orNone);
+  for (const event of chunk.list) {
+    if (event.request !== null) event.request = of(event.request);
+    if ("holder" in event) event.holder = orNone(event.holder);
+    if ("blocker" in event) event.blocker = orNone(event.blocker);
+    if (event.skipped) event.skipped = event.skipped.map(of);
+  }
+  chunk.numbers = chunk.numbers === undefined ? numbers : chunk.numbers.map(of);
+  chunk.blocks = chunk.walk = null;
+}
+
+// ---------------------------------------------------------------------------------------------------- what is shown
+
+class LiveView extends View {
+  constructor(root, options) {
+    super(root, options);
+    this.isHeld = false; // a pointer is down: what it points at stays
+    this.drawn = -Infinity;
+    this.part("decided").setAttribute("aria-live", "off"); // it changes too often to be read out
+    root.addEventListener("pointerdown", () => (this.isHeld = true));
+    for (const name of ["pointerup", "pointercancel"]) window.addEventListener(name, () => (this.isHeld = false));
+  }
+
+  get follows() {
+    return this.film === null || this.frame >= this.film.frames.length - 1;
+  }
+
+  // Whether what is shown must stay as it is: it is not seen, is pointed at, or has the focus.
+  get rests() {
+    const focus = document.activeElement;
+    const isOnEntry = this.root.contains(focus) && focus.closest(".requests, [data-part=moments]") !== null;
+    return document.hidden || this.isHeld || isOnEntry;
+  }
+
+  begin(film) {
+    this.stop();
+    this.film = film;
+    this.teller = new Teller(film);
+    this.frame = film.frames.length - 1;
+    this.choose(null, false);
+    this.drawn = -Infinity;
+  }
+
+  // More has come; the page shows the newest frame if it did before.
+  async grow(wasAtEnd) {
+    const { film } = this;
+    this.curves = film.curves;
+    const gone = film.letGo();
+    if (gone !== null) {
+      const chosen = this.chosen === null ? undefined : gone.numbers[this.chosen];
+      this.frame = Math.max(0, this.frame - gone.numFrames);
+      if (chosen === undefined && this.chosen !== null) this.choose(null, false);
+      else this.chosen = chosen ?? null;
+    }
+    const last = film.frames.at(-1);
+    this.part("number").min = film.frames[0].step;
+    this.part("number").max = last.step + last.numSteps - 1;
+    this.part("line").setAttribute("aria-valuemax", film.frames.length - 1);
+    if (wasAtEnd) this.frame = film.frames.length - 1;
+    if (!document.hidden && performance.now() > this.drawn + SELDOM) this.drawSeldom();
+    if ((wasAtEnd || gone !== null) && !this.rests) await this.show(this.frame);
+    else this.part("hand").style.left = `${this.placeOf(this.frame) * 100}%`;
+  }
+
+  drawSeldom() {
+    this.drawn = performance.now();
+    this.drawAbout();
+    this.drawLine();
+    const life = this.part("life");
+    if (this.chosen !== null && !life.contains(document.activeElement) && !this.isHeld) this.choose(this.chosen, false);
+  }
+
+  drawAbout() {
+    const { film } = this;
+    const { config } = film.header;
+    const option = (one) => Object.assign(document.createElement("option"), { value: one.id });
+    if (document.activeElement !== this.part("find")) {
+      this.part("ids").replaceChildren(...film.requests.slice(-MOST_IDS).map(option));
+    }
+    this.part("about").textContent =
+      `${thousands(film.requests.length)} requests in the last ${(film.end - film.frames[0].time).toFixed(0)} s; ` +
+      `${thousands(config.num_blocks)} blocks of ${config.block_size} tokens, a budget of ` +
+      `${thousands(config.max_num_batched_tokens)} tokens, ${config.max_num_seqs} sequences, order ${config.order}`;
+  }
+
+  // The line begins with the oldest frame that is kept.
+  placeOf(index) {
+    const begin = this.film.frames[0].time;
+    const length = this.film.end - begin;
+    return length > 0 ? (this.film.frames[index].time - begin) / length : 0;
+  }
+
+  scrub(event) {
+    const box = this.part("line").getBoundingClientRect();
+    const share = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
+    const begin = this.film.frames[0].time;
+    this.show(this.film.frameAt(begin + share * (this.film.end - begin)));
+  }
+}
+
+function setText(id, text) {
+  if ($(id).textContent !== text) $(id).textContent = text;
+}
+
+function problem(text) {
+  $("problem").hidden = text === null;
+  $("problem").textContent = text ?? "";
+}
+
+const view = new LiveView($("live"), { onProblem: problem, onShow: () => tell() });
+let film = null; // that grows
+let counts = null; // of the newest S
+let arrived = performance.now(); // when the newest part came
+let isLinked = false;
+let note = ""; // why the film begins anew
+
+function tell() {
+  const isNow = view.film === film && view.follows;
+  $("now").hidden = isNow;
+  if (isLinked) setText("link", isNow ? `Live${note}` : "You look back; the scheduler goes on");
+  if (counts === null) return;
+  const silence = (performance.now() - arrived) / 1e3;
+  const isSilent = film === null || silence > Math.max(2, 2 * counts.interval);
+  const since = film === null ? "since you watch" : `for ${silence.toFixed(0)} s`;
+  const seldom = counts.interval > 0.15
+    ? `. A picture each ${counts.interval.toFixed(1)} s: with so many requests, more would cost over 1 % of the time` : "";
+  setText("counts", `${thousands(counts.running)} running, ${thousands(counts.waiting)} waiting, ` +
+    `${thousands(counts.parked)} parked now${isSilent ? `; no step was decided ${since}` : ""}${seldom}`);
+  const told = [];
+  if (counts.dropped) told.push(`${counted(counts.dropped, "frame")} dropped: this page, or the way to it, is too slow.`);
+  if (film?.numLetGo) {
+    told.push(`The last ${KEPT_SECONDS / 60} minutes are kept, of at most ${KEPT_BYTES / 2 ** 20} MB; ${counted(film.numLetGo, "older frame")} let go.`);
+  }
+  setText("lost", told.join(" "));
+}
+
+// ---------------------------------------------------------------------------------------------------- what comes
+
+class Refusal extends Error {}
+
+// The whole records of a stream, one after the other.
+async function* recordsOf(body, onBytes) {
+  let left = new Uint8Array(0);
+  const reader = body.getReader();
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    onBytes();
+    const bytes = new Uint8Array(left.length + value.length);
+    bytes.set(left);
+    bytes.set(value, left.length);
+    const head = new DataView(bytes.buffer);
+    let at = 0;
+    while (at + 5 <= bytes.length && at + 5 + head.getUint32(at + 1, true) <= bytes.length) {
+      const after = at + 5 + head.getUint32(at + 1, true);
+      yield [String.fromCharCode(bytes[at]), bytes.subarray(at + 5, after)];
+      at = after;
+    }
+    left = bytes.subarray(at);
+  }
+}
+
+async function watch(key) {
+  const stop = new AbortController();
+  let timer = null;
+  const onBytes = () => {
+    clearTimeout(timer);
+    timer = setTimeout(() => stop.abort(), SILENCE);
+  };
+  onBytes();
+  try {
+    const headers = key ? { Authorization: `Bearer ${key}` } : {};
+    const answer = await fetch("/live/film", { headers, cache: "no-store", signal: stop.signal });
+    if (!answer.ok) {
+      const { error } = await answer.json().catch(() => ({}));
+      const why = error?.message ?? error ?? `status ${answer.status}`;
+      if (answer.status === 401 || answer.status === 403) throw new Refusal(why);
+      throw new Error(why);
+    }
+    $("ask").hidden = true;
+    problem(null);
+    isLinked = true;
+    let header = null;
+    for await (const [kind, bytes] of recordsOf(answer.body, onBytes)) {
+      if (kind === "H") {
+        header = bytes.slice();
+        if (film !== null) note = ", from the beginning: what was before the interruption is gone";
+        film = null;
+      } else if (kind === "S") {
+        counts = JSON.parse(new TextDecoder().decode(bytes));
+      } else if (kind === "P") {
+        await take(header, bytes);
+      }
+      tell();
+    }
+  } finally {
+    clearTimeout(timer);
+    stop.abort();
+    isLinked = false;
+  }
+}
+
+async function take(header, part) {
+  const bytes = new Uint8Array(header.length + part.length);
+  bytes.set(header);
+  bytes.set(part, header.length);
+  const more = await Film.read(bytes.buffer);
+  const follows = view.follows;
+  arrived = performance.now();
+  if (film === null) film = new LiveFilm();
+  film.join(more, part.length);
+  if (view.film === film) await view.grow(follows);
+  else if (follows) await toNow();
+  else film.letGo(); // what was before an interruption is looked at
+}
+
+async function toNow() {
+  if (film === null) return;
+  $("live").hidden = false;
+  if (view.film !== film) view.begin(film);
+  view.stop();
+  await view.grow(true);
+}
+
+const pause = (time) => new Promise((resolve) => setTimeout(resolve, time * 1e3));
+
+// Watches as long as it may; after an interruption again.
+async function stay(key) {
+  let wait = FIRST_WAIT;
+  for (;;) {
+    const began = performance.now();
+    try {
+      await watch(key);
+      setText("link", "The server has ended the film");
+    } catch (error) {
+      if (error instanceof Refusal) {
+        problem(key ? error.message : null);
+        setText("link", key ? "Refused" : "The server asks for an operator's key");
+        $("ask").hidden = false;
+        if (!location.hash.includes("token=")) $("key").focus();
+        return;
+      }
+      if (error instanceof FilmError) return problem(`the film cannot be shown: ${error.message}; load the page again`);
+      setText("link", `No connection (${error.name === "AbortError" ? "the server is silent" : error.message})`);
+    }
+    if (performance.now() - began > 1e4) wait = FIRST_WAIT;
+    $("link").textContent += `; the next attempt is in ${wait} s`;
+    await pause(wait);
+    wait = Math.min(LONGEST_WAIT, 2 * wait);
+  }
+}
+
+function begin() {
+  document.addEventListener("keydown", (event) => {
+    const isTyping = ["INPUT", "SELECT"].includes(event.target.tagName);
+    if (event.key === "n" && !isTyping && !event.ctrlKey && !event.metaKey && !event.altKey) toNow();
+    else view.handleKey(event);
+  });
+  $("now").addEventListener("click", toNow);
+  $("ask").addEventListener("submit", (event) => {
+    event.preventDefault();
+    const key = $("key").value;
+    $("key").value = "";
+    $("ask").hidden = true;
+    problem(null);
+    setText("link", "Connecting");
+    stay(key);
+  });
+  setInterval(tell, 1000);
+  stay(new URLSearchParams(location.hash.slice(1)).get("token"));
+}
+
+begin();
