@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from pointsman.web.course.lesson import Answer, Figures, Lesson, Moment, Question, Variant
+from pointsman.web.course.lesson import Answer, Figures, Lesson, Moment, Question, Variant, percent
 from pointsman.web.course.stage import Run, Stage
 
 SLOTS, LONG, SHORT, EQUAL = 8, 500, 10, 70
@@ -29,10 +29,10 @@ def _figures(runs: list[Run]) -> Figures:
         "long": LONG,
         "short": SHORT,
         "equal": EQUAL,
-        "used_static": static.slots_used,
-        "used_continuous": continuous.slots_used,
-        "used_equal": equal.slots_used,
-        "tail": static.outputs[-1].num_rows / SLOTS,
+        "used_static": percent(static.slots_used, 1),
+        "used_continuous": percent(continuous.slots_used),
+        "used_equal": percent(equal.slots_used),
+        "tail": percent(static.outputs[-1].num_rows / SLOTS, 1),
         "busy": SLOTS * SHORT + LONG - SHORT,
         "slot_steps": SLOTS * LONG,
         "after_short": SHORT + 1,
@@ -40,8 +40,8 @@ def _figures(runs: list[Run]) -> Figures:
         "served_continuous": _served(continuous),
         "full": Moment(0),
         "gap": Moment(first_gap),
-        "refilled": Moment(first_gap, 1),
-        "second": Moment(continuous.starts("B2")[0], 1, "B2"),
+        "refilled": Moment(first_gap, 1, "B2"),
+        "sooner": LONG - continuous.starts("B2")[0],
     }
 
 
@@ -58,29 +58,29 @@ LESSON = Lesson(
         "of its group {short} each, and more groups like it wait. With a static batch all slots are full at {full}. "
         "At {gap} the short ones have finished, and nothing takes their place: Waiting stays as it is until A1 is done.",
         "Count the slots: {short} steps of {slots} requests and the rest of one make {busy} of {slot_steps} slot-steps, "
-        "which is {used_static:.0%}. A course that tells this example says about 23 %; its own numbers give what "
+        "which is {used_static}. A course that tells this example says about 23 %; its own numbers give what "
         "is measured here. Lengths that differ are the cause, not batching: with outputs of {equal} tokens each "
-        "(choose it below) the same static batch uses {used_equal:.0%}.",
-        "Continuous batching decides anew before every step. At {refilled} the {others} freed slots have their next "
-        "requests, among them B2: it started at {second}, {long} steps sooner than a static batch allows. The slots "
-        "are used to {used_continuous:.0%} as long as requests wait, and in these {long} steps {served_continuous} "
+        "(choose it below) the same static batch uses {used_equal}.",
+        "Continuous batching decides again before every step. At {refilled} the {others} freed slots have their next "
+        "requests, among them B2: it starts {sooner} steps sooner than in a static batch. The slots "
+        "are used to {used_continuous} as long as requests wait, and in these {long} steps {served_continuous} "
         "requests are served where the static batch served {served_static}.",
     ),
     choice="Batching",
     variants=(
         Variant(
             "static, mixed lengths",
-            "Admits only when nothing runs. Slots used: {used_static:.1%}.",
+            "Admits only when nothing runs. Slots used: {used_static}.",
             partial(_run, "static"),
         ),
         Variant(
             "continuous, mixed lengths",
-            "Admits in every step. Slots used: {used_continuous:.1%}.",
+            "Admits in every step. Slots used: {used_continuous}.",
             partial(_run, "mixed"),
         ),
         Variant(
             "static, equal lengths",
-            "Every output has {equal} tokens. Slots used: {used_equal:.1%}.",
+            "Every output has {equal} tokens. Slots used: {used_equal}.",
             partial(_run, "static", EQUAL, EQUAL),
         ),
     ),
@@ -91,9 +91,9 @@ LESSON = Lesson(
             "steps. What happens to GPU utilisation between steps {after_short} and {long}?",
             (
                 Answer(
-                    "It falls to {tail:.1%}: one slot of {slots} works, the others stay empty.",
+                    "It falls to {tail}: one slot of {slots} works, the others stay empty.",
                     "The batch is closed until its longest request is done. Over all {long} steps that makes "
-                    "{used_static:.0%}. (The film counts from step 0.)",
+                    "{used_static}. (The film counts from step 0.)",
                     is_right=True,
                 ),
                 Answer(

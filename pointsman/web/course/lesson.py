@@ -110,6 +110,16 @@ def label(moment: Moment) -> str:
     return f"step {moment.step}" if moment.text is None else moment.text
 
 
+def percent(share: float, digits: int = 0) -> str:
+    """A share as "14 %"."""
+    return f"{100 * share:.{digits}f} %"
+
+
+def millis(seconds: float) -> str:
+    """A time as "24 ms"."""
+    return f"{1e3 * seconds:,.0f} ms"
+
+
 def perform(lesson: Lesson) -> Performed:
     """Run every variant, and compute the figures."""
     runs = [variant.run() for variant in lesson.variants]

@@ -45,6 +45,18 @@ class Preemption(NamedTuple):
     """Of these, still cached at that moment."""
 
 
+class Wait(NamedTuple):
+    """A reason for which a request waits, from the step on in which it began."""
+
+    step: int
+    request_id: str
+    reason: str
+    missing: int
+    """How much it lacks of what the reason names; 0 where nothing is counted."""
+    holder: str | None
+    """The request that holds most of it."""
+
+
 class Run:
     """What happened on a stage: the film, and what the lesson's figures are computed from."""
 
@@ -118,6 +130,14 @@ class Run:
         """All of them, in order."""
         found = self._of(Op.PREEMPTED, request_id)
         return [Preemption(step, name, fields["lost"], fields["cached"]) for step, name, fields in found]
+
+    def waits(self, request_id: str | None = None) -> list[Wait]:
+        """The reasons for which requests wait, in order; a reason stands until the next one, or the start."""
+        reasons = self.opened.header["names"]["reasons"]
+        return [
+            Wait(step, name, reasons[e["reason"]], e["missing"], self.names[e["holder"] - 1] if e["holder"] else None)
+            for step, name, e in self._of(Op.DEFERRED, request_id)
+        ]
 
     def tokens(self, step: int) -> dict[str, int]:
         """The tokens that each request computes in a step."""

@@ -20,11 +20,11 @@ def _run(ahead: bool) -> Run:
 def _figures(runs: list[Run]) -> Figures:
     run, ahead = runs
     (start,), (late,) = run.starts("D"), ahead.starts("D")
-    waits = next(fields for step, event in run.events if (fields := event.fields) and "holder" in fields and step)
+    waits = run.waits("D")[0]
     return {
         "blocks": BLOCKS,
-        "waits": Moment(1, 0, "D"),
-        "missing": waits["missing"],
+        "waits": Moment(waits.step, 0, "D"),
+        "missing": waits.missing,
         "last": Moment(start - 1, 0, "A"),
         "held": len(run.table(start - 1, "A")),
         "start": Moment(start, 0, "D"),
@@ -44,7 +44,7 @@ LESSON = Lesson(
         "The pool has {blocks} blocks. At {waits} D waits, {missing} blocks short. At {last} A still runs and holds "
         "{held} blocks; the token of that step is its last. So before {start} is decided, A is finished and its "
         "blocks are free, and in that same step D starts, in {reused} of A's own blocks. "
-        "Were finished requests freed last, D would wait a step longer, and so would every request after it.",
+        "Were finished requests freed last, D would start a step later.",
         "That is not a thought experiment. An engine may schedule a step while the one before it still runs, which "
         "hides the time of the scheduler. Then the token that ends A is not back when the next step is decided: "
         "choose it below, and D starts at {late}, {later} step later. Here the freeing is the end of `update`, not the "
