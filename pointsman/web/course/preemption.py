@@ -42,6 +42,7 @@ def _figures(runs: list[Run]) -> Figures:
         "d_starts": Moment(run.starts("D")[0], 0, "D"),
         "cached": run.cached("C")[1],
         "computes": run.tokens(resumed)["C"],
+        "recomputed": run.num_recomputed,
         "resumed_without": Moment(without.starts("C")[1], 1, "C"),
         "computes_without": without.tokens(without.starts("C")[1])["C"],
         "lost_without": again.lost,
@@ -56,12 +57,12 @@ LESSON = Lesson(
     paragraphs=(
         "Running requests grow, and {blocks} blocks are all there is. At {full} the pool is full. At {step} A and B have "
         "{known} tokens, and each needs a block. Something has to be released: the request that was admitted last is "
-        "preempted. That is C, and not the one that asks, as a course's listing has it (its prose agrees with us): the "
-        "oldest are nearest to their end, so somebody always finishes. C releases {released} blocks; "
-        "A and B take {taken} of them.",
+        "preempted. That is C. (A course's listing preempts the request that asks; its prose says what happens here.) The "
+        "oldest are nearest to their end, so there is always one that finishes. C releases {released} blocks; A and B "
+        "take {taken} of them.",
         "C goes to the front of the queue. D has waited since before, and its {d_blocks} blocks would fit into the {free} that are "
         "now free; yet it waits behind C, at {d_waits}. C has had its turn already, and at the end of the queue every later "
-        "arrival would pass it, for the price of losing its blocks. It resumes at {resumed}, and D starts at {d_starts}.",
+        "arrival would pass it. It resumes at {resumed}, and D starts at {d_starts}.",
         "C keeps its {generated} generated tokens (the course discards them), and the caller notices nothing but a pause. Only the "
         "KV of {lost} tokens was released, and not even that is gone: free blocks keep their content until they are "
         "needed. At {resumed} C finds {cached} tokens in the cache and computes {computes}. Without the prefix cache it "
@@ -109,7 +110,7 @@ LESSON = Lesson(
             (
                 Answer(
                     "Its blocks: the KV that others take before it resumes is computed again.",
-                    "Here {computes} of {lost} tokens with the prefix cache.",
+                    "Here that is {recomputed} of {lost} tokens, and all of them without the prefix cache.",
                     is_right=True,
                 ),
                 Answer(
