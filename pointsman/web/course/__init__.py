@@ -1,7 +1,7 @@
 """The course: lessons on what a scheduler does, each with films of the real one.
 
-A lesson is a module with a `LESSON` (`lesson.py` says what that is); it plays its scenes on a `Stage` (`stage.py`), when
-the course is built. `build.py` makes the page.
+A lesson is a module with a `LESSON` (`lesson.py` says what that is). When the course is built, it runs its variants on
+a `Stage` (`stage.py`). `build.py` makes the page.
 
     lesson                                                  module
     why batches wait                                        batching.py

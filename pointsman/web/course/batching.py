@@ -54,17 +54,18 @@ LESSON = Lesson(
     title="Why batches wait",
     paragraphs=(
         "A forward pass of a language model takes hardly longer for {slots} requests than for one, so requests are "
-        "computed in batches. Here the batch has {slots} slots. Request A1 generates {long} tokens, the {others} others "
-        "of its group {short} each, and more groups like it wait. With a static batch all slots are full at {full}. "
-        "At {gap} the short ones have finished, and nothing takes their place: Waiting stays as it is until A1 is done.",
-        "Count the slots: {short} steps of {slots} requests and the rest of one make {busy} of {slot_steps} slot-steps, "
-        "which is {used_static}. A course that tells this example says about 23 %; its own numbers give what "
-        "is measured here. Lengths that differ are the cause, not batching: with outputs of {equal} tokens each "
-        "(choose it below) the same static batch uses {used_equal}.",
+        "computed in batches. Here the batch has {slots} slots. Request A1 generates {long} tokens, the {others} "
+        "others of its group {short} each, and more groups like it wait. With a static batch all slots are full at "
+        "{full}. At {gap} the short ones have finished, and nothing takes their place: Waiting stays as it is until A1 "
+        "is done.",
+        "Count the slots: {short} steps of {slots} requests and the rest of one make {busy} of {slot_steps} "
+        "slot-steps, which is {used_static}. A course that tells this example says about 23 %; its own numbers give "
+        "what is measured here. Lengths that differ are the cause, not batching: with outputs of {equal} tokens each "
+        "(choose it above the film) the same static batch uses {used_equal}.",
         "Continuous batching decides again before every step. At {refilled} the {others} freed slots have their next "
-        "requests, among them B2: it starts {sooner} steps sooner than in a static batch. The slots "
-        "are used to {used_continuous} as long as requests wait, and in these {long} steps {served_continuous} "
-        "requests are served where the static batch served {served_static}.",
+        "requests, among them B2: it starts {sooner} steps sooner than in a static batch. The slots are used to "
+        "{used_continuous} as long as requests wait, and in these {long} steps {served_continuous} requests are served "
+        "where the static batch served {served_static}.",
     ),
     choice="Batching",
     variants=(
@@ -103,8 +104,8 @@ LESSON = Lesson(
                 ),
                 Answer(
                     "It dips for a moment, until waiting requests take the {others} slots.",
-                    "That is continuous batching. A static batch admits nothing while it runs: choose both "
-                    "variants and compare {gap}.",
+                    "That is continuous batching. A static batch admits nothing while it runs: choose both variants "
+                    "and compare {gap}.",
                 ),
                 Answer(
                     "It falls to zero until the batch is complete.",

@@ -51,17 +51,17 @@ LESSON = Lesson(
     title="Blocks, and when a request needs another",
     paragraphs=(
         "The KV of a token has its place in a block of {block} tokens, and a request holds whole blocks: a table of "
-        "them. Look at KV pool at {start}: a prompt of {exact} tokens fills {first_exact} blocks to the last place. It has sampled "
-        "its first output token by the end of that step, and still holds {first_exact}: a token that has been sampled has "
-        "no KV yet. It is computed in the next step, and that needs a place.",
-        "So the third block comes at {grows}, when {known} tokens are known. A compact engine asks just this: "
-        "`len % block_size == 1`, is the newest token the first of a new block? Here {known} % {block} is {remainder}. It "
-        "reads like an error, as one expects 0. But at a length of {exact}, remainder 0, the last place "
-        "was just taken and nothing more is asked for. The block is needed by the token after it.",
-        "Choose a prompt of {below}: at {last_fit} the {known_fit} known tokens fit exactly, and at {grows_below} with {known_below} "
-        "the block is added. With {above} the prompt itself needs {first_above} blocks at once, and the next comes only at "
-        "{grows_above}, with {known_above} tokens. A running request asks for one block in {block} steps; in the other steps "
-        "it cannot run out of memory, so it cannot cause a preemption.",
+        "them. Look at KV pool at {start}: a prompt of {exact} tokens fills {first_exact} blocks to the last place. It "
+        "has sampled its first output token by the end of that step, and still holds {first_exact}: a token that has "
+        "been sampled has no KV yet. It is computed in the next step, and that needs a place.",
+        "So the third block comes at {grows}, when {known} tokens are known. A compact engine asks just this: `len % "
+        "block_size == 1`, is the newest token the first of a new block? Here {known} % {block} is {remainder}. It "
+        "reads like an error, as one expects 0. But at a length of {exact}, remainder 0, the last place was just taken "
+        "and nothing more is asked for. The block is needed by the token after it.",
+        "Choose a prompt of {below}: at {last_fit} the {known_fit} known tokens fit exactly, and at {grows_below} with "
+        "{known_below} the block is added. With {above} the prompt itself needs {first_above} blocks at once, and the "
+        "next comes only at {grows_above}, with {known_above} tokens. A running request asks for one block in {block} "
+        "steps; in the other steps it cannot run out of memory, so it cannot cause a preemption.",
     ),
     choice="Prompt tokens",
     variants=tuple(
@@ -79,18 +79,19 @@ LESSON = Lesson(
     figures=_figures,
     questions=(
         Question(
-            "Blocks have {block} tokens; the length of a request counts its newest sampled token. At which length does its "
-            "next step need another block?",
+            "Blocks have {block} tokens; the length of a request counts its newest sampled token. At which length does "
+            "its next step need another block?",
             (
                 Answer(
                     "{known}",
-                    "{known} % {block} is {remainder}: the step computes token number {known}, the first one of block number {grown}.",
+                    "{known} % {block} is {remainder}: the step computes token number {known}, the first one of block "
+                    "number {grown}.",
                     is_right=True,
                 ),
                 Answer(
                     "{exact}",
-                    "The step computes token number {exact}, which is the last place of block number {first_exact}. That block is "
-                    "there.",
+                    "The step computes token number {exact}, which is the last place of block number {first_exact}. "
+                    "That block is there.",
                 ),
                 Answer(
                     "{below}",

@@ -97,23 +97,27 @@ def _figures(runs: list[Run]) -> Figures:
 LESSON = Lesson(
     title="Tokens, not requests: the budget",
     paragraphs=(
-        "A step is bounded in tokens. A document on vLLM works an example with a budget of {budget:,} tokens and {seqs} "
-        "sequences: go to {example} and read This step. Running requests come first: A asks for {a} tokens, which leaves "
-        "{after_a:,}; B for {b}, {after_b:,} left; C for the {c} that its prompt lacks, {after_c:,} left. Then the queue: of "
-        "D's {d_prompt:,} tokens {cached} are cached, so it takes {d}, and {after_d:,} are left. E would fit, but the {seqs} "
-        "sequences are taken. The step has {total} tokens.",
+        "A step is bounded in tokens. A document on vLLM works an example with a budget of {budget:,} tokens and "
+        "{seqs} sequences: go to {example} and read This step. Running requests come first: A asks for {a} tokens, "
+        "which leaves {after_a:,}; B for {b}, {after_b:,} left; C for the {c} that its prompt lacks, {after_c:,} left. "
+        "Then the queue: of D's {d_prompt:,} tokens {cached} are cached, so it takes {d}, and {after_d:,} are left. E "
+        "would fit, but the {seqs} sequences are taken. The step has {total} tokens.",
         "These are the document's numbers, and its account of A needs a correction. Its A has 150 tokens, all "
-        "computed, and 3 drafts. But a token is computed in the step after the one that samples it: of {a_known} "
-        "known tokens {a_computed} are computed. A asks for that one, and for {drafts} drafts: {a} tokens. The newest "
-        "token always lacks, which is why every running request wants one.",
+        "computed, and 3 drafts. But a token is computed in the step after the one that samples it: of {a_known} known "
+        "tokens {a_computed} are computed. A asks for that one, and for {drafts} drafts: {a} tokens. The newest token "
+        "always lacks, which is why every running request wants one.",
         "Two more corrections. The document's pool of {document_blocks} blocks cannot hold the step: A, B and C have "
-        "{held} blocks, so {free} are free, and D needs {d_blocks}. Choose that pool: at {waits} D waits. "
-        "The document would preempt C for it. But a waiting request never takes blocks from running ones under "
-        "first come, first served. D waits until A, B and C are done: it starts at {d_starts}.",
+        "{held} blocks, so {free} are free, and D needs {d_blocks}. Choose that pool: at {waits} D waits. The document "
+        "would preempt C for it. But a waiting request never takes blocks from running ones under first come, first "
+        "served. D waits until A, B and C are done: it starts at {d_starts}.",
     ),
     choice="Pool and budget",
     variants=(
-        Variant("128 blocks, 2,048 tokens", "The example is {example}; before it, its state is made.", partial(_run, BLOCKS, BUDGET)),
+        Variant(
+            "128 blocks, 2,048 tokens",
+            "The example is {example}; before it, its state is made.",
+            partial(_run, BLOCKS, BUDGET),
+        ),
         Variant(
             "100 blocks, 2,048 tokens",
             "The document's pool: D waits at {waits} and starts at {d_starts}.",
@@ -132,14 +136,14 @@ LESSON = Lesson(
             (
                 Answer(
                     "The number of sequences is a limit of its own, and D took the last place.",
-                    "Budget, sequences and blocks are three limits; a request must fit all of them. Waiting names "
-                    "the one that E lacks: sequence limit.",
+                    "Budget, sequences and blocks are three limits; a request must fit all of them. Waiting names the "
+                    "one that E lacks: sequence limit.",
                     is_right=True,
                 ),
                 Answer(
                     "Its prompt does not fit beside what the others will need in later steps.",
-                    "The budget bounds one step; the next one has its own. A prompt may even start if only a part of it "
-                    "fits.",
+                    "The budget bounds one step; the next one has its own. A prompt may even start if only a part of "
+                    "it fits.",
                 ),
                 Answer(
                     "D and E may not start in the same step.",
@@ -157,8 +161,8 @@ LESSON = Lesson(
             (
                 Answer(
                     "D waits until enough blocks are free.",
-                    "Only a running request that lacks a block leads to a preemption. Under the order `priority` "
-                    "a more urgent waiting request may displace others; D is not more urgent.",
+                    "Only a running request that lacks a block leads to a preemption. Under the order `priority` a "
+                    "more urgent waiting request may displace others; D is not more urgent.",
                     is_right=True,
                 ),
                 Answer(

@@ -1,4 +1,4 @@
-"""Makes the course: runs every scene of every lesson, and puts films and texts into one HTML file."""
+"""Makes the course: runs every variant of every lesson, and puts films and texts into one HTML file."""
 
 from __future__ import annotations
 

@@ -56,23 +56,25 @@ _SHOWS = "Longest time between two tokens of A: {itl_%d}; time to the first toke
 LESSON = Lesson(
     title="Chunked prefill",
     paragraphs=(
-        "Everything in a step is done when the step is done. In this film a step takes {per_step} and {per_token} for each "
-        "token, so {decoding} requests that decode get a token every {before}. Then a prompt of {prompt:,} tokens arrives. At "
-        "{stall} all of it is computed in one step, and A waits {whole} for its next token: the user sees the output "
-        "stop.",
-        "With a budget of {middle_budget} tokens a step the prompt is cut. Running requests are served first, so "
-        "at {first} they have their {decoding} tokens and the prompt gets the {chunk} that remain; it is complete at "
-        "{last}, after {chunks} chunks. The longest wait of A is now {middle}. No part of the scheduler "
-        "knows about chunks: a prompt that does not fit simply stays behind, and the next step continues.",
+        "Everything in a step is done when the step is done. In this film a step takes {per_step} and {per_token} for "
+        "each token, so {decoding} requests that decode get a token every {before}. Then a prompt of {prompt:,} tokens "
+        "arrives. At {stall} all of it is computed in one step, and A waits {whole} for its next token: the user sees "
+        "the output stop.",
+        "With a budget of {middle_budget} tokens a step the prompt is cut. Running requests are served first, so at "
+        "{first} they have their {decoding} tokens and the prompt gets the {chunk} that remain; it is complete at "
+        "{last}, after {chunks} chunks. The longest wait of A is now {middle}. No part of the scheduler knows about "
+        "chunks: a prompt that does not fit simply stays behind, and the next step continues.",
         "The price is paid by the long prompt: its first token comes after {ttft_middle} instead of {ttft_whole}, and "
-        "after {ttft_small} with a budget of {small_budget} ({small_chunks} steps, each with its own {per_step}). A document "
-        "recommends chunks to shorten the time to the first token. They shorten the time between the tokens of "
-        "the others (ITL); the prompt's own TTFT grows. Try the budgets: you choose a point on that curve.",
+        "after {ttft_small} with a budget of {small_budget} ({small_chunks} steps, each with its own {per_step}). A "
+        "document recommends chunks to shorten the time to the first token. They shorten the time between the tokens "
+        "of the others (ITL); the prompt's own TTFT grows. Try the budgets: you choose a point on that curve.",
     ),
     choice="Tokens a step",
     variants=tuple(
         Variant(
-            f"{budget:,}, {'the whole prompt' if index == 0 else 'chunks'}", _SHOWS % (budget, budget), partial(_run, budget)
+            f"{budget:,}, {'the whole prompt' if index == 0 else 'chunks'}",
+            _SHOWS % (budget, budget),
+            partial(_run, budget),
         )
         for index, budget in enumerate(BUDGETS)
     ),
@@ -83,8 +85,8 @@ LESSON = Lesson(
             (
                 Answer(
                     "A smaller token budget for a step.",
-                    "The longest step bounds the time between tokens: {whole} with the whole prompt, {small} with a budget "
-                    "of {small_budget}. A target for it can be set directly (`target-itl`).",
+                    "The longest step bounds the time between tokens: {whole} with the whole prompt, {small} with a "
+                    "budget of {small_budget}. A target for it can be set directly (`target-itl`).",
                     is_right=True,
                 ),
                 Answer(
@@ -97,8 +99,7 @@ LESSON = Lesson(
                 ),
                 Answer(
                     "Decoding requests before prompts.",
-                    "They are first already: they run. It does not help, since the step ends for all rows at "
-                    "once.",
+                    "They are first already: they run. It does not help, since the step ends for all rows at once.",
                 ),
             ),
         ),

@@ -29,7 +29,7 @@ def _blocks() -> Run:
     stage.add("A", 60, max_tokens=12)
     stage.add("B", 60, max_tokens=18)
     stage.add("C", 60, max_tokens=6, step=3)
-    stage.add("D", 20, max_tokens=6, step=4)
+    stage.add("D", 10, max_tokens=6, step=4)
     return stage.run()
 
 
@@ -74,7 +74,6 @@ def _figures(runs: list[Run]) -> Figures:
         "held": of_c.holders[0].amount,
         "wanted": of_c.missing + runs[0].config.num_blocks - sum(holder.amount for holder in of_c.holders),
         "free": runs[0].config.num_blocks - sum(holder.amount for holder in of_c.holders),
-        "since": f"{of_c.since:.3f} s",
         "d_slots": runs[1].notes["D"].sentence,
         "d_start": Moment(runs[3].starts("D")[0], 3, "D"),
         "behind": runs[0].notes["D"].sentence,
@@ -86,24 +85,24 @@ def _figures(runs: list[Run]) -> Figures:
 LESSON = Lesson(
     title="Reading explain",
     paragraphs=(
-        "A counter cannot say why one request is stuck. `Scheduler.explain(id)` can; a server answers the same at "
-        "`GET /v1/requests`. After {at_blocks} it says: “{c_blocks}” Read it in three parts. What it lacks: "
-        "{missing} blocks, as it needs {wanted} and only {free} of the pool is free. Why: the reason. Which requests hold it, "
-        "the largest share first: {holder} holds {held}. So it helps when {first_done} is done: C starts at {start_blocks}. "
-        "Beside the sentence there is the time at which the reason began (here {since}), and the place in the queue.",
+        "A counter cannot say why one request is stuck. `Scheduler.explain(id)` can; a server answers the same at `GET "
+        "/v1/requests`. After {at_blocks} it says: “{c_blocks}” Read three parts. What it lacks: {missing} blocks, as "
+        "it needs {wanted} and only {free} of the pool is free. Why: the reason. Which requests hold it, the largest "
+        "share first: {holder} holds {held}. So it helps when {first_done} is done: C starts at {start_blocks}.",
         "The same request, other limits. All slots taken: “{c_slots}” More blocks would not help. The step full: "
         "“{c_budget}” That is over soon: C starts at {start_budget}. The reason names the first limit that keeps the "
         "request out; more of anything else does not help.",
-        "D came after C. In the first film it needs {d_blocks} blocks, and still: “{behind}” Under first come, first "
-        "served the first that does not fit blocks the queue, or small requests would pass it for ever. So look for the "
-        "blocker. And with a grammar to wait for (“{c_grammar}”), C blocks nothing: D starts at {d_start}.",
+        "D came after C. In the first film it would fit, as it needs {d_blocks} block. But: “{behind}” Under first "
+        "come, first served the first request that does not fit blocks the queue, or small ones would pass it for "
+        "ever. So look for the blocker. And where C waits for a grammar (“{c_grammar}”), it blocks nothing: D starts "
+        "at {d_start}.",
     ),
     choice="C waits for",
     variants=(
-        Variant("blocks", "After {at_blocks}: {c_blocks}", _blocks),
-        Variant("a sequence slot", "After {at_slots}: {c_slots}", _slots),
-        Variant("the budget", "After {at_budget}: {c_budget}", _budget),
-        Variant("its grammar", "After {at_grammar}: {c_grammar}", _grammar),
+        Variant("blocks", "After {at_blocks}: “{c_blocks}” It starts at {start_blocks}.", _blocks),
+        Variant("a sequence slot", "After {at_slots}: “{c_slots}” It starts at {start_slots}.", _slots),
+        Variant("the budget", "After {at_budget}: “{c_budget}” It starts at {start_budget}.", _budget),
+        Variant("its grammar", "After {at_grammar}: “{c_grammar}” It starts at {start_grammar}.", _grammar),
     ),
     figures=_figures,
     questions=(

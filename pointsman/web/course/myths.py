@@ -31,7 +31,8 @@ def _figures(runs: list[Run]) -> Figures:
     changed = changes(short)
     state = short.state(mixed).requests
     equal = [
-        short.requests[name].output_token_ids.tolist() == large.requests[name].output_token_ids.tolist() for name in "ABC"
+        short.requests[name].output_token_ids.tolist() == large.requests[name].output_token_ids.tolist()
+        for name in "ABC"
     ]
     return {
         "steps": short.num_steps,
@@ -54,7 +55,6 @@ def _figures(runs: list[Run]) -> Figures:
         "c_prompt": short.requests["C"].num_prompt_tokens,
         "b_end": Moment(short.end("B"), 0),
         "a_end": Moment(short.end("A"), 0),
-        "blocks": BLOCKS,
         "enough": ENOUGH,
     }
 
@@ -62,18 +62,19 @@ def _figures(runs: list[Run]) -> Figures:
 LESSON = Lesson(
     title="Three myths",
     paragraphs=(
-        "“The scheduler makes a plan once, at the start.” There is no plan: it cannot know when a request ends, or what "
-        "arrives. Each of these {steps} steps was decided by itself, from what was true then. Most are like "
-        "the one before, as nothing happened. In {changed} the requests of the batch are others: at {first} B has come, at "
+        "“The scheduler makes a plan once, at the start.” There is no plan: it cannot know when a request ends, or "
+        "what arrives. Each of these {steps} steps was decided by itself, from what was true then. Most are like the "
+        "one before, as nothing happened. In {changed} the requests of the batch are others: at {first} B has come, at "
         "{second} C, at {third} B is gone.",
-        "“A preempted request fails.” C loses its blocks at {preempted}, resumes at {resumed} and is done at "
-        "{end}; in a pool of {enough} blocks, where it is not preempted, at {end_large}. That is all its caller notices. "
-        "The course says that the model generates the same tokens again. It need not: the {kept} tokens "
-        "that C had are kept, and only their KV is computed again. All {output} of its tokens, and those "
-        "of the others, are equal in both pools ({equal} of {requests} outputs).",
-        "“In a continuous batch all start and finish together.” That is a static batch. Look at {mixed}: A decodes its token number "
-        "{a_token}, B its number {b_token}, and of C's {c_prompt} prompt tokens the first {c_chunk} are computed, all in one "
-        "forward pass. They began in different steps, and B is done at {b_end}, A at {a_end}, C at {end}.",
+        "“A preempted request fails.” C loses its blocks at {preempted}, resumes at {resumed} and is done at {end}; in "
+        "a pool of {enough} blocks, where it is not preempted, at {end_large}. That is all its caller notices. The "
+        "course says that the model generates the same tokens again. It need not: the {kept} tokens that C had are "
+        "kept, and only their KV is computed again. All {output} of its tokens, and those of the others, are equal in "
+        "both pools ({equal} of {requests} outputs).",
+        "“In a continuous batch all start and finish together.” That is a static batch. Look at {mixed}: A decodes its "
+        "token number {a_token}, B its number {b_token}, and of C's {c_prompt} prompt tokens the first {c_chunk} are "
+        "computed, all in one forward pass. They began in different steps, and B is done at {b_end}, A at {a_end}, C "
+        "at {end}.",
     ),
     choice="Pool",
     variants=(
@@ -87,7 +88,8 @@ LESSON = Lesson(
             (
                 Answer(
                     "A pause, and then the next token.",
-                    "Its tokens are kept, so the stream goes on where it stopped: after {kept} tokens comes the next one.",
+                    "Its tokens are kept, so the stream goes on where it stopped: after {kept} tokens comes the next "
+                    "one.",
                     is_right=True,
                 ),
                 Answer(
@@ -100,8 +102,8 @@ LESSON = Lesson(
                 ),
                 Answer(
                     "A different text from there on.",
-                    "The next token depends on the tokens before it, and these are the same: {equal} of {requests} outputs are "
-                    "equal in both pools.",
+                    "The next token depends on the tokens before it, and these are the same: {equal} of {requests} "
+                    "outputs are equal in both pools.",
                 ),
             ),
         ),

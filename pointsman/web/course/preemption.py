@@ -55,23 +55,27 @@ def _figures(runs: list[Run]) -> Figures:
 LESSON = Lesson(
     title="Preemption",
     paragraphs=(
-        "Running requests grow, and {blocks} blocks are all there is. At {full} the pool is full. At {step} A and B have "
-        "{known} tokens, and each needs a block. Something has to be released: the request that was admitted last is "
-        "preempted. That is C. (A course's listing preempts the request that asks; its prose says what happens here.) The "
-        "oldest are nearest to their end, so there is always one that finishes. C releases {released} blocks; A and B "
-        "take {taken} of them.",
-        "C goes to the front of the queue. D has waited since before, and its {d_blocks} blocks would fit into the {free} that are "
-        "now free; yet it waits behind C, at {d_waits}. C has had its turn already, and at the end of the queue every later "
-        "arrival would pass it. It resumes at {resumed}, and D starts at {d_starts}.",
-        "C keeps its {generated} generated tokens (the course discards them), and the caller notices nothing but a pause. Only the "
-        "KV of {lost} tokens was released, and not even that is gone: free blocks keep their content until they are "
-        "needed. At {resumed} C finds {cached} tokens in the cache and computes {computes}. Without the prefix cache it "
-        "computes {computes_without} at {resumed_without}. With {enough} blocks there are {none} preemptions, and C "
-        "finishes {later} steps sooner.",
+        "Running requests grow, and {blocks} blocks are all there is. At {full} the pool is full. At {step} A and B "
+        "have {known} tokens, and each needs a block. Something has to be released: the request that was admitted last "
+        "is preempted. That is C. (A course's listing preempts the request that asks; its prose says what happens "
+        "here.) The oldest are nearest to their end, so there is always one that finishes. C releases {released} "
+        "blocks; A and B take {taken} of them.",
+        "C goes to the front of the queue. D has waited since before, and its {d_blocks} blocks would fit into the "
+        "{free} that are now free; yet it waits behind C, at {d_waits}. C has had its turn already, and at the end of "
+        "the queue every later arrival would pass it. It resumes at {resumed}, and D starts at {d_starts}.",
+        "C keeps its {generated} generated tokens (the course discards them), and the caller notices nothing but a "
+        "pause. Only the KV of {lost} tokens was released, and not even that is gone: free blocks keep their content "
+        "until they are needed. At {resumed} C finds {cached} tokens in the cache and computes {computes}. Without the "
+        "prefix cache it computes {computes_without} at {resumed_without}. With {enough} blocks there are {none} "
+        "preemptions, and C finishes {later} steps sooner.",
     ),
     choice="Pool",
     variants=(
-        Variant("13 blocks", "C is preempted at {step} and resumes at {resumed} with {cached} cached tokens.", partial(_run, BLOCKS)),
+        Variant(
+            "13 blocks",
+            "C is preempted at {step} and resumes at {resumed} with {cached} cached tokens.",
+            partial(_run, BLOCKS),
+        ),
         Variant(
             "13 blocks, no prefix cache",
             "C loses {lost_without} tokens and computes all of them again at {resumed_without}.",
@@ -91,8 +95,8 @@ LESSON = Lesson(
                 ),
                 Answer(
                     "Its KV is still in its blocks, so it can continue at once.",
-                    "Its blocks are free, and others may take them: A and B took {taken} of {released} at {step}. What is "
-                    "left is found through the prefix cache, if there is one.",
+                    "Its blocks are free, and others may take them: A and B took {taken} of {released} at {step}. What "
+                    "is left is found through the prefix cache, if there is one.",
                 ),
                 Answer(
                     "It is more urgent than the others.",
@@ -100,8 +104,8 @@ LESSON = Lesson(
                 ),
                 Answer(
                     "So that it preempts the request that took its blocks.",
-                    "A waiting request preempts nothing under first come, first served. C waits until enough blocks are "
-                    "free.",
+                    "A waiting request preempts nothing under first come, first served. C waits until enough blocks "
+                    "are free.",
                 ),
             ),
         ),
@@ -115,8 +119,8 @@ LESSON = Lesson(
                 ),
                 Answer(
                     "The tokens that it has generated.",
-                    "They are kept and are part of what is computed again, like a longer prompt. No token is "
-                    "generated twice.",
+                    "They are kept and are part of what is computed again, like a longer prompt. No token is generated "
+                    "twice.",
                 ),
                 Answer(
                     "Nothing: its KV is copied to the memory of the CPU.",

@@ -11,7 +11,7 @@ SYSTEM, OWN, BLOCK = 70, 20, 16
 
 
 def _run(caches: bool = True, stamped: bool = False) -> Run:
-    """A and B come together, C later; all begin with the same system prompt, each with a time stamp before it or not."""
+    """A and B come together, C later; all begin with the same system prompt, or with a time stamp before it."""
     stage = Stage(num_blocks=32, max_num_seqs=4, enable_prefix_caching=caches)
     system = stage.prompt(SYSTEM)
     for name, step in (("A", 0), ("B", 0), ("C", 4)):
@@ -28,8 +28,6 @@ def _figures(runs: list[Run]) -> Figures:
     return {
         "system": SYSTEM,
         "own": OWN,
-        "prompt": SYSTEM + OWN,
-        "block": BLOCK,
         "together": Moment(together, 0, "B"),
         "a_tokens": run.tokens(together)["A"],
         "b_tokens": run.tokens(together)["B"],
@@ -55,24 +53,26 @@ def _figures(runs: list[Run]) -> Figures:
 LESSON = Lesson(
     title="Prefix sharing",
     paragraphs=(
-        "Every prompt here is a system prompt of {system} tokens, the same for all, and {own} tokens of its own. The KV of "
-        "a token depends on nothing but the tokens up to it, so equal beginnings have equal KV. At {together} A computes "
-        "{a_tokens} tokens and B, in the same step, only {b_tokens}: {cached} are cached, as A writes them. "
+        "Every prompt here is a system prompt of {system} tokens, the same for all, and {own} tokens of its own. The "
+        "KV of a token depends on nothing but the tokens up to it, so equal beginnings have equal KV. At {together} A "
+        "computes {a_tokens} tokens and B, in the same step, only {b_tokens}: {cached} are cached, as A writes them. "
         "At {late} C shares them too; a shared block counts {references} references.",
-        "Whole blocks are shared. Of the {system} common tokens {cached} fill {blocks} blocks; the other {not_shared} lie in a "
-        "block with the request's own, which nobody else can use. With the cache {in_use} blocks are in use at {late}, "
-        "without it {in_use_off} (choose it, {late_off}). When a request finishes, its blocks are free and still "
-        "findable: the green ones. At {again} D arrives after all have finished, and finds them.",
+        "Whole blocks are shared. Of the {system} common tokens {cached} fill {blocks} blocks; the other {not_shared} "
+        "lie in a block with the request's own, which nobody else can use. With the cache {in_use} blocks are in use "
+        "at {late}, without it {in_use_off} (choose it, {late_off}). When a request finishes, its blocks are free and "
+        "still findable: the green ones. At {again} D arrives after all have finished, and finds them.",
         "Sharing begins with the first token and ends with the first difference. Let each prompt begin with one token "
         "of its own, a time stamp say: at {stamped} C finds {c_stamped} tokens, and {computed_stamped} tokens are "
         "computed in all, as without a cache ({computed_off}); with the common part first it is {computed}. And one "
-        "token is always computed: D has {d_prompt} tokens, all of them in cached blocks, and uses {d_cached}, since its "
-        "last token must be computed to sample the next.",
+        "token is always computed: D has {d_prompt} tokens, all of them in cached blocks, and uses {d_cached}, since "
+        "its last token must be computed to sample the next.",
     ),
     choice="Prompts",
     variants=(
         Variant("common part first", "B and C find {cached} tokens each; {computed} are computed in all.", _run),
-        Variant("no prefix cache", "Nothing is shared; {computed_off} tokens are computed.", partial(_run, caches=False)),
+        Variant(
+            "no prefix cache", "Nothing is shared; {computed_off} tokens are computed.", partial(_run, caches=False)
+        ),
         Variant(
             "a time stamp first",
             "The first token differs, so nothing after it is shared; {computed_stamped} tokens are computed.",
@@ -91,8 +91,8 @@ LESSON = Lesson(
                 ),
                 Answer(
                     "Before the instruction.",
-                    "Then the first block of every prompt differs, and the instruction behind it is computed every time: "
-                    "at {stamped} C finds {c_stamped} tokens.",
+                    "Then the first block of every prompt differs, and the instruction behind it is computed every "
+                    "time: at {stamped} C finds {c_stamped} tokens.",
                 ),
                 Answer(
                     "It makes no difference: the tokens of the instruction are the same.",

@@ -53,19 +53,20 @@ def _figures(runs: list[Run]) -> Figures:
 LESSON = Lesson(
     title="Priority and starvation",
     paragraphs=(
-        "There are {slots} slots. Three patient requests have priority {patient_number}; from {waits} on an urgent one of "
-        "priority {urgent_number} comes every {every} steps (a smaller number is more urgent). Under `fcfs` the first of them "
-        "starts at {served}, when the patient ones are done. Under `priority` it does not wait: at {displaces} "
-        "{victim} is preempted for it, which is called displacement, and loses {lost} tokens. Of several, the least "
-        "urgent one is displaced, and of equals the one that was admitted last.",
-        "Now follow the patient ones. {victim} resumes at {resumes}, when the stream of {urgent} urgent requests has come to "
-        "its end, and patient-3, which came before all of them, starts at {starved} instead of {fcfs_start}. Were the stream "
-        "endless, they would wait for ever: that is starvation. Without displacement what runs is left alone, the first "
-        "urgent request starts at {calm_urgent}, and patient-3 starves all the same, until {starved_calm}.",
-        "Every order here states its bound: what may start before a request that came earlier. Under `fcfs` nothing may; under "
-        "`priority` everything more urgent, without end. Between them is, for one, `fair`: the tenant that was served least is "
-        "next. The first urgent request starts at {fair_urgent} and patient-3 at {fair_start}. The price is paid by "
-        "the stream: its last request is done at {last_fair} and not at {last_urgent}.",
+        "There are {slots} slots. Three patient requests have priority {patient_number}; from {waits} on an urgent one "
+        "of priority {urgent_number} comes every {every} steps (a smaller number is more urgent). Under `fcfs` the "
+        "first of them starts at {served}, when the patient ones are done. Under `priority` it does not wait: at "
+        "{displaces} {victim} is preempted for it, which is called displacement, and loses {lost} tokens. Of several, "
+        "the least urgent one is displaced, and of equals the one that was admitted last.",
+        "Now follow the patient ones. {victim} resumes at {resumes}, when the stream of {urgent} urgent requests has "
+        "come to its end, and patient-3, which came before all of them, starts at {starved} instead of {fcfs_start}. "
+        "Were the stream endless, they would wait for ever: that is starvation. Without displacement what runs is left "
+        "alone, the first urgent request starts at {calm_urgent}, and patient-3 starves all the same, until "
+        "{starved_calm}.",
+        "Every order here states its bound: what may start before a request that came earlier. Under `fcfs` nothing "
+        "may; under `priority` everything more urgent, without end. Between them is, for one, `fair`: the tenant that "
+        "was served least is next. The first urgent request starts at {fair_urgent} and patient-3 at {fair_start}. The "
+        "price is paid by the stream: its last request is done at {last_fair} and not at {last_urgent}.",
     ),
     choice="Order",
     variants=(
@@ -89,13 +90,14 @@ LESSON = Lesson(
     figures=_figures,
     questions=(
         Question(
-            "Under `priority`, patient requests never finish while an urgent stream fills the server. Is that an error of the "
-            "scheduler?",
+            "Under `priority`, patient requests never finish while an urgent stream fills the server. Is that an error "
+            "of the scheduler?",
             (
                 Answer(
-                    "No: the order is kept as it was asked for. An order with a bound on waiting helps, or more capacity.",
-                    "`priority` promises nothing to the less urgent. With `fair` patient-3 starts at {fair_start}, in the "
-                    "middle of the stream.",
+                    "No: the order is kept as it was asked for. An order with a bound on waiting helps, or more "
+                    "capacity.",
+                    "`priority` promises nothing to the less urgent. With `fair` patient-3 starts at {fair_start}, in "
+                    "the middle of the stream.",
                     is_right=True,
                 ),
                 Answer(

@@ -58,27 +58,33 @@ def _figures(runs: list[Run]) -> Figures:
         "verified": verified,
         "accepted": accepted,
         **{f"steps_{name}": run.num_steps for name, run in zip(("none", "right", "one", "wrong"), runs, strict=True)},
-        **{f"time_{name}": millis(run.seconds) for name, run in zip(("none", "right", "one", "wrong"), runs, strict=True)},
-        **{f"computed_{name}": run.num_computed for name, run in zip(("none", "one", "wrong"), (none, one, wrong), strict=True)},
+        **{
+            f"time_{name}": millis(run.seconds)
+            for name, run in zip(("none", "right", "one", "wrong"), runs, strict=True)
+        },
+        **{
+            f"computed_{name}": run.num_computed
+            for name, run in zip(("none", "one", "wrong"), (none, one, wrong), strict=True)
+        },
     }
 
 
 LESSON = Lesson(
     title="Speculation",
     paragraphs=(
-        "A step that decodes two tokens takes hardly less time than one that computes eight, so a proposer may "
-        "guess. It proposes drafts: tokens that may follow. At {first} A computes {row} tokens, its newest one and "
-        "{drafts} drafts, and the model says for each what it would have sampled there. All were right, so the step "
-        "yields {gained} tokens; at {plain} without drafts it yields one. {output} tokens a request take {steps_right} steps instead of "
-        "{steps_none}, {time_right} instead of {time_none}.",
+        "A step that decodes two tokens takes hardly less time than one that computes eight, so a proposer may guess. "
+        "It proposes drafts: tokens that may follow. At {first} A computes {row} tokens, its newest one and {drafts} "
+        "drafts, and the model says for each what it would have sampled there. All were right, so the step yields "
+        "{gained} tokens; at {plain} without drafts it yields one. {output} tokens a request take {steps_right} steps "
+        "instead of {steps_none}, {time_right} instead of {time_none}.",
         "The first wrong draft ends it: what comes after it was computed for a text that does not exist. If only the "
-        "first draft is right, a step yields {gained_one} tokens, that draft and the one sampled after it. See {second}: the "
-        "{rejected} others are taken back, which is a subtraction from the computed tokens; no block moves. Of "
-        "{verified} verified drafts {accepted} are accepted, and the run takes {steps_one} steps.",
-        "The output is the same in all variants: {equal} of {outputs} outputs are equal, token for token. So drafts can cost time, "
-        "never text. If all are wrong the run takes {steps_wrong} steps as without, and computes {computed_wrong} tokens "
-        "instead of {computed_none}: {time_wrong} instead of {time_none}. Drafts take budget only after every request has its own "
-        "token, so none pays for the guesses of another.",
+        "first draft is right, a step yields {gained_one} tokens, that draft and the one sampled after it. See "
+        "{second}: the {rejected} others are taken back, which is a subtraction from the computed tokens; no block "
+        "moves. Of {verified} verified drafts {accepted} are accepted, and the run takes {steps_one} steps.",
+        "The output is the same in all variants: {equal} of {outputs} outputs are equal, token for token. So drafts "
+        "can cost time, never text. If all are wrong the run takes {steps_wrong} steps as without, and computes "
+        "{computed_wrong} tokens instead of {computed_none}: {time_wrong} instead of {time_none}. Drafts take budget "
+        "only after every request has its own token, so none pays for the guesses of another.",
     ),
     choice="Drafts",
     variants=(
@@ -90,8 +96,8 @@ LESSON = Lesson(
     figures=_figures,
     questions=(
         Question(
-            "Of {drafts} drafts the first is right, the second wrong, and the third what the model would say after the wrong "
-            "one. How many tokens does the step yield?",
+            "Of {drafts} drafts the first is right, the second wrong, and the third what the model would say after the "
+            "wrong one. How many tokens does the step yield?",
             (
                 Answer(
                     "{gained_one}",

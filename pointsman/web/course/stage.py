@@ -87,9 +87,16 @@ class Run:
     @cached_property
     def events(self) -> list[tuple[int, Event]]:
         """(step, what led to it), from the film."""
-        film = self.opened
-        frames = enumerate(film.frames)
-        return [(frame.step_id, event) for index, frame in frames for event in film.events(index, index + 1)]
+        found: list[tuple[int, Event]] = []
+        steps = iter(self.opened.frames)
+        step = next(steps, None)
+        for event in self.opened.events(0, None):
+            if step is None:
+                break
+            found.append((step.step_id, event))
+            if event.op is Op.STEP:
+                step = next(steps, None)
+        return found
 
     @cached_property
     def names(self) -> list[str]:
@@ -218,7 +225,7 @@ class Stage:
         self._file = io.BytesIO()
         self._recorder = FilmRecorder(self._file)
         self.scheduler.start_film(self._recorder)
-        self._events: dict[int, list[Callable[[], None]]] = {}
+        self._events: dict[int, list[Callable[[], object]]] = {}
         self._requests: dict[str, Request] = {}
         self._open: list[SchedulerOutput] = []  # scheduled, not updated
         self._steps: list[tuple[SchedulerOutput, StepUpdate]] = []
@@ -233,7 +240,7 @@ class Stage:
         self._next_token += length
         return list(range(self._next_token - length, self._next_token))
 
-    def at(self, step: int, action: Callable[[], None]) -> None:
+    def at(self, step: int, action: Callable[[], object]) -> None:
         """Do something before a step is decided."""
         self._events.setdefault(step, []).append(action)
 

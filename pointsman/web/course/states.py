@@ -31,7 +31,7 @@ def _in_parts() -> Run:
     stage.add("R", 32, max_tokens=0, more_input=True)
     stage.add("A", 16, max_tokens=8)
     part = stage.prompt(20)
-    stage.at(_READY, lambda: stage.scheduler.extend("R", part, stage.now, max_tokens=4) and None)
+    stage.at(_READY, lambda: stage.scheduler.extend("R", part, stage.now, max_tokens=4))
     return stage.run()
 
 
@@ -44,7 +44,7 @@ def _preempted() -> Run:
 
 
 def _figures(runs: list[Run]) -> Figures:
-    plain, grammar, remote, parts, preempted = runs
+    plain, grammar, _, parts, preempted = runs
     (first,) = plain.starts("R")
     decoding = next(step for step in range(first, plain.num_steps) if plain.tokens(step)["R"] == 1)
     resumed = preempted.starts("R")[1]
@@ -71,20 +71,20 @@ def _figures(runs: list[Run]) -> Figures:
 LESSON = Lesson(
     title="Four states, and what else a request waits for",
     paragraphs=(
-        "A course names four states: WAITING, PREFILL, DECODING, FINISHED. Follow R: it waits at {waiting}, as A has the "
-        "only slot; at {prefill} the first {chunk} of its {prompt} prompt tokens are computed, at {second} the other "
-        "{rest}, and with these its first token is sampled; from {decoding} on it computes one token a step, and "
-        "at {finished} it is finished. But the scheduler keeps one state for the middle two, RUNNING: the number of "
-        "computed tokens chases the number of known ones, and a prompt is a longer way to go.",
-        "vLLM has three more states in which a request waits for something other than capacity: for the "
-        "compilation of its grammar (a document calls it WAITING_FOR_FSM), for KV from another machine, "
-        "for more input of its caller. Choose them below. Such a request is parked beside the queue, "
-        "so it blocks nothing: at {parked} R waits for its grammar, and A, which came later, starts at {a_starts}. "
-        "When the grammar is there R is queued again, and starts at {ready}.",
+        "A course names four states: WAITING, PREFILL, DECODING, FINISHED. Follow R: it waits at {waiting}, as A has "
+        "the only slot. At {prefill} the first {chunk} of its {prompt} prompt tokens are computed, at {second} the "
+        "other {rest}, and with these its first token is sampled. From {decoding} on it decodes a token a step; at "
+        "{finished} it is finished. The scheduler keeps one state for the middle two, RUNNING: the number of computed "
+        "tokens chases the number of known ones.",
+        "vLLM has three more states in which a request waits for something other than capacity: for the compilation of "
+        "its grammar (a document calls it WAITING_FOR_FSM), for KV from another machine, for more input of its caller. "
+        "Choose them above the film. Such a request is parked beside the queue, so it blocks nothing: at {parked} R "
+        "waits for its grammar, and A, which came later, starts at {a_starts}. When the grammar is there R is queued "
+        "again, and starts at {ready}.",
         "PREEMPTED is a state of its own too: R ran, lost its blocks at {preempted}, and waits in the queue with all "
-        "its tokens. At {resumed} it resumes, which is not the same as starting: the tokens that it generated "
-        "are computed again with the prompt. And a request that could never run (longer than the pool, say) "
-        "is refused when it is added; documents call that FINISHED_IGNORED.",
+        "its tokens. At {resumed} it resumes, which is not the same as starting: the tokens that it generated are "
+        "computed again with the prompt. And a request that could never run (longer than the pool, say) is refused "
+        "when it is added; documents call that FINISHED_IGNORED.",
     ),
     choice="R waits for",
     variants=(
@@ -111,14 +111,14 @@ LESSON = Lesson(
             (
                 Answer(
                     "They start, if there is room for them.",
-                    "A parked request is not in the queue, so it blocks nothing. It keeps its place by arrival for when "
-                    "it is ready.",
+                    "A parked request is not in the queue, so it blocks nothing. It keeps its place by arrival for "
+                    "when it is ready.",
                     is_right=True,
                 ),
                 Answer(
                     "They wait: first come, first served.",
-                    "That holds in the queue, for requests that wait for capacity. A parked one waits for "
-                    "something else: A starts at {a_starts}.",
+                    "That holds in the queue, for requests that wait for capacity. A parked one waits for something "
+                    "else: A starts at {a_starts}.",
                 ),
                 Answer(
                     "They start, and the oldest one goes to the end of the queue.",
@@ -136,8 +136,8 @@ LESSON = Lesson(
                 ),
                 Answer(
                     "Whether it is in PREFILL or in DECODING.",
-                    "That is what a display derives. In one step a request may do both: at {second} it computes "
-                    "prompt tokens and samples its first token.",
+                    "That is what a display derives. In one step a request may do both: at {second} it computes prompt "
+                    "tokens and samples its first token.",
                 ),
                 Answer(
                     "Which chunk of its prompt comes next.",

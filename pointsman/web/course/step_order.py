@@ -38,22 +38,26 @@ LESSON = Lesson(
     title="The order of a step",
     paragraphs=(
         "A step has a fixed order. What finished is freed; a more urgent request may displace running ones; running "
-        "requests get their tokens and blocks, and if blocks run out, one is preempted; waiting requests are "
-        "admitted with what is left; the batch goes to the model. Read the decisions of any step from top to bottom: "
-        "this is their order.",
+        "requests get their tokens and blocks, and if blocks run out, one is preempted; waiting requests are admitted "
+        "with what is left; the batch goes to the model. Read the decisions of any step from top to bottom: this is "
+        "their order.",
         "The pool has {blocks} blocks. At {waits} D waits, {missing} blocks short. At {last} A still runs and holds "
-        "{held} blocks; the token of that step is its last. So before {start} is decided, A is finished and its "
-        "blocks are free, and in that same step D starts, in {reused} of A's own blocks. "
-        "Were finished requests freed last, D would start a step later.",
+        "{held} blocks; the token of that step is its last. So before {start} is decided, A is finished and its blocks "
+        "are free, and in that same step D starts, in {reused} of A's own blocks. Were finished requests freed last, D "
+        "would start a step later.",
         "That is not a thought experiment. An engine may schedule a step while the one before it still runs, which "
-        "hides the time of the scheduler. Then the token that ends A is not back when the next step is decided: "
-        "choose it below, and D starts at {late}, {later} step later. Here the freeing is the end of `update`, not the "
-        "beginning of `schedule` as in a course; between the two nothing happens, so it is the same order.",
+        "hides the time of the scheduler. Then the token that ends A is not back when the next step is decided: choose "
+        "it above the film, and D starts at {late}, {later} step later. Here the freeing is the end of `update`, not "
+        "the beginning of `schedule` as in a course; between the two nothing happens, so it is the same order.",
     ),
     choice="The next step is decided",
     variants=(
         Variant("when the result is back", "D starts at {start}, in the step after A's last.", lambda: _run(False)),
-        Variant("one step ahead", "D starts at {late}: A's last token came too late for the step before.", lambda: _run(True)),
+        Variant(
+            "one step ahead",
+            "D starts at {late}: A's last token came too late for the step before.",
+            lambda: _run(True),
+        ),
     ),
     figures=_figures,
     questions=(

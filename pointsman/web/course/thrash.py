@@ -58,26 +58,27 @@ def _figures(runs: list[Run]) -> Figures:
 
 
 _SHOWS = (
-    "{n_%s} preemptions; {share_%s} of the computed tokens are recomputed; mean TTFT {ttft_%s}; all done after {time_%s}."
+    "{n_%s} preemptions; {share_%s} of the computed tokens are recomputed; mean TTFT {ttft_%s}; all is done after "
+    "{time_%s}."
 )
 
 LESSON = Lesson(
     title="Thrash, the watermark, and four responses",
     paragraphs=(
-        "Admission sees what a request has, not what it will become. Here {requests} requests arrive in a pool of {blocks} "
-        "blocks; most start small, and all grow. The first preemption is that of {victim} at {first}. It resumes into a "
-        "pool that is full again soon: {worst} is preempted {times} times, the last time at {last}. That is thrash: "
-        "{n_plain} preemptions in {steps} steps, and {share_plain} of all computed tokens are computed again. "
-        "(On nearly every step, says a document; here it is {rate} of them.)",
-        "A watermark keeps a share of the pool free of admissions, while something runs. With {watermark} that is {reserve} "
-        "blocks: at {held} there are {free} free ones, and {held_id} waits for the watermark. Running requests may use "
-        "the reserve, as it is meant for their growth. Admission stops before the pool is full, so there is a gap between "
-        "the two. The same load then has {n_mark} preemptions.",
+        "Admission sees what a request has, not what it will become. Here {requests} requests arrive in a pool of "
+        "{blocks} blocks; most start small, and all grow. The first preemption is that of {victim} at {first}. It "
+        "resumes into a pool that is full again soon: {worst} is preempted {times} times, the last time at {last}. "
+        "That is thrash: {n_plain} preemptions in {steps} steps, and {share_plain} of all computed tokens are computed "
+        "again. (On nearly every step, says a document; here it is {rate} of them.)",
+        "A watermark keeps a share of the pool free of admissions, while something runs. With {watermark} that is "
+        "{reserve} blocks: at {held} there are {free} free ones, and {held_id} waits for the watermark. Running "
+        "requests may use the reserve, as it is meant for their growth. Admission stops before the pool is full, so "
+        "there is a gap between the two. The same load then has {n_mark} preemptions.",
         "A preemption counter that rises has four answers, in order of cost. Raise the watermark: {n_mark} instead of "
-        "{n_plain}. Lower the number of sequences (here to {seqs}): {n_seqs}, but requests wait in the queue, mean TTFT "
-        "{ttft_seqs} instead of {ttft_plain}. Lower the token budget (to {budget}): {n_budget}, next to nothing, as it bounds "
-        "what a step computes and not what requests hold. Add capacity (twice the blocks): {n_more}, and done after "
-        "{time_more} instead of {time_plain}.",
+        "{n_plain}. Lower the number of sequences (here to {seqs}): {n_seqs}, but requests wait in the queue, mean "
+        "TTFT {ttft_seqs} instead of {ttft_plain}. Lower the token budget (to {budget}): {n_budget}, next to nothing, "
+        "as it bounds what a step computes and not what requests hold. Add capacity (twice the blocks): {n_more}, and "
+        "done after {time_more} instead of {time_plain}.",
     ),
     choice="Response",
     variants=(
@@ -94,14 +95,14 @@ LESSON = Lesson(
             (
                 Answer(
                     "A watermark.",
-                    "It costs least: {n_mark} preemptions instead of {n_plain}, and all is done after {time_mark} instead of "
-                    "{time_plain}.",
+                    "It costs least: {n_mark} preemptions instead of {n_plain}, and all is done after {time_mark} "
+                    "instead of {time_plain}.",
                     is_right=True,
                 ),
                 Answer(
                     "A smaller token budget.",
-                    "It hardly changes what requests hold: {n_budget} preemptions instead of {n_plain}. It helps against long "
-                    "steps.",
+                    "It hardly changes what requests hold: {n_budget} preemptions instead of {n_plain}. It helps "
+                    "against long steps.",
                 ),
                 Answer(
                     "Far fewer sequences.",

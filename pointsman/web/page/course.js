@@ -124,7 +124,7 @@ function listLessons() {
     if (number === at.lesson) link.setAttribute("aria-current", "page");
     return item(link, done(number) ? " ✓ answered" : "");
   }));
-  $("where").textContent = `Lesson ${at.lesson + 1} of ${lessons.length}`;
+  $("where").textContent = `Lesson ${at.lesson + 1} of ${lessons.length}:`;
   $("progress").textContent = `${right.size} of ${keys.length} questions answered right`;
 }
 
