@@ -73,6 +73,9 @@ def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     )  # fmt: skip
     request, _ = map(json.loads, generated.stdout.splitlines())
     assert request["num_output_tokens"] == 4
+    page = tmp_path / "course.html"
+    assert ran(environment.command("learn", "--out", page)).stdout == f"{page}\n"
+    assert "Why batches wait" not in page.read_text() and page.stat().st_size > 100_000  # it is packed
 
 
 @pytest.mark.e2e
@@ -87,6 +90,9 @@ def test_the_wheel_and_all_that_it_requires_come_from_the_index(tmp_path: Path) 
     generated = ran(environment.command("generate", "--prompt", "The parser", "--max-tokens", 4, "--json"))
     request, _ = map(json.loads, generated.stdout.splitlines())
     assert request["num_output_tokens"] == 4
+    page = tmp_path / "course.html"
+    assert ran(environment.command("learn", "--out", page)).stdout == f"{page}\n"
+    assert "Why batches wait" not in page.read_text() and page.stat().st_size > 100_000  # it is packed
 
 
 # ------------------------------------------------------------------ what is built

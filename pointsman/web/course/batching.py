@@ -58,7 +58,7 @@ LESSON = Lesson(
         "others of its group {short} each, and more groups like it wait. With a static batch all slots are full at "
         "{full}. At {gap} the short ones have finished, and nothing takes their place: Waiting stays as it is until A1 "
         "is done.",
-        "Count the slots: {short} steps of {slots} requests and the rest of one make {busy} of {slot_steps} "
+        "Count the slots: {short} steps of {slots} requests and the rest of one make {busy} of {slot_steps:,} "
         "slot-steps, which is {used_static}. A course that tells this example says about 23 %; its own numbers give "
         "what is measured here. Lengths that differ are the cause, not batching: with outputs of {equal} tokens each "
         "(choose it above the film) the same static batch uses {used_equal}.",

@@ -51,9 +51,9 @@ LESSON = Lesson(
     title="Blocks, and when a request needs another",
     paragraphs=(
         "The KV of a token has its place in a block of {block} tokens, and a request holds whole blocks: a table of "
-        "them. Look at KV pool at {start}: a prompt of {exact} tokens fills {first_exact} blocks to the last place. It "
-        "has sampled its first output token by the end of that step, and still holds {first_exact}: a token that has "
-        "been sampled has no KV yet. It is computed in the next step, and that needs a place.",
+        "them. Look at KV pool at {start}: a prompt of {exact} tokens fills {first_exact} blocks to the last place. By "
+        "the end of that step A has its first output token, and still {first_exact} blocks: a token that has been "
+        "sampled has no KV yet. It is computed in the next step, and that needs a place.",
         "So the third block comes at {grows}, when {known} tokens are known. A compact engine asks just this: `len % "
         "block_size == 1`, is the newest token the first of a new block? Here {known} % {block} is {remainder}. It "
         "reads like an error, as one expects 0. But at a length of {exact}, remainder 0, the last place was just taken "

@@ -105,7 +105,7 @@ LESSON = Lesson(
         "These are the document's numbers, and its account of A needs a correction. Its A has 150 tokens, all "
         "computed, and 3 drafts. But a token is computed in the step after the one that samples it: of {a_known} known "
         "tokens {a_computed} are computed. A asks for that one, and for {drafts} drafts: {a} tokens. The newest token "
-        "always lacks, which is why every running request wants one.",
+        "is not computed yet, at any time: that is why every running request asks for one.",
         "Two more corrections. The document's pool of {document_blocks} blocks cannot hold the step: A, B and C have "
         "{held} blocks, so {free} are free, and D needs {d_blocks}. Choose that pool: at {waits} D waits. The document "
         "would preempt C for it. But a waiting request never takes blocks from running ones under first come, first "
@@ -167,8 +167,8 @@ LESSON = Lesson(
                 ),
                 Answer(
                     "C is preempted, as it was admitted last.",
-                    "So says the document. It would be a bad trade: what C computed is thrown away so that a request "
-                    "that came later can begin. vLLM does not do it either.",
+                    "So says the document. It would be a bad trade: C would lose its blocks so that a request that "
+                    "came later can begin. vLLM does not do it either.",
                 ),
                 Answer(
                     "D starts with the blocks that are free, and gets more later.",

@@ -81,7 +81,7 @@ LESSON = Lesson(
     figures=_figures,
     questions=(
         Question(
-            "Users complain that output stutters whenever somebody sends a long prompt. What helps?",
+            "Users complain that output stutters whenever a long prompt arrives. What helps?",
             (
                 Answer(
                     "A smaller token budget for a step.",
@@ -91,7 +91,7 @@ LESSON = Lesson(
                 ),
                 Answer(
                     "A larger budget, so that the prompt is out of the way sooner.",
-                    "That is the stutter: one long step, in which nobody else gets a token.",
+                    "That is the stutter: one long step, at whose end all others get their next token.",
                 ),
                 Answer(
                     "More KV blocks.",

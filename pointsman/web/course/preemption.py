@@ -58,8 +58,8 @@ LESSON = Lesson(
         "Running requests grow, and {blocks} blocks are all there is. At {full} the pool is full. At {step} A and B "
         "have {known} tokens, and each needs a block. Something has to be released: the request that was admitted last "
         "is preempted. That is C. (A course's listing preempts the request that asks; its prose says what happens "
-        "here.) The oldest are nearest to their end, so there is always one that finishes. C releases {released} "
-        "blocks; A and B take {taken} of them.",
+        "here.) The oldest are kept, so there is always one that runs to its end. C releases {released} blocks; A and "
+        "B take {taken} of them.",
         "C goes to the front of the queue. D has waited since before, and its {d_blocks} blocks would fit into the "
         "{free} that are now free; yet it waits behind C, at {d_waits}. C has had its turn already, and at the end of "
         "the queue every later arrival would pass it. It resumes at {resumed}, and D starts at {d_starts}.",

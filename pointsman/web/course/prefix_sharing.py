@@ -53,14 +53,14 @@ def _figures(runs: list[Run]) -> Figures:
 LESSON = Lesson(
     title="Prefix sharing",
     paragraphs=(
-        "Every prompt here is a system prompt of {system} tokens, the same for all, and {own} tokens of its own. The "
-        "KV of a token depends on nothing but the tokens up to it, so equal beginnings have equal KV. At {together} A "
-        "computes {a_tokens} tokens and B, in the same step, only {b_tokens}: {cached} are cached, as A writes them. "
-        "At {late} C shares them too; a shared block counts {references} references.",
+        "The prompts of A, B and C are a system prompt of {system} tokens, the same for all, and {own} tokens of their "
+        "own. The KV of a token depends on nothing but the tokens up to it, so equal beginnings have equal KV. At "
+        "{together} A computes {a_tokens} tokens and B, in the same step, only {b_tokens}: the other {cached} are in "
+        "blocks that A writes. At {late} C shares them too; a shared block counts {references} references.",
         "Whole blocks are shared. Of the {system} common tokens {cached} fill {blocks} blocks; the other {not_shared} "
-        "lie in a block with the request's own, which nobody else can use. With the cache {in_use} blocks are in use "
-        "at {late}, without it {in_use_off} (choose it, {late_off}). When a request finishes, its blocks are free and "
-        "still findable: the green ones. At {again} D arrives after all have finished, and finds them.",
+        "lie in a block with the request's own, which no other request can use. With the cache {in_use} blocks are in "
+        "use at {late}, without it {in_use_off} (see {late_off} of that film). When a request finishes, its blocks are "
+        "free and still findable: the green ones. At {again} D arrives after all have finished, and finds them.",
         "Sharing begins with the first token and ends with the first difference. Let each prompt begin with one token "
         "of its own, a time stamp say: at {stamped} C finds {c_stamped} tokens, and {computed_stamped} tokens are "
         "computed in all, as without a cache ({computed_off}); with the common part first it is {computed}. And one "

@@ -84,7 +84,7 @@ LESSON = Lesson(
         "PREEMPTED is a state of its own too: R ran, lost its blocks at {preempted}, and waits in the queue with all "
         "its tokens. At {resumed} it resumes, which is not the same as starting: the tokens that it generated are "
         "computed again with the prompt. And a request that could never run (longer than the pool, say) is refused "
-        "when it is added; documents call that FINISHED_IGNORED.",
+        "when it is added; a document on vLLM calls that FINISHED_IGNORED.",
     ),
     choice="R waits for",
     variants=(

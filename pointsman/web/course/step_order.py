@@ -48,7 +48,7 @@ LESSON = Lesson(
         "That is not a thought experiment. An engine may schedule a step while the one before it still runs, which "
         "hides the time of the scheduler. Then the token that ends A is not back when the next step is decided: choose "
         "it above the film, and D starts at {late}, {later} step later. Here the freeing is the end of `update`, not "
-        "the beginning of `schedule` as in a course; between the two nothing happens, so it is the same order.",
+        "the beginning of `schedule` as in a course; between the two no block is given out, so it is the same order.",
     ),
     choice="The next step is decided",
     variants=(

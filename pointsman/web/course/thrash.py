@@ -66,9 +66,9 @@ LESSON = Lesson(
     title="Thrash, the watermark, and four responses",
     paragraphs=(
         "Admission sees what a request has, not what it will become. Here {requests} requests arrive in a pool of "
-        "{blocks} blocks; most start small, and all grow. The first preemption is that of {victim} at {first}. It "
-        "resumes into a pool that is full again soon: {worst} is preempted {times} times, the last time at {last}. "
-        "That is thrash: {n_plain} preemptions in {steps} steps, and {share_plain} of all computed tokens are computed "
+        "{blocks} blocks; most start small, and all grow. The first preemption is that of {victim} at {first}. Victims "
+        "resume into a pool that is soon full again: {worst} is preempted {times} times, the last time at {last}. That "
+        "is thrash: {n_plain} preemptions in {steps} steps, and {share_plain} of all computed tokens are computed "
         "again. (On nearly every step, says a document; here it is {rate} of them.)",
         "A watermark keeps a share of the pool free of admissions, while something runs. With {watermark} that is "
         "{reserve} blocks: at {held} there are {free} free ones, and {held_id} waits for the watermark. Running "
