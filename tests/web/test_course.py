@@ -512,7 +512,7 @@ def in_lesson(page: Any, title: str) -> None:
 def test_keys_do_all_of_it(visit: Callable[..., Any]) -> None:
     """To another lesson, to a step, to another variant, and an answer, without a mouse."""
     page = visit("#lesson=7")
-    page.locator("summary").press("Enter")
+    page.locator("#contents summary").press("Enter")
     page.locator("#lessons a").nth(7).press("Enter")
     in_lesson(page, "8. Preemption")
     assert page.evaluate("document.activeElement.id") == "lesson", "it is read from there on"
@@ -554,7 +554,7 @@ def test_it_fits_and_can_be_read(visit: Callable[..., Any], lesson: int, width: 
     page = visit(f"#lesson={lesson}", color_scheme=scheme, viewport={"width": width, "height": 800}, bypass_csp=True)
     shown(page)
     page.locator("fieldset input").nth(1).check()
-    page.locator("summary").click()
+    page.locator("#contents summary").click()
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     found = axe.Axe().run(page).response["violations"]
     serious = [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")]
