@@ -23,7 +23,7 @@ def _figures(runs: list[Run]) -> Figures:
     whole, middle, small = runs[0], runs[2], runs[-1]
     return {
         "prompt": PROMPT,
-        "decoding": 4,
+        "decoding": whole.outputs[0].num_rows,
         "before": millis(whole.token_times("A")[5] - whole.token_times("A")[4]),
         "per_step": millis(STEP_TIME.per_step),
         "per_token": f"{1e3 * STEP_TIME.per_token:.2f} ms",

@@ -23,8 +23,6 @@ class Moment(NamedTuple):
     """The variant whose film it is of."""
     request: str | None = None
     """The request that is followed there."""
-    text: str | None = None
-    """Of the button; None: the step's number."""
 
 
 Figure: TypeAlias = int | float | str | Moment
@@ -107,7 +105,7 @@ class Performed:
 
 def label(moment: Moment) -> str:
     """What stands on the button."""
-    return f"step {moment.step}" if moment.text is None else moment.text
+    return f"step {moment.step}"
 
 
 def percent(share: float, digits: int = 0) -> str:

@@ -199,17 +199,13 @@ class Run:
         """Seconds from its arrival to its first token."""
         return self.token_times(request_id)[0] - self.requests[request_id].arrival_time
 
-    def e2e(self, request_id: str) -> float:
-        """Seconds from its arrival to its last token."""
-        return self.token_times(request_id)[-1] - self.requests[request_id].arrival_time
-
     def longest_itl(self, request_id: str) -> float:
         """The longest time between two of its tokens, in seconds."""
         return max(after - before for before, after in pairwise(self.token_times(request_id)))
 
 
 class Stage:
-    """A scheduler, its host and its audience.
+    """A scheduler with its host, filmed.
 
     Args:
         drafter: proposes drafts after each step; None: none are proposed.
