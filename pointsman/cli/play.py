@@ -11,19 +11,33 @@ import typer
 
 from pointsman.cli.errors import EXIT_OK, CommandError
 from pointsman.cli.film import broken_films, check_is_other, film_recording, is_film
+from pointsman.cli.live import run_live
 from pointsman.web.film import Film
 from pointsman.web.player import page_of
 
 
 def play(
-    file: Annotated[str, typer.Argument(help="A film or a recording.")],
+    file: Annotated[str | None, typer.Argument(help="A film or a recording; --socket does without.")] = None,
     out: Annotated[str | None, typer.Option("--out", "-o", help="The page; by default FILE with .html.")] = None,
     open_page: Annotated[bool, typer.Option("--open/--no-open", help="Open it in a browser.")] = False,
+    socket: Annotated[
+        str | None, typer.Option(help="Of a vLLM with Pointsman's scheduler: show what it decides now.")
+    ] = None,
 ) -> int:
     """Make a page in which a run can be stepped through, forth and back, with the reason of every decision.
 
     It is one HTML file that carries the film and needs nothing else, so it can be handed on. It has no prompts.
+
+    With --socket, a page on this machine instead, of what a running vLLM decides. It prints its address; Ctrl-C ends
+    it.
     """
+    if socket is not None:
+        if file is not None or out is not None:
+            what = "FILE" if file is not None else "--out"
+            raise CommandError(f"--socket shows what is decided now, and has no use for {what}; leave one of them out")
+        return run_live(socket, open_page=open_page)
+    if file is None:
+        raise CommandError("there is nothing to play; give a film or a recording, or --socket")
     source = Path(file)
     path = source.with_suffix(".html") if out is None else Path(out)
     check_is_other(source, path)

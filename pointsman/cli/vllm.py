@@ -45,7 +45,7 @@ the engine's."""
 
 def explain(socket: str, name: str | None, limit: int, *, as_json: bool) -> int:
     """Show requests: those with the id `name`, or those of the completion `name`; None: the oldest."""
-    with _asking(socket) as connection:
+    with asking(socket) as connection:
         answer = connection.ask("explain", id=name, limit=limit)
     requests = answer["requests"]
     if as_json:
@@ -60,7 +60,7 @@ def explain(socket: str, name: str | None, limit: int, *, as_json: bool) -> int:
 
 def metrics(socket: str) -> int:
     """Print the metrics as Prometheus text."""
-    with _asking(socket) as connection:
+    with asking(socket) as connection:
         answer = connection.ask("metrics")
     try:
         print(exposition(answer), end="")
@@ -73,7 +73,7 @@ def record(socket: str, path: str, seconds: float | None) -> int:
     """Record to a file, for `seconds`, or until Ctrl-C."""
     if seconds is not None and not seconds > 0:
         raise CommandError(f"--seconds is {seconds:g}; it must be more than 0")
-    with _asking(socket) as connection, _written(path) as descriptor:
+    with asking(socket) as connection, _written(path) as descriptor:
         answer = connection.ask("record", file=descriptor)
         try:
             if answer["state"] == "waiting":
@@ -101,7 +101,7 @@ def record(socket: str, path: str, seconds: float | None) -> int:
 
 
 @contextmanager
-def _asking(socket: str) -> Iterator[Connection]:
+def asking(socket: str) -> Iterator[Connection]:
     try:
         with connect(socket) as connection:
             yield connection

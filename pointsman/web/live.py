@@ -6,8 +6,8 @@
 
 While it is watched, one `FilmRecorder` follows the scheduler, and at most every `SECONDS_BETWEEN_PARTS` what it wrote
 is cut off as a part: a film of its own behind the header that all parts share, so that any of them may be missing. A
-later watcher begins with the newest part; a slow one loses the oldest parts that it did not take, and is sent the number
-of their frames. While nobody watches, nothing follows the scheduler.
+later watcher begins with the newest part; a slow one loses the oldest parts that it did not take, and is sent how many
+frames they had. While nobody watches, nothing follows the scheduler.
 
 A stream to a watcher is a row of records, each a letter, a length (4 bytes, the lowest first) and as many bytes:
 

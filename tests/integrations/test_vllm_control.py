@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import socket
@@ -17,8 +19,10 @@ import pytest
 
 from pointsman.core import ConfigError
 from pointsman.integrations.vllm import control
-from pointsman.integrations.vllm.client import ControlUnavailable, Refused, connect
+from pointsman.integrations.vllm.client import Connection, ControlUnavailable, Refused, connect
 from pointsman.integrations.vllm.control import MAX_CLIENTS, ControlSocket
+from pointsman.web.film import Film
+from pointsman.web.live import read_records
 from tests.integrations.vllm_operated import Operated, operated, stepping
 
 
@@ -189,6 +193,40 @@ def test_one_request_is_found_by_its_name_or_by_that_of_its_answer(tmp_path: Pat
         assert [request["id"] for request in ask(path, "explain", id="ab")["requests"]] == ["ab"]
         with pytest.raises(Refused, match="no request 'b' is waiting, parked or running"):
             ask(path, "explain", id="b")
+
+
+def watched(connection: Connection, line: dict[str, Any], num_films: int) -> list[Film]:
+    """What comes next of a live film."""
+    header, films = b"", []
+    while True:
+        for kind, data in read_records(base64.b64decode(line["records"])):
+            if kind == "H":
+                header = data
+            elif kind == "P":
+                films.append(Film(io.BytesIO(header + data)))
+        if len(films) >= num_films:
+            return films
+        line = connection.next_line(10)
+
+
+def test_two_watch_while_the_scheduler_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with operated(path) as host:
+        for name in ("a", "b", "c"):
+            host.add(name, max_tokens=50)
+        with connect(str(path)) as one, connect(str(path)) as other:
+            lines = one.ask("film"), other.ask("film")
+            with stepping(host):
+                films = [watched(one, lines[0], 3), watched(other, lines[1], 3)]
+            assert len(host.core._listeners) == 1
+        for found in films:
+            steps = [frame.step_id for film in found for frame in film.frames]
+            assert steps == list(range(steps[0], steps[0] + len(steps)))
+        assert {one.request_id for film in films[0] for one in film.requests} == {"a", "b", "c"}
+        ends = time.monotonic() + 10
+        while host.core._listeners and time.monotonic() < ends:
+            time.sleep(0.01)
+        assert host.core._listeners == ()  # nothing follows the scheduler when they have left
 
 
 def test_an_idle_scheduler_answers(tmp_path: Path) -> None:

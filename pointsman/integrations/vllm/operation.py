@@ -4,6 +4,7 @@ log at the start.
 
 from __future__ import annotations
 
+import base64
 import logging
 import os
 import threading
@@ -19,6 +20,7 @@ from pointsman.integrations.vllm.recordings import RecordingFile, Recordings, op
 from pointsman.integrations.vllm.settings import Settings
 from pointsman.integrations.vllm.support import untested_parts
 from pointsman.version import __version__
+from pointsman.web.live import SECONDS_BETWEEN_PARTS, LiveFilm, TooManyWatchers
 
 logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
 
@@ -147,13 +149,13 @@ def _listen(path: str | None, vllm_config: Any, questions: Questions) -> Control
 
 
 class Questions:
-    """Answers the questions of clients, each in its thread: where requests stand, metrics, recordings.
+    """Answers the questions of clients, each in its thread: where requests stand, metrics, recordings, the live film.
 
     Everything is read under the one lock that every changing call of vLLM takes as well. A queue that the engine's
     thread empties would be no cheaper, as one side waits for the answer in either case, and would need the lock all the
     same: while vLLM is idle it does not call the scheduler, and questions must be answered then, too. Taking a free
-    lock costs a call 0.1 us. It is held for half a millisecond at a time, or for one explanation, and never while an
-    answer is sent.
+    lock costs a call 0.1 us. It is held for half a millisecond at a time, for one explanation, or for one part of a
+    film, and never while an answer is sent.
 
     Args:
         scheduler: the one that is asked.
@@ -179,6 +181,7 @@ class Questions:
         self._lock = lock
         self._facts = facts
         self._seconds = seconds
+        self._live = LiveFilm(scheduler)
 
     def answer(self, question: dict[str, Any], client: Client) -> Generator[dict[str, Any], None, None]:
         """The lines of an answer.
@@ -193,8 +196,10 @@ class Questions:
             yield self._metrics()
         elif kind == "record":
             yield from self._record(client)
+        elif kind == "film":
+            yield from self._film(client)
         else:
-            raise ControlError(f"the question {kind!r} is unknown; ask explain, metrics or record")
+            raise ControlError(f"the question {kind!r} is unknown; ask explain, metrics, record or film")
 
     # ------------------------------------------------------------------ where requests stand
 
@@ -277,6 +282,27 @@ class Questions:
             stats = self._scheduler.stats()
             seconds = self._seconds()
         return {**self._facts, "stats": asdict(stats), "scheduler_seconds": seconds}
+
+    # ------------------------------------------------------------------ the live film
+
+    def _film(self, client: Client) -> Generator[dict[str, Any], None, None]:
+        """Records of a live film (`web/live.py`) in base 64, until the client sends anything or disconnects. While it
+        does not read, it is sent nothing, and what it misses is dropped."""
+        watcher = object()
+        try:
+            while True:
+                try:
+                    with self._lock:
+                        records = self._live.take(watcher)
+                except TooManyWatchers as error:
+                    raise ControlError(str(error)) from None
+                if records:
+                    yield {"records": base64.b64encode(records).decode()}
+                if client.has_input(SECONDS_BETWEEN_PARTS):
+                    return
+        finally:
+            with self._lock:
+                self._live.leave(watcher)
 
     # ------------------------------------------------------------------ recordings
 

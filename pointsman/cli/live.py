@@ -1,0 +1,75 @@
+"""`pointsman play --socket`: what a running vLLM decides, in a page on this machine."""
+
+from __future__ import annotations
+
+import base64
+import webbrowser
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from pointsman.cli.errors import EXIT_OK
+from pointsman.cli.vllm import asking
+from pointsman.integrations.vllm import client
+from pointsman.web import local
+from pointsman.web.page import assemble
+
+
+def run_live(socket: str, *, open_page: bool) -> int:
+    """Serve the page until Ctrl-C.
+
+    Args:
+        socket: the control socket of a vLLM.
+        open_page: whether to open it in a browser.
+
+    Raises:
+        CommandError: no scheduler answers there.
+    """
+    server = live_server(socket)
+    print(f"{server.url}\nOpen it in a browser on this machine; Ctrl-C ends it.", flush=True)
+    if open_page:
+        webbrowser.open(server.url)
+    try:
+        server.serve()
+    except KeyboardInterrupt:
+        print()
+    return EXIT_OK
+
+
+def live_server(socket: str) -> local.LocalServer:
+    """The server of the page, on loopback.
+
+    Raises:
+        CommandError: no scheduler answers on the socket.
+    """
+    with asking(socket) as connection:
+        model = connection.ask("explain", limit=1)["model"]
+    page = assemble("live", f"Live: {model}", connects=True)
+    return local.LocalServer(page, {("GET", "/live/film"): partial(_film, socket)})
+
+
+def _film(socket: str, _: local.Ask) -> Iterator[bytes]:
+    """The film that the socket sends.
+
+    Raises:
+        Refused: it sends none.
+    """
+    try:
+        connection = client.Connection(socket)
+        first = connection.ask("film")
+    except client.ControlUnavailable as error:
+        raise local.Refused(503, str(error)) from None
+    except client.Refused as error:
+        raise local.Refused(502, str(error)) from None
+    return _relay(connection, first)
+
+
+def _relay(connection: client.Connection, line: dict[str, Any]) -> Iterator[bytes]:
+    try:
+        while True:
+            yield base64.b64decode(line["records"])
+            line = connection.next_line(client.ANSWER_SECONDS)  # there is one each second
+    except (client.ControlUnavailable, client.Refused):  # the page tries again
+        return
+    finally:
+        connection.close()
