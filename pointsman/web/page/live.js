@@ -4,8 +4,7 @@
 
 "use strict";
 
-const KEPT_SECONDS = 300;
-const KEPT_BYTES = 32 * 2 ** 20; // of parts as they came
+const limits = { seconds: 300, bytes: 32 * 2 ** 20 }; // of what is kept; bytes of parts as they came
 const SLACK = 1.1; // so much more is there before some is let go
 const SILENCE = 30e3; // milliseconds after which a connection is given up
 const FIRST_WAIT = 1; // seconds until the next attempt, doubled each time
@@ -57,9 +56,9 @@ class LiveFilm extends Film {
   letGo() {
     let numBytes = this.chunks.reduce((sum, chunk) => sum + chunk.numBytes, 0);
     const beginOf = (chunk) => chunk.events.key_time[0] / 1e6;
-    if (numBytes <= SLACK * KEPT_BYTES && this.end - beginOf(this.chunks[0]) <= SLACK * KEPT_SECONDS) return null;
+    if (numBytes <= SLACK * limits.bytes && this.end - beginOf(this.chunks[0]) <= SLACK * limits.seconds) return null;
     let count = 0;
-    while (count + 1 < this.chunks.length && (numBytes > KEPT_BYTES || this.end - beginOf(this.chunks[count]) > KEPT_SECONDS)) {
+    while (count + 1 < this.chunks.length && (numBytes > limits.bytes || this.end - beginOf(this.chunks[count]) > limits.seconds)) {
       numBytes -= this.chunks[count++].numBytes;
     }
     const first = this.frames.findIndex((frame) => frame.chunk >= count);
@@ -244,7 +243,7 @@ function tell() {
   const told = [];
   if (counts.dropped) told.push(`${counted(counts.dropped, "frame")} dropped: this page, or the way to it, is too slow.`);
   if (film?.numLetGo) {
-    told.push(`The last ${KEPT_SECONDS / 60} minutes are kept, of at most ${KEPT_BYTES / 2 ** 20} MB; ${counted(film.numLetGo, "older frame")} let go.`);
+    told.push(`The last ${limits.seconds / 60} minutes are kept, of at most ${limits.bytes / 2 ** 20} MB; ${counted(film.numLetGo, "older frame")} let go.`);
   }
   setText("lost", told.join(" "));
 }

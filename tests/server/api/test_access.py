@@ -14,6 +14,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pointsman.server.api.access import ApiKeyMiddleware
 from pointsman.server.api.app import create_app
@@ -31,6 +32,8 @@ ENDPOINTS = [
     ("HEAD", "/ready", "open"),
     ("GET", "/version", "open"),
     ("GET", "/metrics", "open"),
+    ("GET", "/live", "open"),
+    ("HEAD", "/live", "open"),
     ("POST", "/v1/completions", "client"),
     ("POST", "/v1/chat/completions", "client"),
     ("POST", "/v1/embeddings", "client"),
@@ -50,6 +53,7 @@ ENDPOINTS = [
     ("GET", "/v1/requests/{request_id}", "own"),
     ("POST", "/pause", "operator"),
     ("GET", "/is_paused", "operator"),
+    ("GET", "/live/film", "operator"),
     ("POST", "/resume", "operator"),
     ("POST", "/reset_prefix_cache", "operator"),
     ("POST", "/max_num_active_seqs", "operator"),
@@ -57,7 +61,9 @@ ENDPOINTS = [
 ]
 """Every endpoint, and who may call it: everybody; clients; operators; operators, and clients for their own requests."""
 FOR_OPERATORS = [(method, path) for method, path, who in ENDPOINTS if who in ("operator", "own")]
-DESCRIBED = {path for _, path, _ in ENDPOINTS} - {"/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"}
+DESCRIBED = {path for _, path, _ in ENDPOINTS} - {
+    *("/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc", "/live", "/live/film")
+}
 
 OPERATING = (Path(__file__).parents[3] / "docs" / "operating.md").read_text(encoding="utf-8")
 
@@ -78,11 +84,26 @@ def with_server(test: Test, *, peer: str = "127.0.0.1", **config: Any) -> None:
 
     async def run(client: EngineClient) -> None:
         app = create_app(client, ServerConfig(**config))
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=(peer, 123))
+        transport = httpx.ASGITransport(ends_soon(app), raise_app_exceptions=False, client=(peer, 123))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", timeout=60) as http:
             await test(http, client)
 
     engine_pool().run(run, model="demo", num_blocks=512, num_threads=1)
+
+
+def ends_soon(app: FastAPI) -> ASGIApp:
+    """An app whose endless stream ends with its first part: the client here waits for the end of every body."""
+
+    async def shorter(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_first(message: Message) -> None:
+            is_part = message["type"] == "http.response.body" and message.get("more_body", False)
+            await send({**message, "more_body": False} if is_part else message)
+            if is_part:
+                await asyncio.sleep(60)  # until the client is seen to leave
+
+        await app(scope, receive, send_first if scope["path"] == "/live/film" else send)
+
+    return shorter
 
 
 def bearer_of(key: str | None) -> dict[str, str]:
@@ -273,7 +294,7 @@ def test_no_header_does_not_open() -> None:
     assert call(guarded("first"))[0]["status"] == 401
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/metrics"])
+@pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/metrics", "/live"])
 def test_supervisors_need_no_key(path: str) -> None:
     assert call(guarded("first"), path=path)[0]["status"] == 200
 
@@ -295,6 +316,8 @@ def test_supervisors_need_no_key(path: str) -> None:
         "/pause",
         "/resume",
         "/is_paused",
+        "/live/film",
+        "/live/",
         "/max_num_active_seqs",
     ],
 )

@@ -1,0 +1,163 @@
+"""The page of what a scheduler decides now, in a real browser, against a real server, and against a control socket."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from _server_process import ServerProcess
+
+from pointsman.cli.live import live_server
+from tests.forked_engines import forked_processes, start_server
+from tests.integrations.vllm_operated import operated, stepping
+
+playwright = pytest.importorskip("playwright.sync_api", reason="pages are tried with Playwright")
+CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(shutil.which(CHROMIUM) is None, reason=f"pages are tried in {CHROMIUM}, which is not there"),
+]
+KEY = "sesame-of-an-operator"
+POOL = ("--model", "demo", "--num-blocks", "64", "--max-num-seqs", "2", "--operator-key", KEY)
+
+
+@pytest.fixture(scope="module")
+def visit() -> Iterator[Callable[[str], Any]]:
+    """Opens pages, and fails if one logs an error that is not of a refused or lost connection, or asks elsewhere."""
+    complaints: list[str] = []
+    with playwright.sync_playwright() as tool, forked_processes():
+        browser = tool.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+
+        def go(url: str, **options: Any) -> Any:
+            page = browser.new_page(**options)
+            own = url.split("/")[2]
+            page.on("console", lambda message: complaints.append(message.text) if is_complaint(message) else None)
+            page.on("pageerror", lambda error: complaints.append(str(error)))
+            page.on("request", lambda asked: complaints.append(asked.url) if asked.url.split("/")[2] != own else None)
+            page.on("request", lambda asked: complaints.append("a key in a URL") if KEY in asked.url else None)
+            page.goto(url)
+            return page
+
+        yield go
+        browser.close()
+    assert complaints == []
+
+
+def is_complaint(message: Any) -> bool:
+    return message.type == "error" and "Failed to load resource" not in message.text
+
+
+@contextmanager
+def busy(server: ServerProcess) -> Iterator[None]:
+    """Three requests at a time, of which two run."""
+    ended = threading.Event()
+
+    def load() -> None:
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            while not ended.is_set():
+                body = {"prompt": ["The import statement"] * 3, "max_tokens": 60, "ignore_eos": True}
+                http.post("/v1/completions", json=body)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def text(page: Any, place: str) -> str:
+    found: str = page.locator(place).inner_text()
+    return found
+
+
+def step_of(page: Any) -> int:
+    return int(page.locator("[data-part=number]").input_value())
+
+
+def is_live(page: Any) -> None:
+    playwright.expect(page.locator("#link")).to_have_text("Live", timeout=15000)
+
+
+def test_a_server_is_watched(visit: Callable[..., Any]) -> None:
+    """Key, what runs now, looking back while it goes on, now again, and a server that ends."""
+    with start_server(*POOL) as server:
+        page = visit(f"{server.url}/live")
+        playwright.expect(page.locator("#ask")).to_be_visible()
+        page.fill("#key", "wrong")
+        page.press("#key", "Enter")
+        playwright.expect(page.locator("#problem")).to_contain_text("a valid operator key")
+        page.fill("#key", KEY)
+        page.click("#ask button")
+        is_live(page)
+        playwright.expect(page.locator("#counts")).to_contain_text("no step was decided since you watch")
+        with busy(server):
+            playwright.expect(page.locator("[data-part=waitingTitle]")).to_have_text("Waiting: 1")
+            assert text(page, "[data-part=runningTitle]") == "Running: 2 of 2"
+            assert "sequence limit" in text(page, "[data-part=waiting]")
+            page.keyboard.press("ArrowLeft")
+            page.keyboard.press("ArrowLeft")
+            playwright.expect(page.locator("#link")).to_have_text("You look back; the scheduler goes on")
+            there = step_of(page)
+            before = page.locator("[data-part=line]").get_attribute("aria-valuemax")
+            playwright.expect(page.locator("[data-part=line]")).not_to_have_attribute("aria-valuemax", before)
+            assert step_of(page) == there
+            page.keyboard.press("Home")
+            playwright.expect(page.locator("[data-part=line]")).to_have_attribute("aria-valuenow", "0")
+            page.click("#now")
+            is_live(page)
+            assert step_of(page) > there
+        playwright.expect(page.locator("[data-part=runningTitle]")).to_have_text("Running: 0 of 2")
+        assert page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
+        assert KEY not in page.content() and page.input_value("#key") == ""
+    playwright.expect(page.locator("#link")).to_contain_text("the next attempt is in", timeout=15000)
+    page.close()
+
+
+def test_what_is_kept_is_bounded(visit: Callable[..., Any], tmp_path: Path) -> None:
+    """A socket's scheduler, watched while the page keeps a second only; the request that is looked at is let go."""
+    with operated(tmp_path / "s") as host:
+        server = live_server(host.control.path)
+        thread = threading.Thread(target=server.serve)
+        thread.start()
+        try:
+            host.add("old", max_tokens=5)
+            page = visit(server.url)
+            page.evaluate("limits.seconds = 1")
+            is_live(page)
+            with stepping(Slowly(host)):
+                playwright.expect(page.locator("[data-part=finishedTitle]")).to_have_text("Finished: 1", timeout=10000)
+                host.add("new", max_tokens=50)
+                page.fill("[data-part=find]", "old")
+                page.press("[data-part=find]", "Enter")
+                playwright.expect(page.locator("[data-part=lifeTitle]")).to_have_text("The life of old")
+                playwright.expect(page.locator("#lost")).to_contain_text("let go", timeout=10000)
+                playwright.expect(page.locator("[data-part=life]")).to_be_hidden(timeout=10000)
+                page.keyboard.press("n")
+                is_live(page)
+            page.keyboard.press("Home")
+            playwright.expect(page.locator("#problem")).to_be_hidden()
+            page.close()
+        finally:
+            server.close()
+            thread.join()
+
+
+class Slowly:
+    """Steps of some milliseconds."""
+
+    def __init__(self, host: Any) -> None:
+        self._host = host
+
+    def step(self) -> None:
+        self._host.step()
+        time.sleep(0.005)
