@@ -4,6 +4,8 @@ The demo model, 256 requests, prompts of 32 to 128 random tokens, answers of 64 
 gets them all at once; the server gets them from a client that keeps 64 streams open, and sends a request when one has
 ended. Both have 64 sequences at once and the same knobs, one thread for the model; they take turns, and each stands
 still while the other runs. The loss is 1 - server's tokens per second / engine's, within a round; the median counts.
+The server has a second turn in each round, while /live/film is watched by a process of its own; what that costs is
+judged by the processor time of the server's processes, which other programs disturb less than tokens per second.
 
 Client, API and engine are three processes on the machine's cores: the processor time that each takes is reported, as
 seconds per 1,000 tokens.
@@ -13,8 +15,10 @@ seconds per 1,000 tokens.
 
 from __future__ import annotations
 
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -31,7 +35,15 @@ from _worker_process import WorkerProcess
 
 HERE = Path(__file__).resolve().parent
 MOST_LOSS = 0.10
+MOST_WATCHED_SHARE = 0.03
+WATCHED_SEED = 2_000  # other prompts, so that none is cached
 WARM_UP_SEED = 1_000
+WATCH = """
+import sys, urllib.request
+with urllib.request.urlopen(sys.argv[1]) as answer:
+    answer.read1(); print("watching", flush=True)
+    while answer.read1(): pass
+"""
 SECONDS_TO_OPEN, SECONDS_TO_RUN = 120.0, 600.0
 
 
@@ -42,13 +54,26 @@ class Turn:
     engine_seconds: float
     engine_cpu: float
     driven: Driven
+    watched: Driven
     api_cpu: float
     server_engine_cpu: float
+    watched_cpu: float
+    """Of both processes."""
 
     @property
     def loss(self) -> float:
         """Share of the offline engine's tokens per second that is gone."""
         return 1.0 - self.engine_seconds / self.driven.seconds
+
+    @property
+    def watched_loss(self) -> float:
+        """Share of the server's tokens per second that is gone while it is watched."""
+        return 1.0 - self.driven.seconds / self.watched.seconds
+
+    @property
+    def watched_share(self) -> float:
+        """Share of the processor time of a watched server that goes into being watched."""
+        return 1.0 - (self.api_cpu + self.server_engine_cpu) / self.watched_cpu
 
 
 class Offline:
@@ -83,19 +108,44 @@ class Offline:
         self._worker.close()
 
 
+@contextmanager
+def watching(url: str) -> Iterator[None]:
+    """Somebody watches."""
+    command = [sys.executable, "-c", WATCH, f"{url}/live/film"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield
+        finally:
+            process.kill()
+
+
 def take_turn(
     offline: Offline, side: PointsmanSide, jobs: Sequence[Job], num_streams: int, seed: int, *, server_first: bool
 ) -> Turn:
     """Both sides serve the requests of one seed; the server stands still when this returns."""
     prompts, outputs = make_prompts(jobs, VOCABULARY, seed), [job.output for job in jobs]
     engine = None if server_first else offline.serve(prompts, outputs)
+    others = make_prompts(jobs, VOCABULARY, WATCHED_SEED + seed)
+
+    def serve(prompts: Sequence[Sequence[int]]) -> tuple[Driven, list[float]]:
+        """With the processor seconds of engine and API."""
+        before = [processor_seconds(pid) for pid in side.pids()]
+        driven = run_async(drive(side.address, SERVED_MODEL_NAME, prompts, outputs, num_streams=num_streams))
+        return driven, [processor_seconds(pid) - start for pid, start in zip(side.pids(), before, strict=True)]
+
+    def serve_watched() -> tuple[Driven, list[float]]:
+        with watching(f"http://127.0.0.1:{side.port}"):
+            return serve(others)
+
     side.resume()
-    before = [processor_seconds(pid) for pid in side.pids()]
-    driven = run_async(drive(side.address, SERVED_MODEL_NAME, prompts, outputs, num_streams=num_streams))
-    engine_cpu, api_cpu = (processor_seconds(pid) - start for pid, start in zip(side.pids(), before, strict=True))
+    found = serve_watched() if server_first else None
+    driven, (engine_cpu, api_cpu) = serve(prompts)
+    watched, watched_cpu = found or serve_watched()
     side.pause()
     engine = engine or offline.serve(prompts, outputs)
-    return Turn(*engine, driven, api_cpu, engine_cpu)
+    return Turn(*engine, driven, watched, api_cpu, engine_cpu, sum(watched_cpu))
 
 
 def measure(knobs: Knobs, jobs: Sequence[Job], num_streams: int, rounds: int) -> list[Turn]:
@@ -138,14 +188,23 @@ def report(turns: Sequence[Turn], jobs: Sequence[Job], num_streams: int, targets
     print_table("processor seconds per 1,000 tokens", ["", "s"], [list(pair) for pair in per_thousand.items()])
     rounds = ", ".join(f"{turn.loss:.1%}" for turn in turns)
     note(f"  lost to the server: {loss:.1%} (by round: {rounds})")
-    complete = min(turn.driven.num_complete for turn in turns)
+    watched_loss = median(turn.watched_loss for turn in turns)
+    rounds = ", ".join(f"{turn.watched_loss:.1%}" for turn in turns)
+    note(f"  of the server's tokens/s lost while it is watched: {watched_loss:.1%} (by round: {rounds})")
+    watched_share = median(turn.watched_share for turn in turns)
+    rounds = ", ".join(f"{turn.watched_share:.1%}" for turn in turns)
+    note(f"  of its processor time for being watched: {watched_share:.1%} (by round: {rounds})")
+    complete = min(driven.num_complete for turn in turns for driven in (turn.driven, turn.watched))
     targets.holds(f"{complete} of {len(jobs)} requests are complete; target: all", complete == len(jobs))
     targets.at_most("share of throughput lost", loss, MOST_LOSS)
+    targets.at_most("share of the processor time for being watched", watched_share, MOST_WATCHED_SHARE)
     return {
         "output_tokens": tokens,
         "engine_tokens_per_second": round(tokens / engine_seconds, 1),
         "server_tokens_per_second": round(tokens / seconds, 1),
         "loss": round(loss, 4),
+        "watched_loss": round(watched_loss, 4),
+        "watched_share": round(watched_share, 4),
         "losses": [round(turn.loss, 4) for turn in turns],
         "cpu_seconds_per_1000_tokens": {name: round(value, 4) for name, value in per_thousand.items()},
         "complete": complete,
