@@ -203,11 +203,13 @@ class Columns:
         """The chunk's data."""
         parts = []
         for name, differences in COLUMNS[self.kind].items():
-            values = np.array(self.data[name], dtype=np.int64)
-            parts += [_varints(np.array([len(values)])), pack_numbers(values, differences)]
+            numbers = self.data[name]
+            parts.append(_varint(len(numbers)))
+            if numbers:  # most columns of a short chunk have none
+                parts.append(pack_numbers(np.array(numbers, dtype=np.int64), differences))
         if strings is not None:
             text = json.dumps(list(strings), separators=(",", ":")).encode()
-            parts += [_varints(np.array([len(text)])), text]
+            parts += [_varint(len(text)), text]
         return b"".join(parts)
 
 
@@ -275,10 +277,22 @@ def unpack_numbers(stream: npt.NDArray[np.uint8], ends: Int64Array, differences:
     return values.cumsum() if differences else values
 
 
+def _varint(value: int) -> bytes:
+    """LEB128 of one number that is not negative."""
+    found = bytearray()
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
+
+
 def _varints(values: Int64Array) -> bytes:
     """LEB128 of numbers that are taken as unsigned."""
     left = values.astype(np.uint64)
     count = len(left)
+    if count and left.max() < 128:  # the most frequent case
+        return left.astype(np.uint8).tobytes()
     out = np.zeros((count, 10), dtype=np.uint8)
     lengths = np.ones(count, dtype=np.int64)
     for place in range(10):
