@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import threading
@@ -13,11 +14,12 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from _server_process import ServerProcess
+from _server_sides import SERVED_MODEL_NAME, Knobs, VllmSide
 
 from pointsman.cli.live import live_server
 from tests.forked_engines import forked_processes, start_server
 from tests.integrations.vllm_operated import operated, stepping
+from tests.integrations.vllm_process import DEMO, VLLM_INSTALLED
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pages are tried with Playwright")
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
@@ -56,15 +58,15 @@ def is_complaint(message: Any) -> bool:
 
 
 @contextmanager
-def busy(server: ServerProcess) -> Iterator[None]:
+def busy(url: str, model: str) -> Iterator[None]:
     """Three requests at a time, of which two run."""
     ended = threading.Event()
 
     def load() -> None:
-        with httpx.Client(base_url=server.url, timeout=60) as http:
+        with httpx.Client(base_url=url, timeout=60) as http:
             while not ended.is_set():
-                body = {"prompt": ["The import statement"] * 3, "max_tokens": 60, "ignore_eos": True}
-                http.post("/v1/completions", json=body)
+                body = {"model": model, "prompt": ["The import statement"] * 3, "max_tokens": 60, "ignore_eos": True}
+                http.post("/v1/completions", json=body).raise_for_status()
 
     thread = threading.Thread(target=load)
     thread.start()
@@ -100,7 +102,7 @@ def test_a_server_is_watched(visit: Callable[..., Any]) -> None:
         page.click("#ask button")
         is_live(page)
         playwright.expect(page.locator("#counts")).to_contain_text("no step was decided since you watch")
-        with busy(server):
+        with busy(server.url, "demo"):
             playwright.expect(page.locator("[data-part=waitingTitle]")).to_have_text("Waiting: 1")
             assert text(page, "[data-part=runningTitle]") == "Running: 2 of 2"
             assert "sequence limit" in text(page, "[data-part=waiting]")
@@ -150,6 +152,34 @@ def test_what_is_kept_is_bounded(visit: Callable[..., Any], tmp_path: Path) -> N
         finally:
             server.close()
             thread.join()
+
+
+@pytest.mark.soak
+@VLLM_INSTALLED
+def test_a_vllm_is_watched(visit: Callable[..., Any], tmp_path: Path) -> None:
+    """The real one, with this scheduler; its engine opens no port."""
+    knobs = Knobs(DEMO, threads=1, max_num_seqs=2, max_num_batched_tokens=512, max_model_len=512)
+    settings = json.dumps({"pointsman": {"socket": str(tmp_path / "s")}})
+    scheduler = ("--scheduler-cls", "pointsman.integrations.vllm.Scheduler", "--additional-config", settings)
+    side = VllmSide(knobs, eager=True, options=(*scheduler, "--num-gpu-blocks-override", "40"))
+    try:
+        server = live_server(str(tmp_path / "s"))
+        thread = threading.Thread(target=server.serve)
+        thread.start()
+        page = visit(server.url)
+        is_live(page)
+        with busy(f"http://127.0.0.1:{side.port}", SERVED_MODEL_NAME):
+            playwright.expect(page.locator("[data-part=waitingTitle]")).to_have_text("Waiting: 1", timeout=20000)
+            assert text(page, "[data-part=runningTitle]") == "Running: 2 of 2"
+            page.keyboard.press("ArrowLeft")
+            playwright.expect(page.locator("#link")).to_have_text("You look back; the scheduler goes on")
+            page.keyboard.press("n")
+            is_live(page)
+        page.close()
+        server.close()
+        thread.join()
+    finally:
+        side.stop()
 
 
 class Slowly:
