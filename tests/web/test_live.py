@@ -125,6 +125,33 @@ def test_a_server_is_watched(visit: Callable[..., Any]) -> None:
     page.close()
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_phone_and_can_be_read(visit: Callable[..., Any], tmp_path: Path, scheme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    with operated(tmp_path / "s") as host:
+        server = live_server(host.control.path)
+        thread = threading.Thread(target=server.serve)
+        thread.start()
+        try:
+            page = visit(server.url, color_scheme=scheme, viewport={"width": 360, "height": 800}, bypass_csp=True)
+            is_live(page)
+            for name in ("a", "b", "c"):
+                host.add(name, max_tokens=50)
+            with stepping(Slowly(host)):
+                playwright.expect(page.locator("[data-part=runningTitle]")).to_have_text("Running: 2 of 2")
+                page.evaluate("document.getElementById('ask').hidden = false")
+                found = axe.Axe().run(page).response["violations"]
+            assert page.evaluate("document.documentElement.scrollWidth") <= 360
+            serious = [
+                (one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")
+            ]
+            assert serious == []
+            page.close()
+        finally:
+            server.close()
+            thread.join()
+
+
 def test_what_is_kept_is_bounded(visit: Callable[..., Any], tmp_path: Path) -> None:
     """A socket's scheduler, watched while the page keeps a second only; the request that is looked at is let go."""
     with operated(tmp_path / "s") as host:
