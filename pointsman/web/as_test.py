@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from itertools import groupby
-from pprint import pformat
 from textwrap import indent
 
 from pointsman.core import Request, SchedulerConfig
 from pointsman.web.scene import EOS_TOKEN, Arrival, Done, Played, Urgency
 
-_WIDTH = 110
+_WIDTH = 60
 _HEAD = '''"""Made by the sandbox of Pointsman: the same requests, steps and settings, and the state that they lead to."""
 
 from itertools import chain
@@ -49,7 +49,6 @@ def test_sandbox() -> None:
                     output, text = outputs[request.request_id]
                     tokens.append(EOS if request.num_output_tokens + 1 >= output else text + request.num_output_tokens)
             scheduler.update(newest, StepResult(tokens), now)
-
 '''
 
 
@@ -124,9 +123,7 @@ def _asserted(played: Played) -> list[str]:
     if played.newest is not None:
         ran = {
             request.request_id: count
-            for request, count in zip(
-                played.newest.requests, played.newest.num_scheduled_tokens.tolist(), strict=True
-            )
+            for request, count in zip(played.newest.requests, played.newest.num_scheduled_tokens.tolist(), strict=True)
         }
         found += [
             "ran = zip(newest.requests, newest.num_scheduled_tokens.tolist(), strict=True)",
@@ -158,5 +155,10 @@ def _state(request: Request) -> tuple[str, int, int, int]:
     return status, request.num_computed_tokens, request.num_output_tokens, request.num_preemptions
 
 
-def _value(value: object) -> str:
-    return pformat(value, width=_WIDTH, sort_dicts=False)
+def _value(value: Mapping[str, object] | list[str]) -> str:
+    """As Python, an entry a line where one line is too short for all of it."""
+    if len(short := repr(value)) <= _WIDTH:
+        return short
+    entries = [f"{key!r}: {each!r}" for key, each in value.items()] if isinstance(value, Mapping) else map(repr, value)
+    first, last = short[0], short[-1]
+    return "\n".join([first, *(f"    {entry}," for entry in entries), last])

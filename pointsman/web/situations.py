@@ -77,15 +77,18 @@ def _short_pool() -> Situation:
 
 
 def _thrash() -> Situation:
-    arrivals = [Arrival(f"request-{index}", 32, 150, at=0.03 * index) for index in range(12)]
+    arrivals = [Arrival(f"request-{index}", 256, 150, at=0.03 * index) for index in range(12)]
     return Situation(
         "thrash",
         "Thrash and the watermark",
-        "Requests start with 2 blocks and end with 12, so that many are admitted which cannot all grow: without prefix "
-        "cache each preemption computes all of its tokens again. See preemptions and recomputed tokens.",
-        Scene(_config(num_blocks=40, max_num_batched_tokens=256, enable_prefix_caching=False), tuple(arrivals)),
-        {"watermark": 0.4},
-        "What if an admission must leave 40 % of the pool free? (watermark)",
+        "A request is admitted as soon as its first tokens fit, so that many are that cannot all grow: they preempt one "
+        "another again and again, and without prefix cache each preemption computes all of its tokens again.",
+        Scene(
+            _config(max_num_batched_tokens=256, enable_prefix_caching=False, full_sequence_must_fit=False),
+            tuple(arrivals),
+        ),
+        {"watermark": 0.1},
+        "What if an admission must leave 10 % of the pool free? (watermark)",
     )
 
 
@@ -117,9 +120,7 @@ def _priority() -> Situation:
         "An urgent request",
         "Eight requests wait for four places, and at 0.2 s an urgent one arrives (priority 0, theirs is 1; smaller is "
         "more urgent). First come, first served: it is the last to start.",
-        Scene(
-            _config(max_num_seqs=4, max_num_batched_tokens=128), (*arrivals, Arrival("urgent", 32, 20, at=0.2))
-        ),
+        Scene(_config(max_num_seqs=4, max_num_batched_tokens=128), (*arrivals, Arrival("urgent", 32, 20, at=0.2))),
         {"order": "priority"},
         "What if priority decides? It preempts one of those that run.",
     )

@@ -80,13 +80,16 @@ function bar(...parts) {
   return found;
 }
 
-// What a page carries in a data block of its own.
-function carriedBytes(element) {
-  const text = atob(element.textContent.trim());
+// What is written in base 64.
+function bytesOf(base64) {
+  const text = atob(base64.trim());
   const bytes = new Uint8Array(text.length);
   for (let index = 0; index < text.length; index++) bytes[index] = text.charCodeAt(index);
   return bytes.buffer;
 }
+
+// What a page carries in a data block of its own.
+const carriedBytes = (element) => bytesOf(element.textContent);
 
 let numViews = 0;
 
