@@ -15,6 +15,14 @@ from importlib.resources import files
 
 VIEW = ("film.js", "story.js", "view.js")
 """The scripts of a page that shows films, before its own."""
+PAGE_HEADERS = {
+    "content-security-policy": "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
+"""Of a page that a server sends; what else its policy has is in the page. A policy in a page cannot say who may frame
+it."""
 
 
 def assemble(name: str, title: str, *, data: Mapping[str, bytes] | None = None, connects: bool = False) -> str:

@@ -1,0 +1,214 @@
+"""A server for pages on this machine: it listens on loopback, and answers who has its token.
+
+    server = LocalServer(page, {("POST", "/step"): step})
+    print(server.url)                  http://127.0.0.1:40123/#token=...
+    server.serve()                     until `close`, from another thread, or Ctrl-C
+
+The page itself holds nothing and needs no token. Everything else needs the header "Authorization: Bearer TOKEN"; the
+page finds the token in its URL's fragment, which a browser sends to no server. Any page of the web may send a request
+to an address of this machine, or to a name that it makes lead here (DNS rebinding): so Host must be one of this
+server's names, and Origin, where a browser sends one, must be this server.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import select
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, TypeAlias
+from urllib.parse import parse_qsl, urlsplit
+
+from pointsman.web.page import PAGE_HEADERS
+
+MAX_BODY = 1 << 20
+"""Bytes of a request's body."""
+SECONDS_TO_SEND = 60.0
+"""Time for a client to send its request, or to take a part of its answer."""
+
+
+class Refused(Exception):
+    """A request that is not answered: a status, and a sentence that says why."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request."""
+
+    query: Mapping[str, str]
+    """Of its URL; of a name that is there twice, the last."""
+    body: bytes
+
+    def json(self) -> Any:
+        """The body.
+
+        Raises:
+            Refused: it is not JSON.
+        """
+        try:
+            return json.loads(self.body)
+        except (ValueError, RecursionError):
+            raise Refused(400, "the body is not JSON") from None
+
+
+Stream: TypeAlias = Iterator[bytes]
+"""Parts of an answer. An empty one asks only whether the client is still there: one that waits yields some, at least
+each second. It is closed when the client leaves."""
+Route: TypeAlias = Callable[[Ask], "bytes | dict[str, Any] | list[Any] | Stream"]
+"""Called in a thread of the request's own: bytes and streams are sent as they are, other answers as JSON. Raises
+`Refused`."""
+
+
+class LocalServer:
+    """Listens from the beginning; answers while `serve` runs.
+
+    Args:
+        page: the HTML at "/".
+        routes: by method and path, such as ("POST", "/step").
+        port: 0: one that is free.
+
+    Raises:
+        OSError: the port is taken.
+    """
+
+    def __init__(self, page: str, routes: Mapping[tuple[str, str], Route], *, port: int = 0) -> None:
+        self.token = secrets.token_urlsafe(24)
+        own = {"page": page.encode(), "routes": dict(routes), "token": self.token}
+        handler: type[_Handler] = type("Handler", (_Handler,), own)
+        self._server = _Server(("127.0.0.1", port), handler)
+        self.port = self._server.server_port
+        handler.names = frozenset({f"127.0.0.1:{self.port}", f"localhost:{self.port}"})
+
+    @property
+    def url(self) -> str:
+        """The page, with its token."""
+        return f"http://127.0.0.1:{self.port}/#token={self.token}"
+
+    def serve(self) -> None:
+        """Answer until `close` is called in another thread; Ctrl-C goes to the caller."""
+        self._server.serve_forever(poll_interval=0.1)
+
+    def close(self) -> None:
+        """End `serve`, if it runs in another thread, and listen no more. Streams end with the process."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def handle_error(self, *_: Any) -> None:
+        """Whatever went wrong in a request has been answered, or its client is gone."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    page: bytes
+    routes: Mapping[tuple[str, str], Route]
+    token: str
+    names: frozenset[str]
+    timeout = SECONDS_TO_SEND
+    server_version, sys_version = "pointsman", ""
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing: a log would fill a terminal, and hold what a URL holds."""
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    do_HEAD = do_POST = do_GET
+
+    def _answer(self) -> None:
+        try:
+            self._check_names()
+            place = urlsplit(self.path)
+            if place.path == "/":
+                self._page()
+            else:
+                self._route(place.path, dict(parse_qsl(place.query)))
+        except Refused as error:
+            self._send(error.status, json.dumps({"error": str(error)}).encode(), "application/json")
+
+    def _check_names(self) -> None:
+        """Refuse other pages.
+
+        Raises:
+            Refused: 403.
+        """
+        hosts = self.headers.get_all("host") or []
+        if len(hosts) != 1 or hosts[0].lower() not in self.names:
+            raise Refused(403, "Host is no name of this server; open the address that was printed")
+        for origin in self.headers.get_all("origin") or []:
+            if origin.lower() != f"http://{hosts[0].lower()}":
+                raise Refused(403, "Origin is another page, and those may not ask this server")
+        for site in self.headers.get_all("sec-fetch-site") or []:
+            if site not in ("same-origin", "none"):
+                raise Refused(403, "Sec-Fetch-Site is another page, and those may not ask this server")
+
+    def _page(self) -> None:
+        if self.command == "POST":
+            raise Refused(405, "the page is to be had with GET")
+        self._send(200, self.page, "text/html; charset=utf-8")
+
+    def _route(self, path: str, query: dict[str, str]) -> None:
+        scheme, _, given = self.headers.get("authorization", "").partition(" ")
+        is_known = hmac.compare_digest(given.strip().encode(), self.token.encode())
+        if scheme.lower() != "bearer" or not is_known:
+            raise Refused(401, "the token is missing or wrong; open the address that was printed")
+        route = self.routes.get((self.command, path))
+        if route is None:
+            raise Refused(404, "there is no such address here")
+        found = route(Ask(query, self._body()))
+        if isinstance(found, bytes):
+            self._send(200, found, "application/octet-stream")
+        elif isinstance(found, (dict, list)):
+            self._send(200, json.dumps(found, separators=(",", ":")).encode(), "application/json")
+        else:
+            self._stream(found)
+
+    def _body(self) -> bytes:
+        length = self.headers.get("content-length", "0")
+        if self.headers.get("transfer-encoding") is not None or not length.isdecimal():
+            raise Refused(411, "a body needs its Content-Length")
+        if int(length) > MAX_BODY:
+            raise Refused(413, f"the body has {length} bytes, and {MAX_BODY} are taken")
+        return self.rfile.read(int(length))
+
+    def _head(self, status: int, content_type: str) -> None:
+        self.send_response(status)
+        self.send_header("content-type", content_type)
+        for name, value in PAGE_HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("connection", "close")
+
+    def _send(self, status: int, body: bytes, content_type: str) -> None:
+        self._head(status, content_type)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _stream(self, parts: Stream) -> None:
+        with closing(parts) as open_parts:  # type: ignore[type-var]  # a generator, or what else can be closed
+            self._head(200, "application/octet-stream")
+            self.end_headers()
+            with suppress(OSError):  # the client is gone
+                for part in open_parts:
+                    if part:
+                        self.wfile.write(part)
+                    elif self._is_gone():
+                        return
+
+    def _is_gone(self) -> bool:
+        """Whether the client has closed the connection: it has nothing more to send."""
+        readable, _, _ = select.select([self.connection], [], [], 0)
+        return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
