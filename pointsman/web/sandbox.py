@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from pointsman.core import ConfigError, SchedulerConfig
+from pointsman.core import ConfigError, RequestStatus, SchedulerConfig
 from pointsman.core.policy.registry import KINDS, check_policies, known
 from pointsman.core.state.numbers import MAX_INT
 from pointsman.web.as_test import as_test
@@ -471,7 +471,9 @@ def _described(played: Played, cast: Cast, before: float | None) -> dict[str, An
     if is_finished:
         reason = request.finish_reason
         return {**found, "why": f"finished: {reason.value if reason is not None else ''}"}
-    return {**found, "why": scheduler.explain(arrival.request_id).sentence}
+    why = scheduler.explain(arrival.request_id)
+    is_told = why.reason is None and request.status is RequestStatus.RUNNING
+    return {**found, "why": "" if is_told else why.sentence}
 
 
 def _situation(name: object) -> Situation:

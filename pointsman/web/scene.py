@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -143,7 +144,7 @@ class Cast:
     def longest_gap(self) -> float | None:
         """Seconds between two of its tokens."""
         times = self.token_times
-        return max((later - sooner for sooner, later in zip(times, times[1:], strict=False)), default=None)
+        return max((later - sooner for sooner, later in pairwise(times)), default=None)
 
 
 @dataclass(slots=True, kw_only=True)

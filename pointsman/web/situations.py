@@ -69,7 +69,7 @@ def _short_pool() -> Situation:
         "preemption",
         "A pool that is too short",
         "Six requests of 40 prompt tokens grow by 60 each: 7 blocks in the end, and the pool has 24. Blocks run out, "
-        "and the request that was admitted last is preempted: it keeps its tokens, and waits at the front of the queue.",
+        "and the request that was admitted last is preempted: it keeps its tokens, and is the next to start.",
         Scene(_config(num_blocks=24, max_num_batched_tokens=256), tuple(arrivals)),
         {"num_blocks": 48},
         "What if the pool has 48 blocks?",
@@ -81,8 +81,8 @@ def _thrash() -> Situation:
     return Situation(
         "thrash",
         "Thrash and the watermark",
-        "A request is admitted as soon as its first tokens fit, so that many are that cannot all grow: they preempt one "
-        "another again and again, and without prefix cache each preemption computes all of its tokens again.",
+        "A request is admitted as soon as its first tokens fit, so that many are that cannot all grow: they preempt "
+        "one another again and again, and without prefix cache each preemption computes all of its tokens again.",
         Scene(
             _config(max_num_batched_tokens=256, enable_prefix_caching=False, full_sequence_must_fit=False),
             tuple(arrivals),
@@ -132,8 +132,8 @@ def _fairness() -> Situation:
     return Situation(
         "fairness",
         "A tenant that floods",
-        "One tenant sends sixteen requests at once, another one a short request now and then, which waits behind all of "
-        "them.",
+        "One tenant sends sixteen requests at once, another one a short request now and then, which waits behind all "
+        "of them.",
         Scene(_config(max_num_seqs=4, max_num_batched_tokens=128), (*flood, *light)),
         {"order": "fair"},
         "What if the tenant that was served least is next? (order: fair)",
@@ -144,8 +144,8 @@ def _never() -> Situation:
     return Situation(
         "never",
         "A request that never fits",
-        "The pool has 16 blocks of 16 tokens: a prompt of 300 tokens can never run, however long it waits. It is refused "
-        "when it arrives, with the numbers; the others are served.",
+        "The pool has 16 blocks of 16 tokens: a prompt of 300 tokens can never run, however long it waits. It is "
+        "refused when it arrives, with the numbers; the others are served.",
         Scene(
             _config(num_blocks=16, max_num_batched_tokens=128),
             (Arrival("small", 40, 20), Arrival("too-long", 300, 20, at=0.05), Arrival("next", 60, 20, at=0.1)),

@@ -3,7 +3,7 @@
 "use strict";
 
 const choices = JSON.parse(new TextDecoder().decode(carriedBytes($("choices"))));
-const token = location.hash.slice(1);
+const token = new URLSearchParams(location.hash.slice(1)).get("token") ?? "";
 const FIGURES = [
   ["steps", "steps", String], ["seconds", "time", seconds], ["finished", "requests finished", String],
   ["ttft_mean", "time to first token, mean", seconds], ["ttft_max", "time to first token, longest", seconds],
@@ -30,7 +30,7 @@ async function ask(path, body) {
   let response;
   try {
     const sent = body === undefined ? { method: "GET" } : { method: "POST", body: JSON.stringify(body) };
-    response = await fetch(path, { ...sent, headers: { "X-Pointsman-Token": token, "Content-Type": "application/json" } });
+    response = await fetch(path, { ...sent, headers: { Authorization: `Bearer ${token}` } });
   } catch {
     throw new Error("the sandbox does not answer; start pointsman play --sandbox again, and open the address that it prints");
   }
@@ -124,10 +124,12 @@ function requestItem(one) {
     else view.choose(found);
   });
   const found = item(name, span("state", ` ${one.state === "arrives" ? "yet to arrive" : one.state}`), span("why", ` ${parts.join("; ")}`));
-  const why = document.createElement("p");
-  why.textContent = one.why;
-  found.append(why);
-  if (one.can_abort) found.append(urgencyOf(one), " ", abortOf(one));
+  if (one.why !== "") {
+    const why = document.createElement("p");
+    why.textContent = one.why;
+    found.append(why);
+  }
+  if (one.can_abort) found.append(" ", urgencyOf(one), " ", abortOf(one));
   return found;
 }
 
@@ -295,7 +297,9 @@ function drawSettings(settings) {
     readers.set(setting.name, read);
     return control;
   });
-  $("knobs").replaceChildren(...rows);
+  const isOther = (_, index) => choices.settings[index].kind.startsWith("polic") || choices.settings[index].name.startsWith("seconds");
+  $("others").replaceChildren(...rows.filter(isOther));
+  $("knobs").replaceChildren(...rows.filter((row, index) => !isOther(row, index)));
   noteChange(false);
 }
 
