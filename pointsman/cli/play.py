@@ -11,19 +11,35 @@ import typer
 
 from pointsman.cli.errors import EXIT_OK, CommandError
 from pointsman.cli.film import broken_films, check_is_other, film_recording, is_film
+from pointsman.cli.sandbox import run_sandbox
 from pointsman.web.film import Film
 from pointsman.web.player import page_of
 
 
 def play(
-    file: Annotated[str, typer.Argument(help="A film or a recording.")],
+    file: Annotated[str | None, typer.Argument(help="A film or a recording; --sandbox does without.")] = None,
     out: Annotated[str | None, typer.Option("--out", "-o", help="The page; by default FILE with .html.")] = None,
     open_page: Annotated[bool, typer.Option("--open/--no-open", help="Open it in a browser.")] = False,
+    sandbox: Annotated[
+        bool, typer.Option("--sandbox", help="A scheduler to play with, with the requests and settings of FILE.")
+    ] = False,
+    port: Annotated[int | None, typer.Option(help="Of the sandbox [default: one that is free].")] = None,
 ) -> int:
     """Make a page in which a run can be stepped through, forth and back, with the reason of every decision.
 
     It is one HTML file that carries the film and needs nothing else, so it can be handed on. It has no prompts.
+
+    With --sandbox, a page on this machine instead: requests are added, settings changed, steps done and undone, and the
+    real scheduler decides. It prints its address; Ctrl-C ends it.
     """
+    if sandbox:
+        if out is not None:
+            raise CommandError("--out is for a page that is a file, and --sandbox serves one; leave one of them out")
+        return run_sandbox(file, port or 0, open_page=open_page)
+    if port is not None:
+        raise CommandError(f"--port is {port}, and belongs to --sandbox; add that, or leave it out")
+    if file is None:
+        raise CommandError("there is nothing to play; give a film or a recording, or --sandbox")
     source = Path(file)
     path = source.with_suffix(".html") if out is None else Path(out)
     check_is_other(source, path)

@@ -11,7 +11,7 @@ from pointsman.core import Request, SchedulerConfig
 from pointsman.web.scene import EOS_TOKEN, Arrival, Done, Played, Urgency
 
 _WIDTH = 60
-_HEAD = '''"""Made by the sandbox of Pointsman: the same requests, steps and settings, and the state that they lead to."""
+_HEAD = '''"""Made by the sandbox of Pointsman: the same requests, settings and steps, and the state they lead to."""
 
 from itertools import chain
 
@@ -25,13 +25,13 @@ def test_sandbox() -> None:
     requests, outputs = {{}}, {{}}  # of each request: how many tokens it generates, and the first of them
     now, newest = 0.0, None
 
-    def add(name, prompt, output, text, arrival, **hints):
+    def add(name, prompt, output, text, arrival, max_tokens, **hints):
         outputs[name] = (output, text)
         request = Request(
             name,
             list(prompt),
             arrival_time=arrival,
-            max_tokens=max(1, scheduler.config.max_model_len - len(prompt)),
+            max_tokens=max_tokens,
             eos_token_ids=(EOS,),
             **hints,
         )
@@ -106,7 +106,7 @@ def _lines(played: Played, done: Done) -> list[str]:
     text = played.scene.text_of(given.request_id) + given.num_prompt_tokens
     call = (
         f"add({given.request_id!r}, {prompt}, output={given.num_output_tokens}, text={text}, "
-        f"arrival={given.at!r}{hints})"
+        f"arrival={given.at!r}, max_tokens={played.scene.max_tokens(given)}{hints})"
     )
     return [call] if done.what == "add" else ["with pytest.raises(RequestRefused):", f"    {call}"]
 

@@ -146,7 +146,11 @@ class Sandbox:
             return self._return(self._future, self._past, "do again")
         handlers: dict[str, tuple[Callable[..., _Moment], tuple[str, ...], tuple[str, ...]]] = {
             # What makes the next moment; the arguments that it needs, and those that it may have.
-            "add": (self._add, ("prompt", "output"), ("id", "at", "like", "shared", "priority", "tenant")),
+            "add": (
+                self._add,
+                ("prompt", "output"),
+                ("id", "at", "like", "shared", "priority", "tenant", "max_tokens"),
+            ),
             "abort": (self._abort, ("id",), ()),
             "priority": (self._set_priority, ("id", "priority"), ()),
             "step": (self._step, (), ("count",)),
@@ -211,6 +215,7 @@ class Sandbox:
         shared: object = None,
         priority: object = 0,
         tenant: object = None,
+        max_tokens: object = None,
     ) -> _Moment:
         known = {each.request_id: each for each in self.scene.arrivals}
         name = _word("id", id) if id is not None else next(each for each in _names() if each not in known)
@@ -240,6 +245,7 @@ class Sandbox:
             num_shared,
             _integer("priority", priority, -MAX_INT, MAX_INT),
             "" if tenant is None else _word("tenant", tenant),
+            None if max_tokens is None else _integer("max_tokens", max_tokens, 1, MAX_TOKENS),
         )
         return self._with(f"add {name}", arrival)
 

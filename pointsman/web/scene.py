@@ -30,7 +30,7 @@ from pointsman.core.observe.film import FilmRecorder
 
 Int32Array = npt.NDArray[np.int32]
 
-MAX_STEPS = 5000
+MAX_STEPS = 20_000
 """Of a scene: each change of it does all of them again."""
 EOS_TOKEN = 1
 TEXT_OF_A_REQUEST = 1_000_000
@@ -53,6 +53,8 @@ class Arrival:
     """How many; they may reach into the output of that request, as a conversation does."""
     priority: int = 0
     tenant: str = ""
+    max_tokens: int | None = None
+    """What its client asked for; None: no limit but the model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,11 @@ class Scene:
     def step_seconds(self, num_tokens: int) -> float:
         """How long a step takes that computes this number of tokens."""
         return self.seconds_per_step + self.seconds_per_token * num_tokens
+
+    def max_tokens(self, arrival: Arrival) -> int:
+        """Of a request."""
+        room = max(1, self.config.max_model_len - arrival.num_prompt_tokens)
+        return room if arrival.max_tokens is None else arrival.max_tokens
 
     def text_of(self, request_id: str) -> int:
         """The token id at position 0 of a request's own text."""
@@ -272,7 +279,7 @@ class _Player:
             arrival.request_id,
             self._scene.prompt(arrival),
             arrival_time=arrival.at,
-            max_tokens=max(1, self._scene.config.max_model_len - arrival.num_prompt_tokens),
+            max_tokens=self._scene.max_tokens(arrival),
             eos_token_ids=(EOS_TOKEN,),
             priority=arrival.priority,
             tenant=arrival.tenant,

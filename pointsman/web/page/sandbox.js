@@ -359,9 +359,9 @@ function begin() {
   });
   $("add").addEventListener("submit", async (event) => {
     event.preventDefault();
-    const { prompt, output, id, at, like, shared, priority, tenant } = event.target.elements;
+    const { prompt, output, id, at, like, shared, priority, tenant, max_tokens: most } = event.target.elements;
     const action = { do: "add", prompt: numberOf(prompt), output: numberOf(output) };
-    for (const input of [at, shared, priority]) if (input.value !== "") action[input.name] = numberOf(input);
+    for (const input of [at, shared, priority, most]) if (input.value !== "") action[input.name] = numberOf(input);
     for (const input of [id, like, tenant]) if (input.value !== "") action[input.name] = input.value;
     if (await perform(action)) id.value = "";
   });
