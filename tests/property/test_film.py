@@ -19,7 +19,7 @@ from pointsman.web.film import Film, State
 from tests.soak import short_of, short_or_long
 
 from .operations import drive
-from .test_fast_forward import FOCUS
+from .test_fast_forward import FOCUS, SELDOM
 from .test_fast_forward import drive as drive_twins
 
 NUM_SEEDS = short_or_long(2, 16)
@@ -76,14 +76,14 @@ class Witness(Listener):
         )
 
 
-def shown(film: Film, frame: int, seen: dict[str, Any]) -> dict[str, Any]:
+def shown(film: Film, frame: int, seen: dict[str, Any], step_id: int | None = None) -> dict[str, Any]:
     """What the film says, in the form of `Witness`."""
-    state: State = film.state_at(frame)
+    state: State = film.state_at(frame, step_id)
     name = [one.request_id for one in film.requests]
     assert state.is_cached is not None
     references = state.num_references()
     return {
-        "step": film.frames[frame].step_id,
+        "step": film.frames[frame].step_id if step_id is None else step_id,
         "batch": None if seen["batch"] is None else [(name[row.number], row.num_tokens) for row in state.batch],
         "running": [
             (
@@ -134,10 +134,27 @@ class Filmed:
         seen = self.witness.seen
         assert made.is_complete and len(made.frames) == len(seen)
         for frame in sorted(random.Random(seed).sample(range(len(seen)), min(len(seen), num_frames))):
-            one, other = seen[frame], shown(made, frame, seen[frame])
-            for key, value in one.items():
-                same = np.array_equal(value, other[key]) if key == "references" else value == other[key]
-                assert same, f"frame {frame}: {key} was {value}, and the film says {other[key]}"
+            same(f"frame {frame}", seen[frame], shown(made, frame, seen[frame]))
+
+    def check_within(self, seed: int, witness: Witness) -> int:
+        """Compare steps that were done at once with what another scheduler did in single steps; how many there were."""
+        made = Film(io.BytesIO(self.finish()))
+        seen = {one["step"]: one for one in witness.seen}
+        within = [
+            (index, step_id)
+            for index, frame in enumerate(made.frames)
+            if frame.num_steps > 1
+            for step_id in range(frame.step_id, frame.step_id + frame.num_steps)
+        ]
+        for frame, step_id in sorted(random.Random(seed).sample(within, min(len(within), NUM_FRAMES))):
+            same(f"step {step_id}", seen[step_id], shown(made, frame, seen[step_id], step_id))
+        return len(within)
+
+
+def same(where: str, seen: dict[str, Any], told: dict[str, Any]) -> None:
+    for key, value in seen.items():
+        equal = np.array_equal(value, told[key]) if key == "references" else value == told[key]
+        assert equal, f"{where}: {key} was {value}, and the film says {told[key]}"
 
 
 @pytest.fixture(autouse=True)
@@ -179,6 +196,22 @@ def test_steps_at_once(focus: str) -> None:
         filmed = Filmed()
         drive_twins(seed, FOCUS[focus], filmed.watch)
         filmed.check(seed)
+
+
+@pytest.mark.parametrize("focus", short_of(FOCUS, SHORT_FOCUS))
+def test_each_of_the_steps_at_once(focus: str) -> None:
+    """One scheduler does at once what the other does in single steps: the film shows each of them."""
+    count = 0
+    for seed in range(300, 300 + NUM_SEEDS):
+        filmed, witnesses = Filmed(), []
+
+        def witness(scheduler: Scheduler, witnesses: list[Witness] = witnesses) -> None:
+            witnesses.append(Witness(scheduler))
+            scheduler.add_listener(witnesses[0])
+
+        drive_twins(seed, FOCUS[focus], filmed.watch, witness)
+        count += filmed.check_within(seed, witnesses[0])
+    assert count or focus in SELDOM
 
 
 def test_a_part_that_is_completed_and_ends_its_request_at_once() -> None:

@@ -1,4 +1,5 @@
-// Prints what the page's reader says of films: a line of JSON for each line of JSON on stdin, {film, frames, requests}.
+// Prints what the page's reader says of films: a line of JSON for each line of JSON on stdin, {film, steps, requests}.
+// steps: [frame, step], or [frame, null] for what was true when all its steps were over.
 
 "use strict";
 
@@ -8,7 +9,7 @@ const page = path.join(__dirname, "..", "..", "pointsman", "web", "page");
 const { Film } = require(path.join(page, "film.js"));
 const { Teller } = require(path.join(page, "story.js"));
 
-async function answer({ film: file, frames, requests }) {
+async function answer({ film: file, steps, requests }) {
   const bytes = fs.readFileSync(file);
   let film;
   try {
@@ -18,10 +19,13 @@ async function answer({ film: file, frames, requests }) {
   }
   const teller = new Teller(film);
   const states = [];
-  for (const frame of frames) {
+  for (const [frame, step] of steps) {
     await film.loadBlocks(frame);
-    const state = film.stateAt(frame);
+    const state = film.stateAt(frame, step);
+    const place = step === null ? null : film.placeOf(frame, step);
     states.push({
+      time: state.time,
+      ways: step === null ? null : [place, film.stepAt(place), film.frameOfStep(step), film.timeOf(frame, step), film.placeAt(film.timeOf(frame, step))],
       running: state.running.map((number) => {
         const one = state.requests.get(number);
         return [number, one.computed, one.generated, one.prompt, one.cached, one.numPreemptions, [...one.table]];

@@ -51,11 +51,23 @@ def films(folder: Path) -> list[Path]:
     return made
 
 
-def expected(film: Film, frame: int) -> dict[str, Any]:
-    state, teller = film.state_at(frame), Teller(film)
+def some_steps(film: Film, rng: random.Random) -> list[list[int | None]]:
+    """Back and forth: single steps, each of several that were done at once, and what was true when these were over."""
+    runs = [index for index, frame in enumerate(film.frames) if frame.num_steps > 1]
+    chosen: list[list[int | None]] = []
+    for _ in range(min(8, len(film.frames))):
+        index = rng.randrange(len(film.frames)) if not runs or rng.random() < 0.4 else rng.choice(runs)
+        frame = film.frames[index]
+        chosen.append([index, rng.choice((None, *range(frame.step_id, frame.step_id + frame.num_steps)))])
+    return chosen
+
+
+def expected(film: Film, frame: int, step: int | None) -> dict[str, Any]:
+    state, teller = film.state_at(frame, step), Teller(film)
     references = state.num_references()
     assert state.is_cached is not None
     return {
+        "time": state.time,
         "running": [
             [
                 number,
@@ -89,17 +101,21 @@ def test_states_words_and_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     paths, questions = films(tmp_path), []
     for path in paths:
         film, rng = Film.read(path), random.Random(path.name)
-        frames = [rng.randrange(len(film.frames)) for _ in range(min(8, len(film.frames)))]  # back and forth
         numbers = rng.sample(range(len(film.requests)), min(3, len(film.requests)))
-        questions.append({"film": str(path), "frames": frames, "requests": numbers})
+        questions.append({"film": str(path), "steps": some_steps(film, rng), "requests": numbers})
     for question, answer in zip(questions, answers(questions), strict=True):
         film = Film.read(question["film"])
         assert "error" not in answer, answer
         assert answer["frames"] == [[one.step_id, one.num_steps, one.time] for one in film.frames]
         assert answer["end"] == pytest.approx(film.end)
-        for frame, state in zip(question["frames"], answer["states"], strict=True):
-            for key, value in expected(film, frame).items():
-                assert state[key] == value, (question["film"], frame, key)
+        for (frame, step), state in zip(question["steps"], answer["states"], strict=True):
+            for key, value in expected(film, frame, step).items():
+                assert state[key] == value, (question["film"], frame, step, key)
+            if step is not None:
+                place = sum(one.num_steps for one in film.frames[:frame]) + step - film.frames[frame].step_id
+                time = film.state_at(frame, step).time
+                assert state["ways"][:4] == [place, {"frame": frame, "step": step}, frame, time]
+                assert state["ways"][4] >= place  # later, if the next steps took no time
         for number, (moments, waited, ran) in zip(question["requests"], answer["lives"], strict=True):
             life = life_of(film, number)
             assert [(time, told) for time, told in moments] == life.moments
@@ -124,7 +140,7 @@ def test_what_is_no_film_is_refused_with_a_sentence(tmp_path: Path) -> None:
     }  # fmt: skip
     for name, content in cases.items():
         (tmp_path / name).write_bytes(content)
-    asked = [{"film": str(tmp_path / name), "frames": [], "requests": []} for name in cases]
+    asked = [{"film": str(tmp_path / name), "steps": [], "requests": []} for name in cases]
     for name, answer in zip(cases, answers(asked), strict=True):
         assert answer["error"].startswith("Error: "), (name, answer)
     assert "format version 7, and this page reads 1" in answers(asked)[list(cases).index("newer")]["error"]
