@@ -174,6 +174,7 @@ _COUNTS = (
     "steps_count",
     "steps_ends",
     "step_skipped",
+    "step_evicted",
     "failed_steps",
     "failed_rows",
 )
@@ -410,7 +411,7 @@ class _Cursor:
 
 
 _OF_NO_REQUEST = frozenset({Op.STEP, Op.UPDATE, Op.STEPS, Op.FAILED, Op.PAUSED, Op.LIMITED})
-_OF_STEPS = tuple(("step_", name) for name in ("id", "blocked", "free", "blocker", "skipped"))
+_OF_STEPS = tuple(("step_", name) for name in ("id", "blocked", "free", "evicted", "blocker", "skipped"))
 _FIELDS: dict[Op, tuple[tuple[str, str], ...]] = {
     Op.REFUSED: (("refused_", "why"),),
     Op.PARKED: (("parked_", "status"),),

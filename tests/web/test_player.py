@@ -217,9 +217,9 @@ def test_a_film_is_opened_from_a_file(visit: Callable[..., Any], film: bytes, tm
 
 def test_a_newer_film_is_refused_in_words(visit: Callable[..., Any], film: bytes) -> None:
     file, newer = io.BytesIO(film), io.BytesIO()
-    write_header(newer, {**read_header(file), "format_version": 2})
+    write_header(newer, {**read_header(file), "format_version": 3})
     page = visit(newer.getvalue() + file.read())
-    playwright.expect(page.locator("#problem")).to_contain_text("format version 2, and this page reads 1")
+    playwright.expect(page.locator("#problem")).to_contain_text("format version 3, and this page reads 2")
 
 
 def test_markup_is_text(visit: Callable[..., Any]) -> None:

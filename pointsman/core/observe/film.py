@@ -91,6 +91,7 @@ class FilmRecorder(Listener):
         self._now = 0
         self._num_frames = 0  # in this chunk
         self._skipped: list[int] | None = None  # in the newest step of this chunk
+        self._num_evictions = 0  # until the newest step
         self.num_bytes = {"events": 0, "blocks": 0}
         """Written so far."""
 
@@ -112,6 +113,7 @@ class FilmRecorder(Listener):
         parts = find_parts()
         if parts.table.requests:
             self._start = parts.table.now  # times before it are negative
+        self._num_evictions = parts.kv.num_evictions
         if self._with_blocks:
             self._mirror = _Mirror(parts)
         for request in [*parts.batch.members.requests, *parts.table.queue, *parts.table.parked.values()]:
@@ -359,8 +361,10 @@ class FilmRecorder(Listener):
         self._num_frames += 1
 
     def _tell_queue(self, data: dict[str, list[int]], parts: Parts) -> None:
-        """What is free, and who was asked and may not start."""
+        """What is free and was evicted, and who was asked and may not start."""
         data["step_free"].append(parts.kv.pool.num_free)
+        data["step_evicted"].append(parts.kv.num_evictions - self._num_evictions)
+        self._num_evictions = parts.kv.num_evictions
         blocker = parts.table.blocker
         data["step_blocker"].append(0 if blocker is None else self._numbers[blocker] + 1)
         skipped = [self._numbers[request] for request in parts.table.skipped]
@@ -408,6 +412,7 @@ class FilmRecorder(Listener):
         ends, self._ends = self._ends, []
         data = self._add(Op.STEPS, float(run.times[0]))
         parts = self._parts()
+        num_evicted = parts.kv.num_evictions - self._num_evictions
         data["step_id"].append(run.first_step_id)
         data["step_blocked"].append(0 if run.blocked_by is None else _REASON[run.blocked_by] + 1)
         self._tell_queue(data, parts)
@@ -417,7 +422,7 @@ class FilmRecorder(Listener):
         micros = np.rint((np.asarray(run.times, dtype=np.float64) - start) * 1e6).astype(np.int64)
         data["steps_micros"] += np.diff(micros).tolist()
         if self._mirror is not None:
-            self._mirror.steps(self._num_frames, parts, run, self._numbers)
+            self._mirror.steps(self._num_frames, parts, run, self._numbers, num_evicted)
         self._num_frames += 1
         completed = [request for request in run.update.completed_parts if request in self._numbers]
         num_ends = len(ends) + len(completed) + self._put_first(run.requests)
@@ -523,10 +528,14 @@ class _Mirror:
             data["block"] += output.block_ids.tolist()
         self._settle(frame, parts, output.block_ids, is_sure=not output.resync)
 
-    def steps(self, frame: int, parts: Parts, run: StepRun, numbers: dict[Request, int]) -> None:
-        """The blocks of steps that were done at once, with the step of each."""
+    def steps(self, frame: int, parts: Parts, run: StepRun, numbers: dict[Request, int], num_evicted: int) -> None:
+        """The blocks of steps that were done at once, with the step of each; `num_evicted` of these were cached."""
         if parts.transfers is None:
             self._give_back(frame, parts, run.returned_blocks)
+            were_blank = run.block_ids[: len(run.block_ids) - num_evicted]  # those are allocated first
+            were_blank = were_blank[self.is_cached[were_blank]]
+            if len(were_blank):
+                self._set_blank(frame, were_blank)
         if len(run.block_ids):
             if parts.transfers is None:
                 self._take(run.block_ids.astype(np.int64))

@@ -11,7 +11,7 @@
 "use strict";
 
 const MAGIC = "pointsman film\n";
-const FORMAT_VERSION = 1;
+const FORMAT_VERSION = 2;
 const MAX_CHUNK = 2 ** 25;
 
 class FilmError extends Error {}
@@ -23,8 +23,9 @@ const COLUMNS = {
     key_prompt key_preemptions key_flight key_flight_request key_flight_tokens key_flight_flags op +time +request
     refused_why parked_status deferred_reason deferred_missing deferred_holder admitted_resumed admitted_cached
     admitted_external preempted_cause preempted_lost preempted_cached preempted_recovery finished_reason
-    finished_generated finished_detail +step_id step_blocked +step_free +step_blocker step_skipped +skipped_request
-    step_exceptions exception_row exception_tokens exception_flags update_exceptions update_row update_count
+    finished_generated finished_detail +step_id step_blocked +step_free step_evicted
+    +step_blocker step_skipped +skipped_request step_exceptions exception_row exception_tokens exception_flags
+    update_exceptions update_row update_count
     steps_count steps_ends +steps_micros failed_steps failed_rows failed_computed load_tokens load_failed priority
     extended_prompt extended_generated pause_mode limit`,
   B: "key_count +key_block +key_held key_held_count key_cached +frame op +request count +block value",
@@ -34,7 +35,7 @@ for (const [kind, names] of Object.entries(COLUMNS)) {
 }
 
 // What each event has besides its time, and its request unless it is of none.
-const OF_STEPS = ["step_id", "step_blocked", "step_free", "step_blocker", "step_skipped"];
+const OF_STEPS = ["step_id", "step_blocked", "step_free", "step_evicted", "step_blocker", "step_skipped"];
 const FIELDS = {
   added: [], refused: ["refused_why"], queued: [], parked: ["parked_status"],
   deferred: ["deferred_reason", "deferred_missing", "deferred_holder"],
