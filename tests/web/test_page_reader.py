@@ -7,15 +7,17 @@ import json
 import random
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pointsman.core import replay
-from pointsman.core.observe.film_format import COLUMNS, read_header, write_header
-from pointsman.web.film import Film
+from pointsman.core.observe.film_format import COLUMNS, Op, read_header, write_header
+from pointsman.web.film import Film, State
 from pointsman.web.story import Teller, life_of
+from pointsman.web.timeline import timeline_of
 from tests.property.test_fast_forward import FOCUS
 from tests.property.test_fast_forward import drive as drive_twins
 from tests.property.test_film import Filmed, recorded
@@ -23,6 +25,7 @@ from tests.soak import short_or_long
 
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="the page's reader is tried with Node.js")
 
+OF_MEMORY = ("watermark", "full_sequence", "decode_reserve", "reserve", "bypass", "blocks", "preemption")
 READER = Path(__file__).with_name("read_film.js")
 NUM_SEEDS = short_or_long(2, 20)
 FOCUS_OF_RUNS = ("few blocks", "evictions", "priority", "retention")
@@ -49,6 +52,91 @@ def films(folder: Path) -> list[Path]:
             made.append(folder / f"{focus}-{seed}.film")
             made[-1].write_bytes(filmed.finish())
     return made
+
+
+def counts_at(film: Film, frame: int, step: int) -> dict[str, int]:
+    """What had happened when a step had been decided, from the events up to it."""
+    events, timeline = list(film.events(0, frame + 1)), timeline_of(film)[0]
+    names, begun = film.header["names"], film.frames[frame]
+    steps = [event.fields for event in events if event.op in (Op.STEP, Op.STEPS)]
+    lengths = [one.num_steps for one in film.frames[:frame]] + [step - begun.step_id + 1]
+    blocked = [fields["blocked"] and names["reasons"][fields["blocked"] - 1] in OF_MEMORY for fields in steps]
+    ends = [event.fields["reason"] for event in events if event.op is Op.FINISHED]
+    refused = ends.count(names["finish_reasons"].index("refused"))
+    left = int(timeline.num_running[frame]) * (begun.num_steps - lengths[-1])
+    causes = [names["causes"][event.fields["cause"]] for event in events if event.op is Op.PREEMPTED]
+    return {
+        "steps": sum(lengths),
+        "prefill": int(timeline.num_prefill_tokens[: frame + 1].sum()),
+        "decode": int((timeline.num_decode_tokens * timeline.num_steps)[: frame + 1].sum()) - left,
+        "cached": sum(event.fields["cached"] for event in events if event.op is Op.ADMITTED),
+        "preempted": len(causes),
+        "finished": len(ends) - refused,
+        "evicted": sum(fields["evicted"] for fields in steps),
+        "waited": sum(length for length, one in zip(lengths, blocked, strict=True) if one),
+        "outOfMemory": causes.count("memory"),
+        "refused": refused + sum(event.op is Op.REFUSED for event in events),
+    }
+
+
+def gained(film: Film, frame: int, state: State) -> dict[str, int]:
+    """Requests in each place, less those when the film began."""
+    gains, counts = Counter[str](), counts_at(film, frame, film.frames[frame].step_id)
+    for found, sign in ((state, 1), (film.beginning(), -1)):
+        for one in found.requests.values():
+            gains["parked" if one.number in found.parked else one.status] += sign
+    gains.update(finished=counts["finished"], refused=counts["refused"])
+    places = ("waiting", "parked", "running", "preempted", "finished", "refused")
+    return {"new": -sum(gains.values()), **{place: gains[place] for place in places}}
+
+
+def longest_itl(film: Film) -> list[float]:
+    """Of each step's requests the longest time since their token before."""
+    last: dict[int, float] = {}
+    flight: list[tuple[int, list[tuple[int, bool]]]] = [
+        (-1, [(row.number, row.samples) for row in rows]) for rows in film.beginning().in_flight
+    ]
+    found, index = [0.0] * film.num_steps, 0
+    place = 0
+
+    def came(number: int, time: float) -> float:
+        before = last.get(number, time)
+        last[number] = time
+        return time - before
+
+    for event in film.events(0, None):
+        if event.op is Op.STEP:
+            rows = [(row.number, row.samples) for row in film.state_at(index).batch]
+            flight.append((place, rows))
+        elif event.op is Op.UPDATE:
+            whose, rows = flight.pop(0)
+            counts = [int(samples) for _, samples in rows]
+            for row, count in event.fields["rows"]:
+                counts[row] = count
+            gaps = [came(number, event.time) for (number, _), count in zip(rows, counts, strict=True) if count]
+            if whose >= 0:
+                found[whose] = max(gaps, default=0.0)
+        elif event.op is Op.STEPS:
+            time = event.time
+            for step, micros in enumerate(event.fields["micros"]):
+                time += micros / 1e6
+                running = film.state_at(index, event.fields["id"] + step).running
+                found[place + step] = max((came(number, time) for number in running), default=0.0)
+        elif event.op is Op.FAILED:
+            del flight[len(flight) - event.fields["steps"] :]
+        elif event.op is Op.EXTENDED:
+            assert event.request is not None
+            last.pop(event.request, None)
+        if event.op in (Op.STEP, Op.STEPS):
+            place, index = place + film.frames[index].num_steps, index + 1
+    return found
+
+
+def before(film: Film, frame: int, step: int, most: int) -> list[list[Any]]:
+    told = Teller(film)
+    first = frame if step > film.frames[frame].step_id else frame - 1
+    every = [[index, one] for index in range(first, -1, -1) for one in reversed(told.decided(index))]
+    return every[:most]
 
 
 def some_steps(film: Film, rng: random.Random) -> list[list[int | None]]:
@@ -116,9 +204,23 @@ def test_states_words_and_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
                 time = film.state_at(frame, step).time
                 assert state["ways"][:4] == [place, {"frame": frame, "step": step}, frame, time]
                 assert state["ways"][4] >= place  # later, if the next steps took no time
+                assert state["counts"] == counts_at(film, frame, step)
+                assert state["places"] == gained(film, frame, film.state_at(frame, step))
+                assert state["before"] == before(film, frame, step, 12)
+        timeline = timeline_of(film)[0]
+        config = film.header["config"]
+        assert answer["curves"]["running"] == timeline.num_running.tolist()
+        assert answer["curves"]["waiting"] == timeline.num_waiting.tolist()
+        size = config["num_blocks"] - config["num_reserved_blocks"]
+        assert answer["curves"]["used"] == pytest.approx(1 - timeline.num_free_blocks / size)
+        assert answer["itl"] == pytest.approx(longest_itl(film))
         for number, (moments, waited, ran) in zip(question["requests"], answer["lives"], strict=True):
             life = life_of(film, number)
-            assert [(time, told) for time, told in moments] == life.moments
+            assert [(time, told) for time, told, _ in moments] == life.moments
+            assert all(
+                told in (answer["after"] if at == len(film.frames) else Teller(film).decided(at))
+                for _, told, at in moments
+            )
             assert waited == pytest.approx(life.waited) and ran == pytest.approx(life.ran)
 
 

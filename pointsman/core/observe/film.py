@@ -81,6 +81,7 @@ class FilmRecorder(Listener):
         self._running: dict[Request, None] = {}  # in order of admission
         self._waiting: dict[Request, None] = {}  # in the order in which they came
         self._parked: dict[Request, None] = {}
+        self._admissions: dict[Request, int] = {}  # of those that have been admitted, how often
         self._deferred: dict[Request, int] = {}  # reason of each waiting request that was asked for
         self._flight: deque[SchedulerOutput] = deque()
         self._ends: list[tuple[Request, float]] = []  # maybe of an update whose event is yet to come
@@ -121,6 +122,9 @@ class FilmRecorder(Listener):
         self._running = dict.fromkeys(parts.batch.members.requests)
         waiting = sorted(parts.table.queue, key=_came)
         self._waiting, self._parked = dict.fromkeys(waiting), dict.fromkeys(parts.table.parked.values())
+        for request in self._numbers:
+            if request._state.serial:
+                self._admissions[request] = 1 + (request in self._running and request.num_preemptions > 0)
         for request in waiting:
             if request._state.deferral is not None:
                 self._deferred[request] = _REASON[request._state.deferral.reason]
@@ -184,6 +188,7 @@ class FilmRecorder(Listener):
             data["key_generated"].append(request.num_output_tokens)
             data["key_prompt"].append(request.num_prompt_tokens)
             data["key_preemptions"].append(request._state.num_preemptions)
+            data["key_admissions"].append(self._admissions.get(request, 0))
         for output in self._flight:
             data["key_flight"].append(output.num_rows)
             for index, request in enumerate(output.requests):
@@ -271,6 +276,7 @@ class FilmRecorder(Listener):
         data["admitted_external"].append(event.num_external_tokens)
         self._leave(event.request)
         self._running[event.request] = None
+        self._admissions[event.request] = self._admissions.get(event.request, 0) + 1
 
     def on_preempted(self, event: Preempted) -> None:
         """See `Listener`."""
@@ -286,6 +292,7 @@ class FilmRecorder(Listener):
         """See `Listener`."""
         self._add(Op.ROLLED_BACK, now, request)
         self._leave(request)
+        self._admissions[request] -= 1
         self._waiting[request] = None
 
     def on_finished(self, request: Request, now: float) -> None:
@@ -301,6 +308,7 @@ class FilmRecorder(Listener):
             data["finished_generated"].append(request.num_output_tokens)
             data["finished_detail"].append(self._string(request.finish_detail) + 1 if request.finish_detail else 0)
             self._leave(request)
+            self._admissions.pop(request, None)
             del self._numbers[request]
 
     def on_load_started(self, event: LoadStarted) -> None:

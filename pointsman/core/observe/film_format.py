@@ -126,6 +126,7 @@ COLUMNS: Final[Mapping[str, Mapping[str, bool]]] = {
         "key_generated": False,  # of all, in this order
         "key_prompt": False,
         "key_preemptions": False,
+        "key_admissions": False,  # 0: it has not started
         "key_flight": False,  # of each step in flight how many rows
         "key_flight_request": False,  # + 1; 0: it has finished
         "key_flight_tokens": False,

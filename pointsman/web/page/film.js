@@ -20,7 +20,8 @@ class FilmError extends Error {}
 const COLUMNS = {
   R: "id tenant +arrival prompt_tokens max_tokens priority",
   E: `key_time +key_running +key_waiting +key_parked key_status key_reason key_computed key_cached key_generated
-    key_prompt key_preemptions key_flight key_flight_request key_flight_tokens key_flight_flags op +time +request
+    key_prompt key_preemptions key_admissions key_flight key_flight_request key_flight_tokens key_flight_flags op +time
+    +request
     refused_why parked_status deferred_reason deferred_missing deferred_holder admitted_resumed admitted_cached
     admitted_external preempted_cause preempted_lost preempted_cached preempted_recovery finished_reason
     finished_generated finished_detail +step_id step_blocked +step_free step_evicted
@@ -122,16 +123,21 @@ function unpack(kind, bytes) {
   return { columns, strings: reader.strings() };
 }
 
-// The last of the places for which something holds that holds up to one of them; 0 if there is none.
-function lastOf(values, holds) {
+// The first of the places for which something holds that holds from one of them on; the length if there is none.
+function firstOf(values, holds) {
   let low = 0;
   let high = values.length;
-  while (high - low > 1) {
+  while (low < high) {
     const middle = (low + high) >> 1;
-    if (holds(values[middle])) low = middle;
-    else high = middle;
+    if (holds(values[middle])) high = middle;
+    else low = middle + 1;
   }
   return low;
+}
+
+// The last of the places for which something holds that holds up to one of them; 0 if there is none.
+function lastOf(values, holds) {
+  return Math.max(0, firstOf(values, (value) => !holds(value)) - 1);
 }
 
 // What has passed at the beginning of each of steps that take so long, and at the end of the last one.
@@ -139,6 +145,11 @@ function passed(lengths) {
   const found = new Float64Array(lengths.length + 1);
   lengths.forEach((length, index) => (found[index + 1] = found[index] + length));
   return found;
+}
+
+// Of the columns of a chunk's events what remains when these are decoded.
+function keyFrameOf(columns) {
+  return Object.fromEntries(Object.entries(columns).filter(([name]) => name.startsWith("key_")));
 }
 
 // ---------------------------------------------------------------------------------------------------------- a film
@@ -276,12 +287,19 @@ class Film {
         }
         return event;
       });
+      chunk.events = keyFrameOf(chunk.events);
     }
     if (!this.frames.length) throw new FilmError("the film has no step");
     const last = this.chunks[this.chunks.length - 1];
     const event = last.list.at(-1);
     this.end = event === undefined ? last.events.key_time[0] / 1e6 : event.time;
     if (event?.op === "steps") this.end += event.passed.at(-1) / 1e6;
+  }
+
+  // What came after the last step.
+  eventsAfter() {
+    const { chunk, event } = this.frames.at(-1);
+    return this.chunks.slice(chunk).flatMap(({ list }, index) => (index ? list : list.slice(event + 1)));
   }
 
   // What led to a frame, its own step last.
@@ -386,7 +404,7 @@ class Walk {
       requests.set(number, {
         number, status: "waiting", prompt: columns.key_prompt[index],
         generated: columns.key_generated[index], computed: 0, cached: columns.key_cached[index], numPreemptions,
-        reason: null, missing: 0, holder: null, admission: 1, table: [],
+        reason: null, missing: 0, holder: null, admission: columns.key_admissions[index], table: [],
       });
     });
     running.forEach((number, index) => {
@@ -394,7 +412,7 @@ class Walk {
     });
     [...waiting, ...parked].forEach((number, index) => {
       const status = this.names.statuses[columns.key_status[index]];
-      Object.assign(requests.get(number), { status, admission: status === "waiting" ? 0 : 1 });
+      requests.get(number).status = status;
     });
     waiting.forEach((number, index) => {
       const reason = columns.key_reason[index];
@@ -406,9 +424,10 @@ class Walk {
       const rows = [];
       for (const end = at + count; at < end; at++) {
         const flags = columns.key_flight_flags[at];
+        const number = columns.key_flight_request[at] - 1;
         rows.push({
-          number: columns.key_flight_request[at] - 1, tokens: columns.key_flight_tokens[at], samples: (flags & 1) === 1,
-          drafts: flags >> 2, admission: flags & 2 ? 1 : 0,
+          number, tokens: columns.key_flight_tokens[at], samples: (flags & 1) === 1, drafts: flags >> 2,
+          admission: flags & 2 ? requests.get(number)?.admission : -1,
         });
       }
       inFlight.push(rows);
@@ -656,4 +675,4 @@ class Walk {
   }
 }
 
-if (typeof module !== "undefined") module.exports = { Film, FilmError };
+if (typeof module !== "undefined") module.exports = { Film, FilmError, firstOf };
