@@ -14,7 +14,7 @@ import html
 from collections.abc import Mapping
 from importlib.resources import files
 
-VIEW = ("film.js", "counts.js", "story.js", "view.js")
+VIEW = ("film.js", "counts.js", "story.js", "line.js", "diagram.js", "view.js")
 """The scripts of a page that shows films, before its own."""
 
 
