@@ -92,10 +92,9 @@ class Diagram {
       line.setAttribute("marker-end", arrows[isLit ? 1 : 0]);
       if (isLit) happened.push(`${from} → ${to} ${now > 1 ? `${thousands(now)} times` : "once"}`);
     }
-    const isOn = this.says.textContent !== this.default; // something is pointed at
     this.default = happened.length ? `In this step: ${happened.join("; ")}.` : "In this step no request changes its state.";
-    const at = this.moves.find(({ group }) => group.matches(":hover, :focus"));
-    this.says.textContent = isOn && at ? at.group.getAttribute("aria-label") : this.default;
+    const pointedAt = this.moves.find(({ group }) => group.matches(":hover, :focus"));
+    this.says.textContent = pointedAt?.group.getAttribute("aria-label") ?? this.default;
   }
 }
 
@@ -113,7 +112,7 @@ function ladderOf(film, counts, frame, step) {
     const isLit = name === "waited" ? isBlocked : now[name] > 0;
     const rung = span("rung", "");
     const number = (count) => `${thousands(count)} ${count === 1 ? one : several}`;
-    const answered = name === "waited" ? `now: ${why}` : `now: ${number(now[name])}${name === "evicted" ? run : ""}`;
+    const answered = name === "waited" ? `now, by ${why}` : `now: ${number(now[name])}${name === "evicted" ? run : ""}`;
     const far = name === "evicted" && run ? `${number(until[name])} until the last of these` : `${number(until[name])} so far`;
     rung.append(span("name", title), " ", span("why", what), span("figures", `${isLit ? `${answered}; ` : ""}${far}`));
     const found = item(rung);

@@ -355,7 +355,7 @@ class View {
     const perCell = Math.ceil(numBlocks / MOST_CELLS);
     const count = Math.ceil(numBlocks / perCell);
     const width = Math.max(1, canvas.clientWidth);
-    const size = Math.max(3, Math.min(18, Math.floor(Math.sqrt((width * Math.max(90, width * 0.45)) / count))));
+    const size = Math.max(3, Math.min(18, Math.floor(Math.sqrt((width * Math.max(90, width * 0.75)) / count))));
     const columns = Math.max(1, Math.floor(width / size));
     const { context } = this.canvasOf("pool", Math.ceil(count / columns) * size);
     this.cells = { columns, size, perCell, count };
