@@ -143,7 +143,7 @@ def some_steps(film: Film, rng: random.Random) -> list[list[int | None]]:
     """Back and forth: single steps, each of several that were done at once, and what was true when these were over."""
     runs = [index for index, frame in enumerate(film.frames) if frame.num_steps > 1]
     chosen: list[list[int | None]] = []
-    for _ in range(min(8, len(film.frames))):
+    for _ in range(min(12, len(film.frames))):
         index = rng.randrange(len(film.frames)) if not runs or rng.random() < 0.4 else rng.choice(runs)
         frame = film.frames[index]
         chosen.append([index, rng.choice((None, *range(frame.step_id, frame.step_id + frame.num_steps)))])

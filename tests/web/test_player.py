@@ -248,6 +248,7 @@ def test_states_and_ladder(visit: Callable[..., Any], film: bytes) -> None:
     playwright.expect(says).to_have_text(move.get_attribute("aria-label"))
     page.locator("[data-part=line]").focus()
     playwright.expect(says).to_contain_text("In this step: ")
+    page.locator(".states svg").scroll_into_view_if_needed()
     box = page.locator(".states svg").bounding_box()
     page.mouse.move(box["x"] + 172 / 360 * box["width"], box["y"] + 170 / 364 * box["height"])
     playwright.expect(says).to_contain_text("waiting → running: it is admitted")
@@ -272,10 +273,26 @@ def test_states_and_ladder(visit: Callable[..., Any], film: bytes) -> None:
     assert f"{total} block{'s' * (total > 1)} so far" in rungs.nth(0).inner_text()
 
 
-def test_the_time_line_says_how_long_gaps_are(visit: Callable[..., Any], film: bytes) -> None:
-    gaps = longest_itl(Film(io.BytesIO(film)))
-    text = visit(film).locator("[data-part=lineLegend]").inner_text()
+def test_itl_on_the_time_line(visit: Callable[..., Any], film: bytes) -> None:
+    """The longest gap is seen where its step is, though many steps share a column of pixels."""
+    found = Film(io.BytesIO(film))
+    gaps = longest_itl(found)
+    page = visit(film, viewport={"width": 360, "height": 800})
+    text = page.locator("[data-part=lineLegend]").inner_text()
     assert f"to {float(f'{1000 * max(gaps):.3g}'):g} ms, logarithmic" in text
+    frame, step = [
+        (index, frame.step_id + place) for index, frame in enumerate(found.frames) for place in range(frame.num_steps)
+    ][gaps.index(max(gaps))]
+    share = found.state_at(frame, step).time / found.end
+    painted = page.evaluate(
+        """(share) => {
+          const canvas = view.part("line"), context = canvas.getContext("2d");
+          const has = (place, y) => [...context.getImageData(Math.floor(place * canvas.width) - 1, y, 3, 3).data].some((one) => one);
+          return [has(share, TOP_OF_ITL + 2), has(share, LINE_HEIGHT - 5), has(0.999, TOP_OF_ITL + 2), canvas.width];
+        }""",
+        share,
+    )
+    assert painted[:3] == [True, True, False] and painted[3] < found.num_steps
 
 
 def test_a_link_carries_step_and_request(visit: Callable[..., Any], film: bytes) -> None:

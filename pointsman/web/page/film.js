@@ -13,6 +13,7 @@
 const MAGIC = "pointsman film\n";
 const FORMAT_VERSION = 2;
 const MAX_CHUNK = 2 ** 25;
+const MOST_UNPACKED = 8; // chunks that keep their blocks, and how far their events are applied
 
 class FilmError extends Error {}
 
@@ -181,6 +182,7 @@ class Film {
     }
     this.requests = [];
     this.chunks = [];
+    this.unpacked = []; // those shown last, the last one at the end
     this.isComplete = false;
     let added = null;
     while (at + 9 <= bytes.length) {
@@ -215,6 +217,8 @@ class Film {
       const { packed, size } = chunk.packedBlocks;
       chunk.blocks = unpack("B", await inflate(packed, size)).columns;
     }
+    this.unpacked = [...this.unpacked.filter((one) => one !== chunk), chunk];
+    for (const old of this.unpacked.splice(0, this.unpacked.length - MOST_UNPACKED)) old.blocks = old.walk = null;
   }
 
   _addRequests(columns, strings) {
