@@ -250,7 +250,7 @@ def test_states_and_ladder(visit: Callable[..., Any], film: bytes) -> None:
     playwright.expect(says).to_contain_text("In this step: ")
     page.locator(".states svg").scroll_into_view_if_needed()
     box = page.locator(".states svg").bounding_box()
-    page.mouse.move(box["x"] + 172 / 360 * box["width"], box["y"] + 170 / 364 * box["height"])
+    page.mouse.move(box["x"] + 172 / 360 * box["width"], box["y"] + 150 / 364 * box["height"])
     playwright.expect(says).to_contain_text("waiting → running: it is admitted")
     rungs = page.locator("[data-part=ladder] li")
     assert "1 preemption; " in rungs.nth(2).inner_text() and f"{before} preemption" in rungs.nth(2).inner_text()
@@ -287,7 +287,8 @@ def test_itl_on_the_time_line(visit: Callable[..., Any], film: bytes) -> None:
     painted = page.evaluate(
         """(share) => {
           const canvas = view.part("line"), context = canvas.getContext("2d");
-          const has = (place, y) => [...context.getImageData(Math.floor(place * canvas.width) - 1, y, 3, 3).data].some((one) => one);
+          const pixels = (place, y) => context.getImageData(Math.floor(place * canvas.width) - 1, y, 3, 3).data;
+          const has = (place, y) => [...pixels(place, y)].some((one) => one);
           return [has(share, TOP_OF_ITL + 2), has(share, LINE_HEIGHT - 5), has(0.999, TOP_OF_ITL + 2), canvas.width];
         }""",
         share,
