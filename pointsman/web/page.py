@@ -1,8 +1,9 @@
 """Pages, each as one HTML file that needs nothing else: no network, and no Python once it is made.
 
-Their parts are in `page/`: `film.js` reads films, `story.js` puts them into words, `view.html` and `view.js` show one,
-and each page has markup and a script of its own. A page's policy (Content-Security-Policy) allows its scripts and its
-style sheet, by their hashes, and nothing else.
+Their parts are in `page/`: `film.js` reads films, `counts.js` counts what happened, `story.js` puts it into words,
+`line.js` and `diagram.js` draw it, `view.html` and `view.js` show one film, and each page has markup and a script of
+its own. A page's policy (Content-Security-Policy) allows its scripts and its style sheet, by their hashes, and nothing
+else.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import html
 from collections.abc import Mapping
 from importlib.resources import files
 
-VIEW = ("film.js", "story.js", "view.js")
+VIEW = ("film.js", "counts.js", "story.js", "line.js", "diagram.js", "view.js")
 """The scripts of a page that shows films, before its own."""
 
 

@@ -95,12 +95,19 @@ SHORT_FOCUS = (
 )
 
 
-def drive(seed: int, overrides: dict[str, Any], watch: Callable[[Scheduler], None] | None = None) -> tuple[World, Twin]:
+def drive(
+    seed: int,
+    overrides: dict[str, Any],
+    watch: Callable[[Scheduler], None] | None = None,
+    watch_first: Callable[[Scheduler], None] | None = None,
+) -> tuple[World, Twin]:
     """A random run of the first scheduler, which the second follows; `watch` gets the second one at its beginning."""
     choose, twin = SeededChooser(seed), Twin(seed, watch)
     world = make_world(choose, overrides, recording=twin)
     world.is_busy = True  # else a policy that learns from step times would learn other ones from steps at once
     twin.first = world.scheduler
+    if watch_first is not None:
+        watch_first(world.scheduler)
     is_calm = seed % 4 > 0
     weights = {**CALM, "add": CROWDED} if seed % 4 == 3 else CALM
     wheel = [op for op in OPERATIONS for _ in range(weights.get(op.name, 0) if is_calm else op.weight)]

@@ -9,7 +9,7 @@ function problem(text) {
 
 // A link carries step and request.
 function remember(view) {
-  const where = new URLSearchParams({ step: view.film.frames[view.frame].step });
+  const where = new URLSearchParams({ step: view.step });
   if (view.chosen !== null) where.set("request", view.film.requests[view.chosen].id);
   history.replaceState(null, "", `#${where}`);
 }
@@ -23,7 +23,9 @@ async function open(buffer, name) {
   $("player").hidden = false;
   view.drawLine();
   if (wanted.has("request")) view.choose(view.film.requests.findIndex((one) => one.id === wanted.get("request")), false);
-  await view.show((wanted.has("step") ? view.film.frameOfStep(Number(wanted.get("step"))) : null) ?? 0);
+  const step = Number(wanted.get("step"));
+  const frame = wanted.has("step") ? view.film.frameOfStep(step) : null;
+  await (frame === null ? view.show(0) : view.show(frame, step));
 }
 
 function begin() {
