@@ -43,6 +43,8 @@ FARTHEST_PACE = 3.0
 """For `growth`: running requests count as at most so many times as far from their ends as usual, or as near."""
 NUM_AGES = 256
 """For `growth`: ages at which the chance to finish is tabulated."""
+MAX_SHORTAGES = 1024
+"""Distinct shortages that are remembered."""
 _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)
 
 
@@ -104,6 +106,8 @@ class Shortage(NamedTuple):
     """(free blocks, reason): the reason is that of the first entry for which the free blocks suffice."""
     own: int = 0
     """Of the required, those that are not kept for a request before it."""
+    asked: tuple[int, ...] = ()
+    """The blocks of the first chunk, and those of each reserve: equal ones have the same of all the others."""
 
     def deferral(self, num_free: int, blocks_queue: bool = True) -> Deferral:
         """Why the request waits while `num_free` blocks, fewer than required, are free."""
@@ -138,6 +142,7 @@ class Reserves(Gate):
         less with more that wait."""
         self.shortage: Shortage | None = None
         """What the last checked request lacks; None: nothing."""
+        self._shortages: dict[tuple[int, ...], Shortage] = {}  # by what was asked: many requests lack the same
 
     @property
     def num_changes(self) -> tuple[int, ...]:
@@ -160,12 +165,22 @@ class Reserves(Gate):
         if required <= num_free:
             self.shortage = None
             return want
-        rungs = [(required - blocks, each.reason) for blocks, each in zip(asked, self.policies, strict=True)]
+        key = (first, *asked)
+        shortage = self._shortages.get(key)
+        if shortage is None:
+            if len(self._shortages) >= MAX_SHORTAGES:
+                self._shortages.clear()
+            shortage = self._shortages[key] = self._shortage(required, key)
+        self.shortage = shortage
+        return self.deferral(request, shortage, num_free)
+
+    def _shortage(self, required: int, asked: tuple[int, ...]) -> Shortage:
+        first, *others = asked
+        rungs = [(required - blocks, each.reason) for blocks, each in zip(others, self.policies, strict=True)]
         if self.policies:
             rungs.append((first, self.policies[-1].reason))
-        kept = 0 if self.bypass is None else asked[self.policies.index(self.bypass)]
-        self.shortage = Shortage(required, [*rungs, (0, Reason.BLOCKS)], required - kept)
-        return self.deferral(request, self.shortage, num_free)
+        kept = 0 if self.bypass is None else others[self.policies.index(self.bypass)]
+        return Shortage(required, (*rungs, (0, Reason.BLOCKS)), required - kept, asked)
 
     def deferral(self, request: Request, shortage: Shortage, num_free: int) -> Deferral:
         """Why a request waits that lacks blocks, and whether others may pass it."""

@@ -147,7 +147,8 @@ class Swap(Policy):
 
     def on_step_time(self, load: StepLoad, seconds: float) -> None:
         """Steps are learned without their copies."""
-        self._times.observe(load, seconds - self._copied_seconds)
+        copied, self._copied_seconds = self._copied_seconds, 0.0  # steps that are done at once copy nothing
+        self._times.observe(load, seconds - copied)
 
 
 def make_swap(config: SchedulerConfig, kv: KVCacheManager) -> Swap | None:

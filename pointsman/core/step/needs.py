@@ -91,6 +91,7 @@ class Needs:
         """What was found of some requests; `get` says whether it is still so."""
         self._watching: dict[int, dict[int, list[Request]]] = {}  # by what each has as `watched`
         self._shortfalls: dict[tuple[int, ...], Shortfall] = {}  # by their numbers
+        self._by_asked: dict[tuple[int, tuple[int, ...]], Shortfall] = {}  # by owed blocks and `Shortage.asked`
         self._num_kept = 0
         self._key: tuple[Any, ...] | None = None
         self._owed = 0
@@ -153,7 +154,19 @@ class Needs:
             return None
         if state.num_tokens > self.most_tokens:
             return None
-        kept, levels = shortage.required - shortage.own, self._levels_of_rungs
+        key = (owed, shortage.asked)
+        shortfall = self._by_asked.get(key)
+        if shortfall is None:
+            shortfall = self._by_asked[key] = self._shortfall(shortage)
+        watched = self._to_watch(request)
+        need = Need(shortfall, state.serial, state.num_tokens, self._view.num_waiting, watched)
+        self._enter(request, need)
+        self._num_kept += 1
+        return need
+
+    def _shortfall(self, shortage: Shortage) -> Shortfall:
+        """What lacking so much now means at other levels."""
+        owed, levels, kept = self._owed, self._levels_of_rungs, shortage.required - shortage.own
         less = (0, kept, owed, kept + owed)
         least, rungs = shortage.own - owed, shortage.rungs
         blocks = [enough - less[level] for level, (enough, _) in zip(levels, rungs, strict=True)]
@@ -162,11 +175,7 @@ class Needs:
         if shortfall is None:
             entries = zip(levels, blocks, [reason for _, reason in rungs], strict=True)
             shortfall = self._shortfalls[key] = Shortfall(least, tuple(entries))
-        watched = self._to_watch(request)
-        need = Need(shortfall, state.serial, state.num_tokens, self._view.num_waiting, watched)
-        self._enter(request, need)
-        self._num_kept += 1
-        return need
+        return shortfall
 
     def _enter(self, request: Request, need: Need) -> None:
         self.known[request] = need
@@ -199,7 +208,7 @@ class Needs:
 
     def _forget_but(self, requests: Sequence[Request]) -> None:
         known = self.known
-        self.known, self._watching, self._shortfalls = {}, {}, {}
+        self.known, self._watching, self._shortfalls, self._by_asked = {}, {}, {}, {}
         for request in requests:
             need = known.get(request)
             if need is not None:
