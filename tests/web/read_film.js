@@ -8,6 +8,7 @@ const path = require("path");
 const page = path.join(__dirname, "..", "..", "pointsman", "web", "page");
 const { Film, firstOf } = require(path.join(page, "film.js"));
 const { Counts, PLACES } = require(path.join(page, "counts.js"));
+const { MOVES } = require(path.join(page, "diagram.js"));
 const { Teller } = require(path.join(page, "story.js"));
 
 globalThis.firstOf = firstOf; // a page has all of it in one script
@@ -51,7 +52,9 @@ async function answer({ film: file, steps, requests }) {
   });
   const curves = Object.fromEntries(["running", "waiting", "used"].map((name) => [name, [...counts[name]]]));
   const itl = [...counts.itl];
-  return { curves, itl, after: teller.sentences(film.eventsAfter()), frames: film.frames.map((one) => [one.step, one.numSteps, one.time]), end: film.end, states, lives };
+  const drawn = new Set(MOVES.map(([from, to]) => `${from} ${to}`));
+  const notDrawn = [...counts.moves.keys()].filter((move) => !drawn.has(move));
+  return { curves, itl, notDrawn, after: teller.sentences(film.eventsAfter()), frames: film.frames.map((one) => [one.step, one.numSteps, one.time]), end: film.end, states, lives };
 }
 
 // How many requests each place gained in the moves until a frame.

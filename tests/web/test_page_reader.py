@@ -213,6 +213,7 @@ def test_states_words_and_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert answer["curves"]["waiting"] == timeline.num_waiting.tolist()
         size = config["num_blocks"] - config["num_reserved_blocks"]
         assert answer["curves"]["used"] == pytest.approx(1 - timeline.num_free_blocks / size)
+        assert answer["notDrawn"] == []  # moves that the diagram of states lacks
         assert answer["itl"] == pytest.approx(longest_itl(film))
         for number, (moments, waited, ran) in zip(question["requests"], answer["lives"], strict=True):
             life = life_of(film, number)

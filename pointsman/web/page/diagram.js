@@ -112,7 +112,7 @@ function ladderOf(film, counts, frame, step) {
     const isLit = name === "waited" ? isBlocked : now[name] > 0;
     const rung = span("rung", "");
     const number = (count) => `${thousands(count)} ${count === 1 ? one : several}`;
-    const answered = name === "waited" ? `now, by ${why}` : `now: ${number(now[name])}${name === "evicted" ? run : ""}`;
+    const answered = name === "waited" ? `now, reason: ${why}` : `now: ${number(now[name])}${name === "evicted" ? run : ""}`;
     const far = name === "evicted" && run ? `${number(until[name])} until the last of these` : `${number(until[name])} so far`;
     rung.append(span("name", title), " ", span("why", what), span("figures", `${isLit ? `${answered}; ` : ""}${far}`));
     const found = item(rung);
@@ -120,3 +120,5 @@ function ladderOf(film, counts, frame, step) {
     return found;
   });
 }
+
+if (typeof module !== "undefined") module.exports = { MOVES };
