@@ -26,6 +26,7 @@ class Counts {
     const perStep = () => new Float64Array(film.numSteps);
     Object.assign(this, { begins: perStep(), ends: perStep(), itl: perStep() });
     this.ofRequest = film.requests.map(() => []); // its events, and the frame that each led to
+    this.firstToken = new Float64Array(film.requests.length).fill(NaN); // when it came; NaN: never, or before the film
     this.finishes = []; // these events, in order, and their frames
     this.told = []; // frames to which something led that can be told, or a request
     this.moves = new Map(); // "waiting running" -> the frame that each led to
@@ -77,6 +78,7 @@ class Counting {
     this.numIn = new Float64Array(PLACES.length);
     this.total = { prefill: 0, decode: 0, cached: 0, preempted: 0, finished: 0, evicted: 0, waited: 0, outOfMemory: 0, refused: 0 };
     const begin = this.film.beginning();
+    this.before = new Set(begin.requests.keys()); // who came before the film begins
     this.running = [...begin.running]; // replaced, not changed: steps in flight keep theirs
     for (const one of begin.requests.values()) {
       const known = one.prompt + one.generated;
@@ -203,6 +205,7 @@ class Counting {
   _token(number, time) {
     const gap = time - this.lastToken[number];
     this.lastToken[number] = time;
+    if (Number.isNaN(this.counts.firstToken[number]) && !this.before.has(number)) this.counts.firstToken[number] = time;
     return gap > 0 ? gap : 0; // NaN: it is the first
   }
 
