@@ -74,9 +74,8 @@ def shots(data: bytes, chromium: str) -> list[Image.Image]:
         for _ in range(FRAMES):
             page.wait_for_timeout(60)
             shot = Image.open(io.BytesIO(page.screenshot()))
-            found.append(
-                shot.convert("RGB").resize((WIDTH, WIDTH * shot.height // shot.width), Image.Resampling.LANCZOS)
-            )
+            size = WIDTH, WIDTH * shot.height // shot.width
+            found.append(shot.convert("RGB").resize(size, Image.Resampling.LANCZOS))
             page.click("[data-part=step]")
         browser.close()
     return found
