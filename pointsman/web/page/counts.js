@@ -87,7 +87,7 @@ class Counting {
       this.admissions[one.number] = one.admission;
       this.numIn[this.places[one.number]]++;
     }
-    this.flight = begin.inFlight.map((rows) => ({
+    this.flight = begin.inFlight.map(({ rows }) => ({
       place: null, numbers: rows.map((row) => row.number), samples: rows.map((row) => row.samples),
     }));
   }

@@ -13,7 +13,7 @@
 const MAGIC = "pointsman film\n";
 const FORMAT_VERSION = 2;
 const MAX_CHUNK = 2 ** 25;
-const MOST_UNPACKED = 8; // chunks that keep their blocks, and how far their events are applied
+const MOST_UNPACKED = 16; // chunks that keep their blocks, and how far their events are applied
 
 class FilmError extends Error {}
 
@@ -79,7 +79,7 @@ class Reader {
     const values = new Array(count);
     let last = 0;
     for (let index = 0; index < count; index++) {
-      const folded = this.number();
+      const folded = this.bytes[this.at] < 128 ? this.bytes[this.at++] : this.number();
       const value = folded % 2 ? -(folded + 1) / 2 : folded / 2;
       last = differences ? last + value : value;
       values[index] = last;
@@ -100,7 +100,13 @@ class Reader {
 }
 
 async function inflate(bytes, size) {
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const source = new ReadableStream({
+    start(controller) {
+      controller.enqueue(bytes);
+      controller.close();
+    },
+  });
+  const stream = source.pipeThrough(new DecompressionStream("deflate"));
   const out = new Uint8Array(size);
   let at = 0;
   try {
@@ -378,11 +384,17 @@ class Film {
     if (isPast || walk.hasBlocks !== (of.blocks !== null)) walk = of.walk = new Walk(this, of);
     while (walk.next < end || walk.numEnds) walk.apply(of.list[walk.next++]);
     if (count) walk.advance(of.list[event], count);
+    walk.state.batch ??= plainRows(walk.plain);
     return walk.state;
   }
 }
 
 // ---------------------------------------------------------------------------------------------------------- a state
+
+// Rows of one token that is sampled from. Most rows are: they are objects where they are looked at.
+function plainRows(numbers) {
+  return numbers.map((number) => ({ number, tokens: 1, samples: true, drafts: 0, admission: 0 }));
+}
 
 class Walk {
   constructor(film, chunk) {
@@ -392,6 +404,8 @@ class Walk {
     this.numEnds = 0;
     this.numFrames = 0;
     this.numDone = 0; // of steps at once, the next event: those that are applied already
+    this.numbers = null; // of what runs, while that stays the same
+    this.plain = []; // those of the newest step, if it has plain rows alone
     this.hasBlocks = chunk.blocks !== null;
     this.blocks = null;
     this._keyFrame(chunk.events);
@@ -434,7 +448,7 @@ class Walk {
           admission: flags & 2 ? requests.get(number)?.admission : -1,
         });
       }
-      inFlight.push(rows);
+      inFlight.push({ numbers: null, rows });
     }
     this.state = {
       requests, running: [...running], waiting: [...waiting], parked: [...parked], time: columns.key_time[0] / 1e6,
@@ -506,6 +520,7 @@ class Walk {
 
   _move(one, place, status) {
     const state = this.state;
+    this.numbers = null;
     for (const other of [state.running, state.waiting, state.parked]) {
       const index = other.indexOf(one.number);
       if (index >= 0) other.splice(index, 1);
@@ -527,24 +542,39 @@ class Walk {
 
   _step(event) {
     const state = this.state;
-    const rows = state.running.map((number) => ({
-      number, tokens: 1, samples: true, drafts: 0, admission: state.requests.get(number).admission,
-    }));
-    let place = 0;
-    for (const [ahead, tokens, flags] of event.rows) {
-      place += ahead;
-      if (!(place in rows)) throw new FilmError("a step names a row that does not run; the film is broken");
-      Object.assign(rows[place], { tokens, samples: (flags & 1) === 1, drafts: flags >> 1 });
+    this.numbers ??= [...state.running];
+    if (event.rows.length) {
+      const rows = plainRows(this.numbers);
+      let place = 0;
+      for (const [ahead, tokens, flags] of event.rows) {
+        place += ahead;
+        if (!(place in rows)) throw new FilmError("a step names a row that does not run; the film is broken");
+        const { admission } = state.requests.get(rows[place].number);
+        Object.assign(rows[place], { tokens, samples: (flags & 1) === 1, drafts: flags >> 1, admission });
+      }
+      state.batch = rows.filter((row) => row.tokens);
+      for (const row of state.batch) state.requests.get(row.number).computed += row.tokens;
+      state.inFlight.push({ numbers: null, rows: state.batch });
+    } else {
+      state.batch = null;
+      this.plain = this.numbers;
+      for (const number of this.numbers) state.requests.get(number).computed++;
+      state.inFlight.push({ numbers: this.numbers, rows: null });
     }
     this._queue(event);
-    state.batch = rows.filter((row) => row.tokens);
-    for (const row of state.batch) state.requests.get(row.number).computed += row.tokens;
-    state.inFlight.push(state.batch);
     this._blocksOf(this.numFrames++, false);
   }
 
   _update(event) {
-    const rows = this.state.inFlight.shift() ?? [];
+    const { numbers, rows: some } = this.state.inFlight.shift() ?? { numbers: [], rows: null };
+    if (some === null && !event.rows.length) {
+      for (const number of numbers) {
+        const one = this.state.requests.get(number);
+        if (one !== undefined) one.generated++;
+      }
+      return;
+    }
+    const rows = some ?? plainRows(numbers);
     const counts = rows.map((row) => (row.samples ? 1 : 0));
     for (const [index, count] of event.rows) counts[index] = count;
     rows.forEach((row, index) => {
@@ -568,7 +598,9 @@ class Walk {
     }
     if (!this.numDone) {
       this._queue(event);
-      state.batch = state.running.map((number) => ({ number, tokens: 1, samples: true, drafts: 0, admission: 0 }));
+      this.numbers ??= [...state.running];
+      state.batch = null;
+      this.plain = this.numbers;
       this._blocksOf(this.numFrames, true);
     }
     state.time = event.time + event.passed[count - 1] / 1e6;

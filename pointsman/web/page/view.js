@@ -361,24 +361,26 @@ class View {
     const columns = Math.max(1, Math.floor(width / size));
     const { context } = this.canvasOf("pool", Math.ceil(count / columns) * size);
     this.cells = { columns, size, perCell, count };
-    const colours = ["--none", "--green", "--blue", "--purple", "--red"].map(colour);
-    const totals = [0, 0, 0, 0];
-    const kind = (block) => {
-      const references = state.references[block];
-      return references > 1 ? 3 : references === 1 ? 2 : state.isCached[block] ? 1 : 0;
-    };
+    const totals = [0, 0, 0, 0]; // blocks that are blank, cached, owned, shared
+    const cellsOf = ["--none", "--green", "--blue", "--purple", "--red"].map((name) => ({ name, cells: [] }));
     for (let cell = 0; cell < count; cell++) {
       const seen = [0, 0, 0, 0];
       let isMine = false;
-      for (let block = cell * perCell; block < Math.min(numBlocks, (cell + 1) * perCell); block++) {
-        if (block < reserved) continue;
-        seen[kind(block)]++;
+      for (let block = Math.max(reserved, cell * perCell); block < Math.min(numBlocks, (cell + 1) * perCell); block++) {
+        const references = state.references[block];
+        seen[references > 1 ? 3 : references === 1 ? 2 : state.isCached[block]]++;
         isMine ||= mine.has(block);
       }
-      seen.forEach((one, index) => (totals[index] += one));
-      const most = isMine ? 4 : seen.indexOf(Math.max(...seen));
-      context.fillStyle = colours[most];
-      context.fillRect((cell % columns) * size, Math.floor(cell / columns) * size, size - 1, size - 1);
+      let most = 0;
+      for (let kind = 0; kind < 4; kind++) {
+        totals[kind] += seen[kind];
+        if (seen[kind] > seen[most]) most = kind;
+      }
+      cellsOf[isMine ? 4 : most].cells.push(cell);
+    }
+    for (const { name, cells } of cellsOf) {
+      context.fillStyle = colour(name);
+      for (const cell of cells) context.fillRect((cell % columns) * size, Math.floor(cell / columns) * size, size - 1, size - 1);
     }
     const inUse = totals[2] + totals[3];
     const about = `${thousands(inUse)} of ${thousands(numBlocks - reserved)} blocks in use, ${thousands(totals[3])} shared, ` +
