@@ -334,6 +334,8 @@ class Scheduler:
         first = self._next_step_id
         update, run = self._fast_forward.advance(first, times, token_ids, last_token_ids)
         self._next_step_id += run.num_steps
+        if self._swap is not None:
+            self._swap.observe(None)
         for method in self._events.ran_steps:
             method(run)
         if self._events.called:
