@@ -5,7 +5,8 @@ times of the training requests are compared with the measured ones. Each simulat
 
     STARTS      guesses of different character: bound by weights, overhead, compute, or all of them
     Objective   errors of a simulation, each divided by the error that chance alone would make
-    search      every start gets a scale and a few iterations; the best go on; the lowest training error wins
+    search      every start gets a scale and a few iterations; the best go on; the lowest training error goes on until
+                that falls no more
 
 An iteration is Gauss-Newton with slopes by regression. Steps are decided one way or another, so errors jump where
 coefficients move a little, and a difference of two simulations is mostly noise. All coefficients therefore move at a
@@ -96,6 +97,10 @@ FIRST = ((0.05, 0.7, 6), (0.05, 0.7, 4), (0.03, 0.5, 3), (0.02, 0.5, 2))
 MORE = ((0.02, 0.3), (0.01, 0.3), (0.01, 0.2))
 """Iterations of the starts, and of the best ones: how far a coefficient moves for its slope, as a share of a typical
 step; the most that its logarithm may change then; how many starts remain."""
+MOST_LATE, CONVERGED = 8, 0.95
+"""Further iterations of the best one, at most; one that does not lower the cost to less than this share is the last."""
+BY_CHANCE = 2 * (1 + TPOT_WEIGHT**2 + TTFT_WEIGHT**2)
+"""A cost that chance alone may make, about: a search that has reached it would go on to fit noise."""
 MAX_MOVE = 0.4
 """Of a coefficient for its slope, relative to itself; one that hardly matters moves as far."""
 
@@ -105,7 +110,7 @@ MOST_RUNS = 32
 FIRST_STEPS, MORE_STEPS, MIN_FIRST = 4000, 800_000, 20
 """A simulation costs by its steps, and a log of few, long requests has many. The starts are then tried on fewer of the
 training requests, which take about `FIRST_STEPS`, but at least `MIN_FIRST`; and the best ones have as many iterations
-as `MORE_STEPS` allow, at least one."""
+as `MORE_STEPS` allow, at least one; then the best one has as many more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,8 +421,8 @@ def search(
     starts = [Start(name, guess, guess) for name, guess in STARTS.items()]
     if estimate is not None:
         starts.insert(0, Start("estimate", estimate, estimate, certainty=2.0))
-    num_first, num_more = _plan(problem)
-    most = len(starts) * NUM_SCALINGS + num_more * 2 * MOST_RUNS
+    num_first, num_more, num_late = _plan(problem)
+    most = len(starts) * NUM_SCALINGS + (num_more * 2 + num_late) * MOST_RUNS
     for _, _, num_kept in ((0, 0, len(starts)), *FIRST[:-1]):
         most += sum(sorted(len(ups_and_downs(len(each.free), False)) for each in starts)[-num_kept:])
     with _Simulations(problem, num_processes or os.cpu_count() or 1, most, progress) as simulations:
@@ -429,24 +434,29 @@ def search(
             starts = [start._replace(cost=math.inf, at_cost=None) for start in starts]
         for width, limit in MORE[-num_more:]:
             starts = simulations.iterate(starts, len(problem.train), width, limit, is_folded=True)
-    chosen = min(starts, key=lambda start: start.cost)
+        chosen = min(starts, key=lambda start: start.cost)
+        before = math.inf
+        while num_late and BY_CHANCE < chosen.cost < CONVERGED * before:
+            before = chosen.cost
+            [chosen] = simulations.iterate([chosen], len(problem.train), width, limit, is_folded=True)
+            num_late -= 1
     best = chosen.at_cost
     assert best is not None
-    _, limit = MORE[-1]
     # Both are estimates of the same minimum, where the search has converged; the mean is nearer.
     return middle(best.step_time, improve(chosen._replace(at_cost=best._replace(limit=limit))), chosen.free)
 
 
-def _plan(problem: Problem) -> tuple[int, int]:
-    """Training requests on which starts are tried, and iterations for the best ones."""
+def _plan(problem: Problem) -> tuple[int, int, int]:
+    """Training requests on which starts are tried, iterations for the best ones, and then for the best one."""
     seconds = typical_seconds(problem)
     ends = np.array([problem.measured[index].last_token for index in problem.train])
     steps = np.minimum(
         ends / seconds, np.cumsum([problem.measured[index].request.num_output_tokens + 1 for index in problem.train])
     )
     num_first = min(len(ends), max(MIN_FIRST, int(np.searchsorted(steps, FIRST_STEPS))))
-    num_more = int(MORE_STEPS / (2 * MOST_RUNS * max(float(steps[-1]), 1.0)))
-    return num_first, max(1, min(len(MORE), num_more))
+    num_runs = MORE_STEPS / max(float(steps[-1]), 1.0)
+    num_more, num_late = int(num_runs / (2 * MOST_RUNS)), int(num_runs / MOST_RUNS)
+    return num_first, max(1, min(len(MORE), num_more)), min(MOST_LATE, num_late)
 
 
 _problem: Problem | None = None

@@ -18,6 +18,7 @@ from pointsman.core import ConfigError, SchedulerConfig
 from pointsman.integrations.vllm.settings import FLAGS, read_settings, scheduler_config
 from pointsman.integrations.vllm.support import (
     GO_BACK,
+    ONE_GROUP,
     TESTED,
     UnsupportedVLLM,
     check_version,
@@ -99,7 +100,7 @@ def check(model: str, options: list[str]) -> Report:
         return report
     vllm_config = _vllm_config(model, options)
     report.problems += problems_of(vllm_config, None)
-    report.problems += _kv_cache_problems(vllm_config.model_config)
+    report.problems += _kv_cache_problems(vllm_config)
     report.not_run = untested_parts(vllm_config, vllm.__version__)
     _read_knobs(report, vllm_config)
     return report
@@ -141,19 +142,29 @@ def _first_line(error: Exception) -> str:
     return " ".join(lines[:3]) if lines else type(error).__name__
 
 
-def _kv_cache_problems(model: Any) -> list[str]:
+def _kv_cache_problems(vllm_config: Any) -> list[str]:
     """Problems of the KV cache's groups, as far as the model's configuration shows them."""
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     if getattr(model, "is_attention_free", False):
         return ["models without attention keep no KV cache, which is not supported: serve another model"]
     if getattr(model, "is_hybrid", False):
         return ["models that mix attention with other layers are not supported: serve another model"]
     window = model.get_sliding_window() if hasattr(model, "get_sliding_window") else None
-    if window is not None and not getattr(model, "disable_sliding_window", False):
-        return [
-            f"some of its layers have a sliding window of {window} tokens, which is not supported: serve another "
-            "model, or give --disable-sliding-window, which shortens what it can read"
-        ]
-    return []
+    chunk = getattr(model, "attention_chunk_size", None)
+    if (window is None and chunk is None) or getattr(model, "disable_sliding_window", False):
+        return []
+    local = f"a sliding window of {window} tokens" if window is not None else f"chunks of {chunk} tokens"
+    kinds = set(getattr(model.hf_text_config, "layer_types", None) or ())
+    if chunk is not None or len(kinds) > 1:
+        if getattr(scheduler, "disable_hybrid_kv_cache_manager", False):
+            return []
+        return [f"some of its layers attend within {local}, which is not supported: give {ONE_GROUP}"]
+    if kinds == {"full_attention"}:
+        return []
+    return [
+        f"its layers have {local}, which is not supported: serve another model, or give --disable-sliding-window, "
+        "which shortens what it can read"
+    ]
 
 
 def _read_knobs(report: Report, vllm_config: Any) -> None:

@@ -4,11 +4,16 @@ remedy. Importable without vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
 GO_BACK = "leave --scheduler-cls out to run vLLM's own scheduler"
+ONE_GROUP = (
+    "--disable-hybrid-kv-cache-manager, with which layers that attend within a window keep the KV of the whole context "
+    "too, so that fewer requests fit"
+)
+"""The remedy for models with windows or chunks beside full attention."""
 TESTED_BY_RUNNING = "0.32"
 TESTED = {TESTED_BY_RUNNING: "run", "0.33": "its dataclasses were checked, it was not run"}
 """The supported minor versions of vLLM, and how each was tested."""
@@ -203,9 +208,10 @@ def _kv_cache_problems(kv_cache_config: Any) -> list[str]:
         return ["models without a KV cache are not supported: serve a model with causal attention"]
     if len(groups) > 1 or not _is_full(groups[0]):
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+        remedy = f"give {ONE_GROUP}" if _may_be_one_group(groups) else "serve another model"
         return [
             f"the model keeps its KV as {kinds}, and only one group of full attention is supported (no sliding "
-            "windows, no Mamba layers): serve another model"
+            f"windows, no Mamba layers): {remedy}"
         ]
     others = _unusual_managers(groups[0])
     if others:
@@ -216,6 +222,21 @@ def _kv_cache_problems(kv_cache_config: Any) -> list[str]:
     if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
         return ["the model needs new KV blocks to be zeroed, which is not supported: serve another model"]
     return []
+
+
+def _may_be_one_group(groups: Sequence[Any]) -> bool:
+    """Whether vLLM can keep this KV as one group: of full attention, and of windows and chunks as if they were."""
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        SlidingWindowSpec,
+        iter_layer_specs,
+    )
+
+    specs = [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    is_full = [isinstance(spec, FullAttentionSpec) for spec in specs]
+    is_local = [isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec) for spec in specs]
+    return any(is_full) and sum(is_full) + sum(is_local) == len(specs)
 
 
 def _unusual_managers(group: Any) -> str:
