@@ -1,7 +1,7 @@
 """The page of the sandbox, and the server on this machine that it asks.
 
 GET /state   what there is
-POST /do     an action (`Sandbox.do`), and then what there is; what cannot be done is refused in words
+POST /do     an action (`Sandbox.do`), and then what there is, or "error": why it cannot be done
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def sandbox_server(sandbox: Sandbox, *, title: str = "Sandbox", port: int = 0) -
         with lock:
             try:
                 sandbox.do(action)
-            except SandboxError as error:
-                raise Refused(400, str(error)) from None
+            except SandboxError as error:  # an answer like any other: browsers log those that are errors
+                return {"error": str(error)}
             return sandbox.answer()
 
     page = assemble("sandbox", title, data={"choices": json.dumps(choices()).encode()}, connects=True)

@@ -10,7 +10,6 @@ const FIGURES = [
   ["longest_gap", "longest gap between two tokens of a request", seconds], ["preemptions", "preemptions", String],
   ["recomputed_tokens", "tokens computed again", thousands], ["cached_tokens", "tokens found in the prefix cache", thousands],
 ];
-const POLICY_OF = { order: "order", victim: "victim", eviction: "eviction", reserves: "reserve", token_limits: "limit" };
 
 let answer = null; // the newest
 let isChanged = false; // whether settings were typed and not applied
@@ -41,7 +40,7 @@ async function ask(path, body) {
   } catch {
     throw new Error(text.slice(0, 300) || `the sandbox answers ${response.status}`);
   }
-  if (!response.ok) throw new Error(found.error ?? `the sandbox answers ${response.status}`);
+  if (!response.ok || found.error !== undefined) throw new Error(found.error ?? `the sandbox answers ${response.status}`);
   return found;
 }
 
