@@ -25,6 +25,7 @@ from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, CommandError
 from pointsman.cli.film import film
 from pointsman.cli.generate import run_workload
 from pointsman.cli.knobs import engine_arguments
+from pointsman.cli.learn import learn
 from pointsman.cli.play import play
 from pointsman.cli.plot import plot
 from pointsman.cli.serve import API_KEY_VARIABLE, serve_settings
@@ -56,6 +57,7 @@ app.command()(calibrate)
 app.command()(film)
 app.command()(plot)
 app.command()(play)
+app.command()(learn)
 
 # The built-in prompts run with few sequence slots in a small pool, so that requests wait and are preempted.
 DEMO_STEP = {"max_num_seqs": 8, "max_num_batched_tokens": 128}

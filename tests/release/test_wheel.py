@@ -69,10 +69,12 @@ def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
         environment.command(
             "generate", "--prompt", "The parser", "--max-tokens", 4, "--temperature", 0, "--json",
             "--num-blocks", 8, "--max-model-len", 64, "--attention", "torch", "--no-fuse",
+            "--record", tmp_path / "run.jsonl",
         )
     )  # fmt: skip
     request, _ = map(json.loads, generated.stdout.splitlines())
     assert request["num_output_tokens"] == 4
+    check_pages(environment, tmp_path)
 
 
 @pytest.mark.e2e
@@ -84,9 +86,22 @@ def test_the_wheel_and_all_that_it_requires_come_from_the_index(tmp_path: Path) 
     environment.install("-c", ROOT / "constraints.txt", f"{wheel}[server,kv-events]")
     assert environment.python(library_loop() + WHERE).splitlines()[-1].startswith("imported from")
     assert "generate" in ran(environment.command("--help")).stdout
-    generated = ran(environment.command("generate", "--prompt", "The parser", "--max-tokens", 4, "--json"))
+    record = "--record", tmp_path / "run.jsonl"
+    generated = ran(environment.command("generate", "--prompt", "The parser", "--max-tokens", 4, "--json", *record))
     request, _ = map(json.loads, generated.stdout.splitlines())
     assert request["num_output_tokens"] == 4
+    check_pages(environment, tmp_path)
+
+
+def check_pages(environment: Environment, folder: Path) -> None:
+    """The course with its films, and the page of the run that `folder` has a recording of."""
+    for command, name, size in (
+        (("learn", "--out", folder / "course.html"), "course.html", 100_000),
+        (("play", folder / "run.jsonl"), "run.html", 30_000),
+    ):
+        page = folder / name
+        assert ran(environment.command(*command)).stdout == f"{page}\n"
+        assert "class View" in page.read_text() and page.stat().st_size > size
 
 
 # ------------------------------------------------------------------ what is built

@@ -23,9 +23,7 @@ async function open(buffer, name) {
   $("player").hidden = false;
   view.drawLine();
   if (wanted.has("request")) view.choose(view.film.requests.findIndex((one) => one.id === wanted.get("request")), false);
-  const step = Number(wanted.get("step"));
-  const frame = wanted.has("step") ? view.film.frameOfStep(step) : null;
-  await (frame === null ? view.show(0) : view.show(frame, step));
+  await view.showFrom(wanted.has("step") ? Number(wanted.get("step")) : null);
 }
 
 function begin() {

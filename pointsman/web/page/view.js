@@ -198,6 +198,12 @@ class View {
     return this.show(frame, step);
   }
 
+  // A step by its id; the first one, if it is null or the film has none of this id.
+  async showFrom(step) {
+    const frame = step === null ? null : this.film.frameOfStep(step);
+    return frame === null ? this.show(0) : this.show(frame, step);
+  }
+
   // A step by its id.
   async showStep(step) {
     const found = this.film.frameOfStep(step);

@@ -1,0 +1,43 @@
+"""`pointsman learn`: a course on what a scheduler does, in the browser."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pointsman.cli.errors import EXIT_OK, CommandError
+
+PAGE = "pointsman-course.html"
+
+
+def learn(
+    out: Annotated[
+        str | None,
+        typer.Option("--out", "-o", help=f"The page, or a folder for its index.html; by default {PAGE}."),
+    ] = None,
+    open_page: Annotated[
+        bool | None, typer.Option("--open/--no-open", help="Open it in a browser; by default, unless --out is given.")
+    ] = None,
+) -> int:
+    """Make the course on what a scheduler does: lessons with films of the real one, things to change, and questions.
+
+    It is one HTML file that needs nothing else, neither Python nor a network, so it can be put on any web server.
+    """
+    # The lessons run the simulator's parts, which the other commands do without.
+    from pointsman.web.course.build import course_page, perform_all
+
+    path = Path(PAGE if out is None else out)
+    if out is not None and (path.is_dir() or out.endswith("/")):
+        path = path / "index.html"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(course_page(perform_all()), encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}") from None
+    print(path)
+    if out is None if open_page is None else open_page:
+        webbrowser.open(path.resolve().as_uri())
+    return EXIT_OK

@@ -1,0 +1,87 @@
+"""Makes the course: runs every variant of every lesson, and puts films and texts into one HTML file."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pointsman.web.course import (
+    batching,
+    blocks,
+    budget,
+    chunked_prefill,
+    explaining,
+    myths,
+    preemption,
+    prefix_sharing,
+    priority,
+    speculation,
+    states,
+    step_order,
+    thrash,
+)
+from pointsman.web.course.lesson import Performed, Question, label, perform
+from pointsman.web.page import assemble
+
+TITLE = "What a scheduler does"
+LESSONS = tuple(
+    module.LESSON
+    for module in (
+        batching,
+        states,
+        step_order,
+        budget,
+        chunked_prefill,
+        blocks,
+        prefix_sharing,
+        preemption,
+        thrash,
+        priority,
+        speculation,
+        myths,
+        explaining,
+    )
+)
+"""In the order of the course."""
+
+
+def perform_all() -> list[Performed]:
+    """Every lesson with its runs."""
+    return [perform(lesson) for lesson in LESSONS]
+
+
+def course_page(performed: list[Performed]) -> str:
+    """The page: one HTML file that needs nothing else."""
+    data = {"lessons-data": json.dumps([_content(one) for one in performed], ensure_ascii=False).encode()}
+    for number, one in enumerate(performed):
+        data |= {f"film-{number}-{variant}": run.film for variant, run in enumerate(one.runs)}
+    return assemble("course", TITLE, data=data)
+
+
+def _content(one: Performed) -> dict[str, Any]:
+    lesson = one.lesson
+    return {
+        "title": lesson.title,
+        "paragraphs": [_pieces(one, text) for text in lesson.paragraphs],
+        "choice": lesson.choice,
+        "variants": [{"name": each.name, "shows": _pieces(one, each.shows)} for each in lesson.variants],
+        "questions": [_question(one, each) for each in lesson.questions],
+    }
+
+
+def _question(one: Performed, question: Question) -> dict[str, Any]:
+    answers = [
+        {"text": one.text(answer.text), "why": _pieces(one, answer.why), "isRight": answer.is_right}
+        for answer in question.answers
+    ]
+    return {"text": one.text(question.text), "answers": answers}
+
+
+def _pieces(one: Performed, template: str) -> list[Any]:
+    """A text as `course.js` shows it: strings, and what becomes a button."""
+    return [
+        piece
+        if isinstance(piece, str)
+        else {"text": label(piece), "step": piece.step, "variant": piece.variant, "request": piece.request}
+        for piece in one.pieces(template)
+    ]

@@ -1,0 +1,134 @@
+"""What a lesson is: three paragraphs, films to step through, and questions. Its figures come from the films.
+
+Texts are templates. `{name}` stands for a figure of the lesson: a number, formatted as `{name:,}` says, or a `Moment`,
+which becomes a button that shows a step. Digits that no run computes are quotations, and listed as such (`stated`), so
+that a test can tell the two apart.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from pointsman.web.course.stage import Run
+
+
+class Moment(NamedTuple):
+    """A step of a film; in a text, a button that shows it."""
+
+    step: int
+    variant: int = 0
+    """The variant whose film it is of."""
+    request: str | None = None
+    """The request that is followed there."""
+
+
+Figure: TypeAlias = int | float | str | Moment
+Figures: TypeAlias = Mapping[str, Figure]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One choice, with the film of what it leads to."""
+
+    name: str
+    shows: str
+    """Template: what there is to see."""
+    run: Callable[[], Run]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer of a question."""
+
+    text: str
+    why: str
+    """Why it is right, or wrong: shown when it is chosen."""
+    is_right: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question with one right answer."""
+
+    text: str
+    answers: tuple[Answer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """One lesson, before its films are made."""
+
+    title: str
+    paragraphs: tuple[str, str, str]
+    choice: str
+    """What the variants differ in: the label of the select."""
+    variants: tuple[Variant, ...]
+    figures: Callable[[list[Run]], Figures]
+    """From the runs of the variants, in their order."""
+    questions: tuple[Question, ...]
+    stated: tuple[str, ...] = ()
+    """Digits in the texts that are quoted from a document, or part of a name."""
+
+
+Piece: TypeAlias = str | Moment
+
+
+@dataclass(frozen=True, slots=True)
+class Performed:
+    """A lesson with its runs."""
+
+    lesson: Lesson
+    runs: list[Run]
+    figures: Figures = field(repr=False)
+
+    def pieces(self, template: str) -> list[Piece]:
+        """A template as text and moments, in order.
+
+        Raises:
+            KeyError: it names a figure that the lesson does not have.
+        """
+        found: list[Piece] = []
+        for text, name, spec, _ in string.Formatter().parse(template):
+            found.append(text)
+            if name is not None:
+                figure = self.figures[name]
+                found.append(figure if isinstance(figure, Moment) else format(figure, spec or ""))
+        return _joined(found)
+
+    def text(self, template: str) -> str:
+        """A template as plain text."""
+        return "".join(piece if isinstance(piece, str) else label(piece) for piece in self.pieces(template))
+
+
+def label(moment: Moment) -> str:
+    """What stands on the button."""
+    return f"step {moment.step}"
+
+
+def percent(share: float, digits: int = 0) -> str:
+    """A share as "14 %"."""
+    return f"{100 * share:.{digits}f} %"
+
+
+def millis(seconds: float) -> str:
+    """A time as "24 ms"."""
+    return f"{1e3 * seconds:,.0f} ms"
+
+
+def perform(lesson: Lesson) -> Performed:
+    """Run every variant, and compute the figures."""
+    runs = [variant.run() for variant in lesson.variants]
+    return Performed(lesson, runs, lesson.figures(runs))
+
+
+def _joined(pieces: list[Piece]) -> list[Piece]:
+    found: list[Piece] = []
+    for piece in pieces:
+        if isinstance(piece, str) and found and isinstance(found[-1], str):
+            found[-1] += piece
+        elif piece != "":
+            found.append(piece)
+    return found

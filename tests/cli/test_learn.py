@@ -1,0 +1,48 @@
+"""`pointsman learn`: where the course goes, and when it is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pointsman.cli import learn
+from pointsman.web.course import build
+from tests.cli.conftest import Finished
+from tests.cli.test_bad_input import check_refused
+
+Run = Callable[..., Finished]
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The addresses that a browser would have been asked for; in a folder of its own, and with one lesson."""
+    found: list[str] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(learn.webbrowser, "open", found.append)
+    monkeypatch.setattr(build, "LESSONS", build.LESSONS[:1])
+    return found
+
+
+def test_it_is_made_here_and_opened(pointsman: Run, opened: list[str], tmp_path: Path) -> None:
+    made = pointsman("learn")
+    page = tmp_path / "pointsman-course.html"
+    assert (made.code, made.out) == (0, "pointsman-course.html\n")
+    assert opened == [page.as_uri()] and "Content-Security-Policy" in page.read_text()
+
+
+def test_an_export_is_not_opened(pointsman: Run, opened: list[str], tmp_path: Path) -> None:
+    """A folder, there or not, gets an index.html."""
+    assert pointsman("learn", "--out", "sub/new/").out == "sub/new/index.html\n"
+    assert pointsman("learn", "--out", tmp_path).out == f"{tmp_path / 'index.html'}\n"
+    assert (tmp_path / "index.html").read_text() == (tmp_path / "sub/new/index.html").read_text()
+    assert opened == []
+    assert pointsman("learn", "-o", "course.html", "--open").code == 0
+    assert opened == [(tmp_path / "course.html").as_uri()]
+
+
+def test_what_cannot_be_written(pointsman: Run, opened: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    check_refused(pointsman("learn", "--out", "file/course.html"), "cannot write file/course.html: ")
+    assert opened == []
