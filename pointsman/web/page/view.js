@@ -171,7 +171,7 @@ class View {
   scrub(event) {
     const box = this.part("line").getBoundingClientRect();
     const share = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
-    this.showPlace(this.film.placeAt(share * this.film.end));
+    this.showPlace(this.film.placeAt(this.line.timeAt(share)));
   }
 
   // ---------------------------------------------------------------------------------------------------- a frame
