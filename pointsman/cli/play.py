@@ -17,16 +17,39 @@ from pointsman.web.player import page_of
 
 def play(
     file: Annotated[str, typer.Argument(help="A film or a recording.")],
-    out: Annotated[str | None, typer.Option("--out", "-o", help="The page; by default FILE with .html.")] = None,
+    beside: Annotated[str | None, typer.Argument(help="Another one, which it is compared with.")] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", help="The page; by default FILE with .html, of two FILE-BESIDE.html.")
+    ] = None,
     open_page: Annotated[bool, typer.Option("--open/--no-open", help="Open it in a browser.")] = False,
 ) -> int:
     """Make a page in which a run can be stepped through, forth and back, with the reason of every decision.
 
+    Of two runs, the page shows them side by side, moves both together, and says how they differ: policy A and policy B,
+    static and continuous batching.
+
     It is one HTML file that carries the film and needs nothing else, so it can be handed on. It has no prompts.
     """
-    source = Path(file)
-    path = source.with_suffix(".html") if out is None else Path(out)
-    check_is_other(source, path)
+    sources = [Path(name) for name in (file, beside) if name is not None]
+    name = "-".join(source.stem for source in sources) + ".html"
+    path = sources[0].with_name(name) if out is None else Path(out)
+    for source in sources:
+        check_is_other(source, path)
+    films = [(_film_of(source), source.name) for source in sources]
+    try:
+        path.write_text(page_of(*films[0], beside=films[1] if beside is not None else None), encoding="utf-8")
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}") from None
+    print(path)
+    if open_page:
+        webbrowser.open(path.resolve().as_uri())
+    return EXIT_OK
+
+
+def _film_of(source: Path) -> bytes:
+    """The film, or that of the recording."""
     if is_film(source):
         data = source.read_bytes()
     else:
@@ -36,13 +59,4 @@ def play(
     with broken_films(source):  # what cannot be shown is refused here, and not in the browser
         if not Film(io.BytesIO(data)).frames:
             raise CommandError(f"{source} has no step: nothing was scheduled")
-    try:
-        path.write_text(page_of(data, source.name), encoding="utf-8")
-    except ValueError as error:
-        raise CommandError(str(error)) from None
-    except OSError as error:
-        raise CommandError(f"cannot write {path}: {error.strerror}") from None
-    print(path)
-    if open_page:
-        webbrowser.open(path.resolve().as_uri())
-    return EXIT_OK
+    return data

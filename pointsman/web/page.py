@@ -11,18 +11,26 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 
 VIEW = ("film.js", "counts.js", "story.js", "line.js", "diagram.js", "view.js")
 """The scripts of a page that shows films, before its own."""
 
 
-def assemble(name: str, title: str, *, data: Mapping[str, bytes] | None = None, connects: bool = False) -> str:
+def assemble(
+    name: str,
+    title: str,
+    *,
+    scripts: Sequence[str] = (),
+    data: Mapping[str, bytes] | None = None,
+    connects: bool = False,
+) -> str:
     """The page of `page/NAME.html` and `page/NAME.js`.
 
     Args:
         title: plain text.
+        scripts: further ones, before the page's own.
         data: what the page carries, by the id of its element.
         connects: whether its script may ask the server that it came from.
     """
@@ -31,7 +39,7 @@ def assemble(name: str, title: str, *, data: Mapping[str, bytes] | None = None, 
     def read(file: str) -> str:
         return folder.joinpath(file).read_text(encoding="utf-8")
 
-    style, script = read("page.css"), "\n".join(read(file) for file in (*VIEW, f"{name}.js"))
+    style, script = read("page.css"), "\n".join(read(file) for file in (*VIEW, *scripts, f"{name}.js"))
     connect = "connect-src 'self'; " if connects else ""
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)} 'unsafe-hashes'; {connect}"

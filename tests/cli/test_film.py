@@ -117,3 +117,14 @@ def test_a_page_of_a_recording_and_of_a_film(pointsman: Run, recording: Path, tm
     check_refused(pointsman("play", recording, "-o", tmp_path / "none" / "x.html"), "cannot write")
     (tmp_path / "broken.film").write_bytes(recording.with_suffix(".film").read_bytes()[:200])
     check_refused(pointsman("play", tmp_path / "broken.film"), "broken.film: ")
+
+
+def test_a_page_of_two(pointsman: Run, recording: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again.jsonl"
+    again.write_bytes(recording.read_bytes())
+    made = pointsman("play", recording, again)
+    page = recording.with_name(f"{recording.stem}-again.html")
+    assert made.out == f"{page}\n"
+    assert 'id="film"' in page.read_text() and 'id="film2"' in page.read_text()
+    check_refused(pointsman("play", recording, tmp_path / "nobody.film"), "nobody.film")
+    check_refused(pointsman("play", recording, again, "-o", again), "again.jsonl")

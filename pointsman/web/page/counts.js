@@ -24,6 +24,7 @@ class Counts {
     // the token before, their inter-token latency; 0: no request had one before.
     Object.assign(this, { begins: [], ends: [], itl: [] });
     this.ofRequest = []; // its events, and the frame that each led to
+    this.firstToken = []; // when it came, by request; NaN: never, or before the film
     this.finishes = []; // these events, in order, and their frames
     this.told = []; // frames to which something led that can be told, or a request
     this.moves = new Map(); // "waiting running" -> the frame that each led to
@@ -79,12 +80,14 @@ class Counting {
     this.lastToken = []; // when it came; NaN: not known
     this.total = { prefill: 0, decode: 0, cached: 0, preempted: 0, finished: 0, evicted: 0, waited: 0, outOfMemory: 0, refused: 0 };
     this.running = []; // replaced, not changed: steps in flight keep theirs
+    this.before = new Set(); // requests that may have had a token that is not in the film
     this.numIn = PLACES.map(() => 0);
   }
 
   walk() {
     for (let number = this.places.length; number < this.film.requests.length; number++) {
       this.counts.ofRequest.push([]);
+      this.counts.firstToken.push(NaN);
       this.places.push(0);
       this.admissions.push(0);
       this.lastToken.push(NaN);
@@ -114,6 +117,7 @@ class Counting {
     this.running = [...key.running];
     this.computing = new Set(); // running requests whose prompt, or what a preemption lost, is not computed
     for (const one of key.requests.values()) {
+      this.before.add(one.number);
       const known = one.prompt + one.generated;
       if (one.status === "running" && one.computed < known - 1) this.computing.add(one.number);
       this.places[one.number] = PLACES.indexOf(key.parked.includes(one.number) ? "parked" : one.status);
@@ -233,6 +237,7 @@ class Counting {
   _token(number, time) {
     const gap = time - this.lastToken[number];
     this.lastToken[number] = time;
+    if (Number.isNaN(this.counts.firstToken[number]) && !this.before.has(number)) this.counts.firstToken[number] = time;
     return gap > 0 ? gap : 0; // NaN: it is the first
   }
 

@@ -65,13 +65,15 @@ function carriedBytes(element) {
 let numViews = 0;
 
 class View {
-  // root: gets the markup of the template "view". onProblem: told what is wrong, or null; onShow: after a frame was shown.
-  constructor(root, { onProblem, onShow = () => {} }) {
+  // root: gets the markup of the template "view". onProblem: told what is wrong, or null; onShow: after a frame was shown;
+  // onChoose: after a request was chosen, or let go.
+  constructor(root, { onProblem, onShow = () => {}, onChoose = () => {} }) {
     root.append($("view").content.cloneNode(true));
     this.root = root;
     this.parts = new Map([...root.querySelectorAll("[data-part]")].map((one) => [one.dataset.part, one]));
     this.problem = onProblem;
     this.onShow = onShow;
+    this.onChoose = onChoose;
     this.film = null;
     this.teller = null;
     this.counts = null;
@@ -439,6 +441,7 @@ class View {
         return item(button, text);
       });
     }
+    this.onChoose(this);
     if (redraw) this.show(this.frame, this.step);
   }
 
