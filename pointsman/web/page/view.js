@@ -69,6 +69,7 @@ class View {
   // onChoose: after a request was chosen, or let go.
   constructor(root, { onProblem, onShow = () => {}, onChoose = () => {} }) {
     root.append($("view").content.cloneNode(true));
+    root.classList.add("view");
     this.root = root;
     this.parts = new Map([...root.querySelectorAll("[data-part]")].map((one) => [one.dataset.part, one]));
     this.problem = onProblem;
@@ -111,8 +112,8 @@ class View {
     on("line", "pointerdown", (event) => { this.stop(); this.part("line").setPointerCapture(event.pointerId); this.scrub(event); });
     on("line", "pointermove", (event) => event.buttons && this.scrub(event));
     on("pool", "pointermove", (event) => this.hover(event));
-    on("diagram", "toggle", () => this.film !== null && this.show(this.frame, this.step));
-    const again = () => { if (this.film !== null) { this.drawLine(); this.show(this.frame, this.step); } };
+    on("diagram", "toggle", () => this.film !== null && this.redraw());
+    const again = () => { if (this.film !== null) { this.drawLine(); this.redraw(); } };
     window.addEventListener("resize", again);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
   }
@@ -184,14 +185,21 @@ class View {
     this.frame = Math.min(Math.max(index, 0), frames.length - 1);
     const { step: first, numSteps } = frames[this.frame];
     this.step = index >= frames.length ? first + numSteps - 1 : step ?? first;
+    if (await this.redraw()) this.onShow(this);
+  }
+
+  // What is shown, in the size and colours of now; false: it was not drawn, since something else is shown by now.
+  async redraw() {
     const call = ++this.shown;
     try {
       await this.film.loadBlocks(this.frame);
-      if (call !== this.shown) return;
+      if (call !== this.shown) return false;
       this.draw(this.film.stateAt(this.frame, this.step));
+      return true;
     } catch (error) {
       this.stop();
       this.problem(`the film cannot be shown here: ${error.message}`);
+      return false;
     }
   }
 
@@ -238,7 +246,6 @@ class View {
     this.drawFinished();
     this.drawPool(state);
     this.drawDiagram(state);
-    this.onShow(this);
   }
 
   list(id, values, make) {
