@@ -21,7 +21,7 @@ async function answer({ film: file, steps, requests }) {
   } catch (error) {
     return { error: `${error.name}: ${error.message}` };
   }
-  const counts = new Counts(film);
+  const counts = grown(film, 1);
   const teller = new Teller(film, counts);
   const states = [];
   for (const [frame, step] of steps) {
@@ -52,9 +52,23 @@ async function answer({ film: file, steps, requests }) {
   });
   const curves = Object.fromEntries(["running", "waiting", "used"].map((name) => [name, [...counts[name]]]));
   const itl = [...counts.itl];
+  const numFrames = film.frames.filter((frame) => frame.chunk > 1).length;
+  const gap = grown(film, 1, 1);
+  const behindGap = [gap.running, gap.waiting].map((values) => (numFrames ? values.slice(-numFrames) : []));
   const drawn = new Set(MOVES.map(([from, to]) => `${from} ${to}`));
   const notDrawn = [...counts.moves.keys()].filter((move) => !drawn.has(move));
-  return { curves, itl, notDrawn, after: teller.sentences(film.eventsAfter()), frames: film.frames.map((one) => [one.step, one.numSteps, one.time]), end: film.end, states, lives };
+  return { curves, itl, behindGap, notDrawn, after: teller.sentences(film.eventsAfter()), frames: film.frames.map((one) => [one.step, one.numSteps, one.time]), end: film.end, states, lives };
+}
+
+// Counts that see the first chunks first, and then the others, less those that are missing.
+function grown(film, first, missing = 0) {
+  const { chunks } = film;
+  film.chunks = chunks.slice(0, first);
+  const counts = new Counts(film);
+  film.chunks = [...film.chunks, ...chunks.slice(first + missing)];
+  counts.grow();
+  film.chunks = chunks;
+  return counts;
 }
 
 // How many requests each place gained in the moves until a frame.

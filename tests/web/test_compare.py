@@ -105,6 +105,9 @@ def test_one_follows_the_other_in_step_and_in_time(visit: Callable[..., Any], st
     move(page, "first", films["first"].num_steps - 1)
     last = films["second"].frames[-1]  # it is over before the first one is
     playwright.expect(page.locator("#second [data-part=number]")).to_have_value(str(last.step_id + last.num_steps - 1))
+    page.set_viewport_size({"width": 1000, "height": 700})
+    page.wait_for_timeout(150)
+    playwright.expect(page.locator("#first [data-part=number]")).to_have_value(str(films["first"].num_steps - 1))
     page.locator("#first [data-part=line]").press("Home")
     playwright.expect(page.locator("#second [data-part=number]")).to_have_value("0")
     page.select_option("#first [data-part=speed]", "50")

@@ -213,6 +213,9 @@ def test_states_words_and_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert answer["curves"]["waiting"] == timeline.num_waiting.tolist()
         size = config["num_blocks"] - config["num_reserved_blocks"]
         assert answer["curves"]["used"] == pytest.approx(1 - timeline.num_free_blocks / size)
+        if num_behind := sum(frame.chunk > 1 for frame in film.frames):  # a chunk is missing before them
+            behind = [timeline.num_running[-num_behind:].tolist(), timeline.num_waiting[-num_behind:].tolist()]
+            assert answer["behindGap"] == behind
         assert answer["notDrawn"] == []  # moves that the diagram of states lacks
         assert answer["itl"] == pytest.approx(longest_itl(film))
         for number, (moments, waited, ran) in zip(question["requests"], answer["lives"], strict=True):

@@ -4,6 +4,7 @@
 //     counts.at(17, 890)                             what had happened when step 890, of frame 17, had been decided
 //     counts.taken("waiting", "running", 17)         how often requests did that on the way to frame 17, and until then
 //     counts.itl[film.placeOf(17, 890)]              seconds; see below
+//     counts.grow()                                  the film has got more chunks
 
 "use strict";
 
@@ -14,23 +15,25 @@ const OF_MEMORY = new Set(["watermark", "full_sequence", "decode_reserve", "rese
 class Counts {
   constructor(film) {
     this.film = film;
-    const perFrame = () => new Float64Array(film.frames.length);
     // When each frame had been decided; of several steps at once, when they were over. Up to then, but for the first three.
     Object.assign(this, {
-      running: perFrame(), waiting: perFrame(), used: perFrame(), prefill: perFrame(), decode: perFrame(), cached: perFrame(),
-      preempted: perFrame(), finished: perFrame(), evicted: perFrame(), waited: perFrame(), outOfMemory: perFrame(),
-      refused: perFrame(),
+      running: [], waiting: [], used: [], prefill: [], decode: [], cached: [], preempted: [], finished: [], evicted: [],
+      waited: [], outOfMemory: [], refused: [],
     });
     // Of each step, by its place: when it was decided, when its tokens came, and of its requests the longest time since
     // the token before, their inter-token latency; 0: no request had one before.
-    const perStep = () => new Float64Array(film.numSteps);
-    Object.assign(this, { begins: perStep(), ends: perStep(), itl: perStep() });
-    this.ofRequest = film.requests.map(() => []); // its events, and the frame that each led to
-    this.firstToken = new Float64Array(film.requests.length).fill(NaN); // when it came; NaN: never, or before the film
+    Object.assign(this, { begins: [], ends: [], itl: [] });
+    this.ofRequest = []; // its events, and the frame that each led to
+    this.firstToken = []; // when it came, by request; NaN: never, or before the film
     this.finishes = []; // these events, in order, and their frames
     this.told = []; // frames to which something led that can be told, or a request
     this.moves = new Map(); // "waiting running" -> the frame that each led to
-    new Counting(this).walk();
+    this.counting = new Counting(this);
+    this.grow();
+  }
+
+  grow() {
+    this.counting.walk();
   }
 
   // Up to a step.
@@ -69,34 +72,61 @@ class Counting {
     this.counts = counts;
     this.film = counts.film;
     this.names = this.film.header.names;
+    this.chunk = 0; // the next one
     this.frame = 0; // that the next event leads to
     this.place = 0; // of the next step
-    this.places = new Uint8Array(this.film.requests.length);
-    this.admissions = new Uint32Array(this.film.requests.length);
-    this.lastToken = new Float64Array(this.film.requests.length).fill(NaN);
-    this.computing = new Set(); // running requests whose prompt, or what a preemption lost, is not computed
-    this.numIn = new Float64Array(PLACES.length);
+    this.places = []; // of requests, by number
+    this.admissions = [];
+    this.lastToken = []; // when it came; NaN: not known
     this.total = { prefill: 0, decode: 0, cached: 0, preempted: 0, finished: 0, evicted: 0, waited: 0, outOfMemory: 0, refused: 0 };
-    const begin = this.film.beginning();
-    this.before = new Set(begin.requests.keys()); // who came before the film begins
-    this.running = [...begin.running]; // replaced, not changed: steps in flight keep theirs
-    for (const one of begin.requests.values()) {
-      const known = one.prompt + one.generated;
-      if (one.status === "running" && one.computed < known - 1) this.computing.add(one.number);
-      this.places[one.number] = begin.parked.includes(one.number) ? PLACES.indexOf("parked") : PLACES.indexOf(one.status);
-      this.admissions[one.number] = one.admission;
-      this.numIn[this.places[one.number]]++;
-    }
-    this.flight = begin.inFlight.map(({ rows }) => ({
-      place: null, numbers: rows.map((row) => row.number), samples: rows.map((row) => row.samples),
-    }));
+    this.running = []; // replaced, not changed: steps in flight keep theirs
+    this.before = new Set(); // requests that may have had a token that is not in the film
+    this.numIn = PLACES.map(() => 0);
   }
 
   walk() {
-    for (const event of this.film.allEvents()) {
-      if (event.request === null) this[`_${event.op}`]?.(event);
-      else this._ofRequest(event, event.request);
+    for (let number = this.places.length; number < this.film.requests.length; number++) {
+      this.counts.ofRequest.push([]);
+      this.counts.firstToken.push(NaN);
+      this.places.push(0);
+      this.admissions.push(0);
+      this.lastToken.push(NaN);
     }
+    for (; this.chunk < this.film.chunks.length; this.chunk++) {
+      const key = this.film.beginning(this.chunk);
+      if (this.chunk === 0 || !this._agreesWith(key)) this._begin(key);
+      for (const event of this.film.chunks[this.chunk].list) {
+        if (event.request === null) this[`_${event.op}`]?.(event);
+        else this._ofRequest(event, event.request);
+      }
+    }
+  }
+
+  // Whether nothing is missing before a key frame.
+  _agreesWith(key) {
+    const numIn = (name) => this.numIn[PLACES.indexOf(name)];
+    return key.parked.length === numIn("parked") && key.waiting.length === numIn("waiting") + numIn("preempted") &&
+      key.running.length === this.running.length && key.running.every((number, place) => number === this.running[place]);
+  }
+
+  _begin(key) {
+    const isOver = (place) => PLACES[place] === "finished" || PLACES[place] === "refused";
+    this.places = this.places.map((place) => (isOver(place) ? place : 0));
+    this.numIn = this.numIn.map((count, place) => (isOver(place) ? count : 0));
+    this.lastToken.fill(NaN);
+    this.running = [...key.running];
+    this.computing = new Set(); // running requests whose prompt, or what a preemption lost, is not computed
+    for (const one of key.requests.values()) {
+      this.before.add(one.number);
+      const known = one.prompt + one.generated;
+      if (one.status === "running" && one.computed < known - 1) this.computing.add(one.number);
+      this.places[one.number] = PLACES.indexOf(key.parked.includes(one.number) ? "parked" : one.status);
+      this.admissions[one.number] = one.admission;
+      this.numIn[this.places[one.number]]++;
+    }
+    this.flight = key.inFlight.map(({ rows }) => ({
+      place: null, numbers: rows.map((row) => row.number), samples: rows.map((row) => row.samples),
+    }));
   }
 
   _ofRequest(event, number) {
@@ -182,7 +212,9 @@ class Counting {
     } else this.computing.clear();
     this.total.prefill += prefill;
     this.total.decode += tokens - prefill;
-    this.counts.begins[this.place] = this.counts.ends[this.place] = event.time;
+    this.counts.begins.push(event.time);
+    this.counts.ends.push(event.time);
+    this.counts.itl.push(0);
     this.flight.push({ place: this.place, numbers, samples });
     this._frame(event, 1);
   }
@@ -213,9 +245,9 @@ class Counting {
     const { begins, ends, itl } = this.counts;
     const { passed, count, time } = event;
     for (let step = 0; step < count; step++) {
-      begins[this.place + step] = time + passed[step] / 1e6;
-      ends[this.place + step] = time + passed[step + 1] / 1e6;
-      itl[this.place + step] = (passed[step + 1] - passed[step]) / 1e6;
+      begins.push(time + passed[step] / 1e6);
+      ends.push(time + passed[step + 1] / 1e6);
+      itl.push((passed[step + 1] - passed[step]) / 1e6);
     }
     let longest = 0;
     for (const number of this.running) {
@@ -245,14 +277,14 @@ class Counting {
   }
 
   _frame(event, count) {
-    const { counts, total, frame } = this;
+    const { counts, total } = this;
     const { num_blocks: numBlocks, num_reserved_blocks: numReserved } = this.film.header.config;
     total.evicted += event.evicted;
     if (event.blocked && OF_MEMORY.has(this.names.reasons[event.blocked - 1])) total.waited += count;
-    for (const [name, value] of Object.entries(total)) counts[name][frame] = value;
-    counts.running[frame] = this.running.length;
-    counts.waiting[frame] = this.numIn[PLACES.indexOf("waiting")] + this.numIn[PLACES.indexOf("preempted")];
-    counts.used[frame] = 1 - event.free / (numBlocks - numReserved);
+    for (const [name, value] of Object.entries(total)) counts[name].push(value);
+    counts.running.push(this.running.length);
+    counts.waiting.push(this.numIn[PLACES.indexOf("waiting")] + this.numIn[PLACES.indexOf("preempted")]);
+    counts.used.push(1 - event.free / (numBlocks - numReserved));
     this.frame++;
     this.place += count;
   }

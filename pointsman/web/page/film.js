@@ -322,13 +322,14 @@ class Film {
     return [...this.chunks[before.chunk].list.slice(before.event + 1), ...this.chunks[chunk].list.slice(0, event + 1)];
   }
 
-  // What was true when the film began.
-  beginning() {
-    return new Walk(this, { ...this.chunks[0], blocks: null }).state;
+  // What was true when the film, or a later one of its chunks, began.
+  beginning(chunk = 0) {
+    return new Walk(this, { ...this.chunks[chunk], blocks: null }).state;
   }
 
-  *allEvents() {
-    for (const chunk of this.chunks) yield* chunk.list;
+  // The time at which the time line begins.
+  get begin() {
+    return 0;
   }
 
   // The frame that was decided last at a time.

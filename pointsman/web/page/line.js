@@ -24,7 +24,13 @@ class TimeLine {
 
   // Where a time is on the line, 0 to 1.
   shareOf(time) {
-    return this.film.end > 0 ? time / this.film.end : 0;
+    const { begin, end } = this.film;
+    return end > begin ? (time - begin) / (end - begin) : 0;
+  }
+
+  timeAt(share) {
+    const { begin, end } = this.film;
+    return begin + share * (end - begin);
   }
 
   // columns: of the canvas, in its own pixels; the context's scale is that of `width`.
@@ -64,12 +70,11 @@ class TimeLine {
   _extremes(values, begins, ends, columns, skipsZero = false) {
     const low = new Float64Array(columns).fill(NaN);
     const high = new Float64Array(columns).fill(NaN);
-    const scale = this.film.end > 0 ? columns / this.film.end : 0;
     for (let index = 0; index < values.length; index++) {
       const value = values[index];
       if (skipsZero && value === 0) continue;
-      const first = Math.min(columns - 1, Math.max(0, Math.floor(begins[index] * scale)));
-      const last = Math.min(columns - 1, Math.max(first, Math.ceil(ends[index] * scale) - 1));
+      const first = Math.min(columns - 1, Math.max(0, Math.floor(this.shareOf(begins[index]) * columns)));
+      const last = Math.min(columns - 1, Math.max(first, Math.ceil(this.shareOf(ends[index]) * columns) - 1));
       for (let column = first; column <= last; column++) {
         if (!(low[column] <= value)) low[column] = value;
         if (!(high[column] >= value)) high[column] = value;

@@ -71,9 +71,7 @@ async function open(pane, buffer, name) {
   for (const each of panes) if (each.view && each.view.film !== null) each.view.drawLine();
   const { view } = panes[0];
   if (wanted.has("request")) view.choose(view.film.requests.findIndex((one) => one.id === wanted.get("request")), false);
-  const step = Number(wanted.get("step"));
-  const frame = wanted.has("step") ? view.film.frameOfStep(step) : null;
-  await (frame === null ? view.show(0) : view.show(frame, step));
+  await view.showFrom(wanted.has("step") ? Number(wanted.get("step")) : null);
   return true;
 }
 

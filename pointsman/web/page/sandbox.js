@@ -84,7 +84,7 @@ async function take(found) {
   if (found.problem !== null) problem(found.problem);
   if (chosen !== null) view.choose(view.film.requests.findIndex((one) => one.id === chosen), false);
   view.drawLine();
-  await view.show(view.film.frames.length - 1);
+  await view.show(Infinity);
 }
 
 function drawRequests(requests) {

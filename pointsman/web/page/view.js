@@ -72,6 +72,7 @@ class View {
   // onChoose: after a request was chosen, or let go.
   constructor(root, { onProblem, onShow = () => {}, onChoose = () => {} }) {
     root.append($("view").content.cloneNode(true));
+    root.classList.add("view");
     this.root = root;
     this.parts = new Map([...root.querySelectorAll("[data-part]")].map((one) => [one.dataset.part, one]));
     this.problem = onProblem;
@@ -114,8 +115,8 @@ class View {
     on("line", "pointerdown", (event) => { this.stop(); this.part("line").setPointerCapture(event.pointerId); this.scrub(event); });
     on("line", "pointermove", (event) => event.buttons && this.scrub(event));
     on("pool", "pointermove", (event) => this.hover(event));
-    on("diagram", "toggle", () => this.film !== null && this.show(this.frame, this.step));
-    const again = () => { if (this.film !== null) { this.drawLine(); this.show(this.frame, this.step); } };
+    on("diagram", "toggle", () => this.film !== null && this.redraw());
+    const again = () => { if (this.film !== null) { this.drawLine(); this.redraw(); } };
     window.addEventListener("resize", again);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
   }
@@ -176,7 +177,7 @@ class View {
   scrub(event) {
     const box = this.part("line").getBoundingClientRect();
     const share = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
-    this.showPlace(this.film.placeAt(share * this.film.end));
+    this.showPlace(this.film.placeAt(this.line.timeAt(share)));
   }
 
   // ---------------------------------------------------------------------------------------------------- a frame
@@ -187,20 +188,33 @@ class View {
     this.frame = Math.min(Math.max(index, 0), frames.length - 1);
     const { step: first, numSteps } = frames[this.frame];
     this.step = index >= frames.length ? first + numSteps - 1 : step ?? first;
+    if (await this.redraw()) this.onShow(this);
+  }
+
+  // What is shown, in the size and colours of now; false: it was not drawn, since something else is shown by now.
+  async redraw() {
     const call = ++this.shown;
     try {
       await this.film.loadBlocks(this.frame);
-      if (call !== this.shown) return;
+      if (call !== this.shown) return false;
       this.draw(this.film.stateAt(this.frame, this.step));
+      return true;
     } catch (error) {
       this.stop();
       this.problem(`the film cannot be shown here: ${error.message}`);
+      return false;
     }
   }
 
   async showPlace(place) {
     const { frame, step } = this.film.stepAt(Math.min(Math.max(place, 0), this.film.numSteps - 1));
     return this.show(frame, step);
+  }
+
+  // A step by its id; the first one, if it is null or the film has none of this id.
+  async showFrom(step) {
+    const frame = step === null ? null : this.film.frameOfStep(step);
+    return frame === null ? this.show(0) : this.show(frame, step);
   }
 
   // A step by its id.
@@ -235,7 +249,6 @@ class View {
     this.drawFinished();
     this.drawPool(state);
     this.drawDiagram(state);
-    this.onShow(this);
   }
 
   list(id, values, make) {
