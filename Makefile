@@ -32,6 +32,7 @@ BENCHMARKS_sim := simulator calibration tune policies auto
 BENCHMARKS_engine := static_vs_continuous time_to_first_token step_overhead async_scheduling speculation kv_transfer
 BENCHMARKS_server := server_throughput server_overhead server_load server_faults
 BENCHMARKS_vllm := vllm_scheduler vllm_observer vllm_engine policies_live
+BENCHMARKS_page := page
 # engine_throughput takes a quarter of an hour beside three other engines: the soak has its quick form, among the tests.
 BENCHMARKS := $(foreach part,$(SOAKS),$(BENCHMARKS_$(part))) engine_throughput
 

@@ -26,10 +26,10 @@ from pointsman.web.player import page_of
 from pointsman.web.story import Teller
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "films" / "steps.webp"
-SIZE = {"width": 1180, "height": 760}
+SIZE = {"width": 1200, "height": 880}
 WIDTH = 900
 """Of the picture, in pixels; the page is drawn larger, as on a screen."""
-FRAMES, MILLISECONDS, LAST = 26, 700, 3000
+FRAMES, MILLISECONDS, LAST = 20, 800, 3000
 PROMPTS, OUTPUTS = (90, 40, 130, 60, 30, 100), (60, 90, 40, 70)
 
 

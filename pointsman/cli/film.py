@@ -131,10 +131,13 @@ def _print_extent(path: Path, found: Film) -> None:
         f"{path}: {counted(len(found.requests), 'request')}, {counted(found.num_steps, 'step')} in "
         f"{counted(len(found.frames), 'frame')}, {found.end:,.1f} s"
     )
-    counts = Counter(event.op for event in found.events(0, None))
+    counts, evicted = Counter[Op](), 0
+    for event in found.events(0, None):
+        counts[event.op] += 1
+        evicted += event.fields.get("evicted", 0)
     print(
         f"{counted(counts[Op.ADMITTED], 'admission')}, {counted(counts[Op.PREEMPTED], 'preemption')}, "
-        f"{counts[Op.FINISHED]:,} finished, {counts[Op.REFUSED]:,} refused"
+        f"{counted(evicted, 'evicted block')}, {counts[Op.FINISHED]:,} finished, {counts[Op.REFUSED]:,} refused"
     )
     if found.frames:
         print(f"Next: pointsman film {path} --step {found.frames[0].step_id}, or --request ID")

@@ -12,35 +12,73 @@ import typer
 from pointsman.cli.errors import EXIT_OK, CommandError
 from pointsman.cli.film import broken_films, check_is_other, film_recording, is_film
 from pointsman.cli.live import run_live
+from pointsman.cli.sandbox import run_sandbox
 from pointsman.web.film import Film
 from pointsman.web.player import page_of
 
 
 def play(
-    file: Annotated[str | None, typer.Argument(help="A film or a recording; --socket does without.")] = None,
-    out: Annotated[str | None, typer.Option("--out", "-o", help="The page; by default FILE with .html.")] = None,
+    file: Annotated[str | None, typer.Argument(help="A film or a recording; --sandbox and --socket do without.")] = None,
+    beside: Annotated[str | None, typer.Argument(help="Another one, which it is compared with.")] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", help="The page; by default FILE with .html, of two FILE-BESIDE.html.")
+    ] = None,
     open_page: Annotated[bool, typer.Option("--open/--no-open", help="Open it in a browser.")] = False,
+    sandbox: Annotated[
+        bool, typer.Option("--sandbox", help="A scheduler to play with, with the requests and settings of FILE.")
+    ] = False,
     socket: Annotated[
         str | None, typer.Option(help="Of a vLLM with Pointsman's scheduler: show what it decides now.")
     ] = None,
+    port: Annotated[int | None, typer.Option(help="Of the sandbox [default: one that is free].")] = None,
 ) -> int:
     """Make a page in which a run can be stepped through, forth and back, with the reason of every decision.
 
+    Of two runs, the page shows them side by side, moves both together, and says how they differ: policy A and policy B,
+    static and continuous batching.
+
     It is one HTML file that carries the film and needs nothing else, so it can be handed on. It has no prompts.
 
-    With --socket, a page on this machine instead, of what a running vLLM decides. It prints its address; Ctrl-C ends
-    it.
+    With --sandbox, a page on this machine instead: requests are added, settings changed, steps done and undone, and the
+    real scheduler decides. With --socket, a page of what a running vLLM decides. Both print their address; Ctrl-C ends
+    them.
     """
     if socket is not None:
-        if file is not None or out is not None:
-            what = "FILE" if file is not None else "--out"
-            raise CommandError(f"--socket shows what is decided now, and has no use for {what}; leave one of them out")
+        given = {"FILE": file, "--out": out, "--sandbox": sandbox or None, "--port": port}
+        others = [name for name, value in given.items() if value is not None]
+        if others:
+            raise CommandError(f"--socket shows what is decided now, and has no use for {others[0]}; leave one of them out")
         return run_live(socket, open_page=open_page)
+    if sandbox:
+        if beside is not None:
+            raise CommandError(f"{beside} is a second run, and a sandbox begins with one; leave it out")
+        if out is not None:
+            raise CommandError("--out is for a page that is a file, and --sandbox serves one; leave one of them out")
+        return run_sandbox(file, port or 0, open_page=open_page)
+    if port is not None:
+        raise CommandError(f"--port is {port}, and belongs to --sandbox; add that, or leave it out")
     if file is None:
-        raise CommandError("there is nothing to play; give a film or a recording, or --socket")
-    source = Path(file)
-    path = source.with_suffix(".html") if out is None else Path(out)
-    check_is_other(source, path)
+        raise CommandError("there is nothing to play; give a film or a recording, --sandbox, or --socket")
+    sources = [Path(name) for name in (file, beside) if name is not None]
+    name = "-".join(source.stem for source in sources) + ".html"
+    path = sources[0].with_name(name) if out is None else Path(out)
+    for source in sources:
+        check_is_other(source, path)
+    films = [(_film_of(source), source.name) for source in sources]
+    try:
+        path.write_text(page_of(*films[0], beside=films[1] if beside is not None else None), encoding="utf-8")
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}") from None
+    print(path)
+    if open_page:
+        webbrowser.open(path.resolve().as_uri())
+    return EXIT_OK
+
+
+def _film_of(source: Path) -> bytes:
+    """The film, or that of the recording."""
     if is_film(source):
         data = source.read_bytes()
     else:
@@ -50,13 +88,4 @@ def play(
     with broken_films(source):  # what cannot be shown is refused here, and not in the browser
         if not Film(io.BytesIO(data)).frames:
             raise CommandError(f"{source} has no step: nothing was scheduled")
-    try:
-        path.write_text(page_of(data, source.name), encoding="utf-8")
-    except ValueError as error:
-        raise CommandError(str(error)) from None
-    except OSError as error:
-        raise CommandError(f"cannot write {path}: {error.strerror}") from None
-    print(path)
-    if open_page:
-        webbrowser.open(path.resolve().as_uri())
-    return EXIT_OK
+    return data

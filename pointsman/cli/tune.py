@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -13,15 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from pointsman.cli.capacity import DEFAULT_TARGETS, replica_range, targets_text, time_text
+from pointsman.cli.commands import serve_command, vllm_command
 from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError
-from pointsman.cli.options import KNOBS
 from pointsman.cli.simulate import ProgressBar, print_setting, setting_as_json, stdout_console
 from pointsman.cli.simulation import Arriving, Service, seconds, what_arrives, what_serves
 from pointsman.core import SchedulerConfig
 from pointsman.core.errors import PointsmanError
-from pointsman.core.presets import SYSTEMS
-from pointsman.integrations.vllm.settings import FLAGS
-from pointsman.integrations.vllm.settings import KNOBS as ADDITIONAL
 from pointsman.sim.profile import warn_outside
 from pointsman.sim.report.summary import Targets
 from pointsman.sim.stretches import MIN_REQUESTS, Parts, split
@@ -321,23 +317,15 @@ class _Tuned:
 
     def commands(self, trial: Trial) -> dict[str, str]:
         """The command lines that serve with the settings of a trial, by program."""
-        options, config = self._options, trial.config
-        model = self._service.model
-        common = {name: options[name] for name in _SERVED_AS if name in options}
-        ours = ["pointsman", "serve", "--model", model, "--num-blocks", str(config.num_blocks)]
-        ours += ["--block-size", str(config.block_size)]
-        ours += [*_flags({name: value for name, value in common.items() if name == "max_model_len"})]
-        ours += _flags({name: options[name] for name in _SWAPPED_AS if name in options})
-        ours += _flags(_ours(config))
-        native, additional = _for_vllm(config, self._preset)
-        vllm = ["vllm", "serve", model, *_flags(common)]
+        options, config, model = self._options, trial.config, self._service.model
+        theirs = {name: options[name] for name in _SERVED_AS if name in options}
+        ours = {name: options[name] for name in ("max_model_len", *_SWAPPED_AS) if name in options}
         if options.get("tensor_parallel", 1) > 1:
-            vllm += ["--tensor-parallel-size", str(options["tensor_parallel"])]
-        vllm += native
-        if additional is not None:
-            vllm += ["--scheduler-cls", "pointsman.integrations.vllm.Scheduler"]
-            vllm += ["--additional-config", json.dumps({"pointsman": additional})]
-        return {"vllm": shlex.join(vllm), "pointsman": shlex.join(ours)}
+            theirs["tensor_parallel_size"] = options["tensor_parallel"]
+        return {
+            "vllm": vllm_command(model, config, NAMES, theirs, self._preset),
+            "pointsman": serve_command(model, config, NAMES, ours),
+        }
 
     # ------------------------------------------------------------------ JSON
 
@@ -382,54 +370,6 @@ def _as_json(trial: Trial | None, judged: Judged | None = None) -> dict[str, Any
     }
     if judged is not None:
         found["held_out"] = {**asdict(judged.held_out), "goodput_per_replica": judged.goodput}
-    return found
-
-
-# ---------------------------------------------------------------------- command lines
-
-
-def _ours(config: SchedulerConfig) -> dict[str, Any]:
-    """Knobs of `pointsman serve`: the two that depend on the device, and what differs from the defaults."""
-    plain = SchedulerConfig(num_blocks=1, max_model_len=1)
-    knobs = {"max_num_batched_tokens": config.max_num_batched_tokens, "max_num_seqs": config.max_num_seqs}
-    for name in NAMES:
-        value = getattr(config, name)
-        if name in KNOBS and name not in knobs and value is not None and value != getattr(plain, name):
-            knobs[name] = value
-    return knobs
-
-
-def _for_vllm(config: SchedulerConfig, preset: str) -> tuple[list[str], dict[str, Any] | None]:
-    """Flags of vLLM, and the object in --additional-config for what vLLM itself does not have; None: nothing."""
-    base = preset if preset in SYSTEMS else "default"
-    of_preset = SchedulerConfig.preset(base, num_blocks=1, max_model_len=1)
-    flags = {"max_num_batched_tokens": config.max_num_batched_tokens, "max_num_seqs": config.max_num_seqs}
-    additional: dict[str, Any] = {}
-    for name in NAMES:
-        value = getattr(config, name)
-        if name in flags or value == getattr(of_preset, name):
-            continue
-        if name in FLAGS:
-            flags[FLAGS[name].removeprefix("--").replace("-", "_")] = value
-        elif name in ADDITIONAL:
-            additional[name] = value
-    found = _flags(flags)
-    if additional.get("order") == "priority-by-arrival" and base == "vllm":
-        del additional["order"]  # as vLLM's own does
-        found += ["--scheduling-policy", "priority"]
-    if base == "vllm" and not additional:
-        return found, None
-    return found, {"preset": base, **additional}
-
-
-def _flags(values: Mapping[str, Any]) -> list[str]:
-    found: list[str] = []
-    for name, value in values.items():
-        option = name.replace("_", "-")
-        if isinstance(value, tuple):
-            found += [part for each in value for part in (f"--{option.removesuffix('s')}", str(each))]
-        else:
-            found += [f"--{'' if value else 'no-'}{option}"] if isinstance(value, bool) else [f"--{option}", f"{value}"]
     return found
 
 

@@ -174,6 +174,7 @@ _COUNTS = (
     "steps_count",
     "steps_ends",
     "step_skipped",
+    "step_evicted",
     "failed_steps",
     "failed_rows",
 )
@@ -410,7 +411,7 @@ class _Cursor:
 
 
 _OF_NO_REQUEST = frozenset({Op.STEP, Op.UPDATE, Op.STEPS, Op.FAILED, Op.PAUSED, Op.LIMITED})
-_OF_STEPS = tuple(("step_", name) for name in ("id", "blocked", "free", "blocker", "skipped"))
+_OF_STEPS = tuple(("step_", name) for name in ("id", "blocked", "free", "evicted", "blocker", "skipped"))
 _FIELDS: dict[Op, tuple[tuple[str, str], ...]] = {
     Op.REFUSED: (("refused_", "why"),),
     Op.PARKED: (("parked_", "status"),),
@@ -460,12 +461,11 @@ class _Player:
             state.num_generated_tokens = lists["key_generated"][index]
             state.num_preemptions = lists["key_preemptions"][index]
             state.num_cached_tokens = lists["key_cached"][index]
-            state.admission = 1
+            state.admission = lists["key_admissions"][index]
         for number, computed in zip(running, lists["key_computed"], strict=True):
             requests[number].status, requests[number].num_computed_tokens = "running", computed
         for number, status in zip([*waiting, *parked], lists["key_status"], strict=True):
             requests[number].status = self._names["statuses"][status]
-            requests[number].admission = int(requests[number].status != "waiting")
         for number, reason in zip(waiting, lists["key_reason"], strict=True):
             requests[number].reason = self._names["reasons"][reason - 1] if reason else None
         found = State(requests, running, waiting, parked, lists["key_time"][0] / 1e6)
@@ -474,9 +474,9 @@ class _Player:
             rows = []
             for index in range(at, at + count):
                 flags = lists["key_flight_flags"][index]
-                admission = 1 if flags & 2 else 0
-                number, tokens = lists["key_flight_request"][index], lists["key_flight_tokens"][index]
-                rows.append(BatchRow(number - 1, tokens, bool(flags & 1), flags >> 2, admission))
+                number, tokens = lists["key_flight_request"][index] - 1, lists["key_flight_tokens"][index]
+                admission = requests[number].admission if flags & 2 else -1
+                rows.append(BatchRow(number, tokens, bool(flags & 1), flags >> 2, admission))
             at += count
             found.in_flight.append(rows)
         return found

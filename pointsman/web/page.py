@@ -1,8 +1,9 @@
 """Pages, each as one HTML file that needs nothing else: no network, and no Python once it is made.
 
-Their parts are in `page/`: `film.js` reads films, `story.js` puts them into words, `view.html` and `view.js` show one,
-and each page has markup and a script of its own. A page's policy (Content-Security-Policy) allows its scripts and its
-style sheet, by their hashes, and nothing else.
+Their parts are in `page/`: `film.js` reads films, `counts.js` counts what happened, `story.js` puts it into words,
+`line.js` and `diagram.js` draw it, `view.html` and `view.js` show one film, and each page has markup and a script of
+its own. A page's policy (Content-Security-Policy) allows its scripts and its style sheet, by their hashes, and nothing
+else.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 
-VIEW = ("film.js", "story.js", "view.js")
+VIEW = ("film.js", "counts.js", "story.js", "line.js", "diagram.js", "view.js")
 """The scripts of a page that shows films, before its own."""
 PAGE_HEADERS = {
     "content-security-policy": "frame-ancestors 'none'",
@@ -25,11 +26,19 @@ PAGE_HEADERS = {
 it."""
 
 
-def assemble(name: str, title: str, *, data: Mapping[str, bytes] | None = None, connects: bool = False) -> str:
+def assemble(
+    name: str,
+    title: str,
+    *,
+    scripts: Sequence[str] = (),
+    data: Mapping[str, bytes] | None = None,
+    connects: bool = False,
+) -> str:
     """The page of `page/NAME.html` and `page/NAME.js`.
 
     Args:
         title: plain text.
+        scripts: further ones, before the page's own.
         data: what the page carries, by the id of its element.
         connects: whether its script may ask the server that it came from.
     """
@@ -38,7 +47,7 @@ def assemble(name: str, title: str, *, data: Mapping[str, bytes] | None = None, 
     def read(file: str) -> str:
         return folder.joinpath(file).read_text(encoding="utf-8")
 
-    style, script = read("page.css"), "\n".join(read(file) for file in (*VIEW, f"{name}.js"))
+    style, script = read("page.css"), "\n".join(read(file) for file in (*VIEW, *scripts, f"{name}.js"))
     connect = "connect-src 'self'; " if connects else ""
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)} 'unsafe-hashes'; {connect}"

@@ -1,6 +1,8 @@
-"""The page that plays a film."""
+"""The page that plays a film, or compares two."""
 
 from __future__ import annotations
+
+import json
 
 from pointsman.web.page import assemble
 
@@ -8,18 +10,26 @@ MAX_FILM = 256 << 20
 """Bytes of a film that a page carries: a browser holds all of it."""
 
 
-def page_of(film: bytes | None, title: str) -> str:
+def page_of(film: bytes | None, title: str, beside: tuple[bytes, str] | None = None) -> str:
     """The page.
 
     Args:
         film: that it carries; None: it is opened in the browser, from a file.
+        title: of the film.
+        beside: another film, which it is compared with, and its title.
 
     Raises:
-        ValueError: the film is larger than a page may carry.
+        ValueError: a film is larger than a page may carry.
     """
-    if film is not None and len(film) > MAX_FILM:
-        raise ValueError(
-            f"the film has {len(film):,} bytes, and a page carries {MAX_FILM:,} at most; leave out its blocks "
-            "(pointsman film --no-blocks), or record a shorter run"
-        )
-    return assemble("player", title, data=None if film is None else {"film": film})
+    films = [] if film is None else [(film, title)] if beside is None else [(film, title), beside]
+    for each, name in films:
+        if len(each) > MAX_FILM:
+            raise ValueError(
+                f"{name} has {len(each):,} bytes as a film, and a page carries {MAX_FILM:,} at most; leave out its "
+                "blocks (pointsman film --no-blocks), or record a shorter run"
+            )
+    names = [name for _, name in films]
+    data = dict(zip(("film", "film2"), (each for each, _ in films), strict=False))
+    if films:
+        data["names"] = json.dumps(names).encode()
+    return assemble("player", " and ".join(names) or title, scripts=("figures.js",), data=data)

@@ -34,7 +34,7 @@ def test_a_recording_becomes_a_film_beside_it(pointsman: Run, recording: Path) -
     made = pointsman("film", recording)
     assert made.code == 0 and recording.with_suffix(".film").stat().st_size < 4000
     assert "2 requests, 4 steps in 4 frames, 4.0 s" in made.out
-    assert "2 admissions, 0 preemptions, 2 finished, 0 refused" in made.out
+    assert "2 admissions, 0 preemptions, 0 evicted blocks, 2 finished, 0 refused" in made.out
     shorter = pointsman("film", recording, "--no-blocks", "-o", recording.with_name("other.film"))
     assert shorter.code == 0
     assert "blocks" not in pointsman("film", recording.with_name("other.film"), "--step", "1").out
@@ -86,8 +86,8 @@ def test_what_is_refused(pointsman: Run, recording: Path, tmp_path: Path) -> Non
     check_refused(pointsman("film", tmp_path / "nothing"), "cannot read")
     check_refused(pointsman("film", recording, "-o", tmp_path / "none" / "x.film"), "cannot write")
     broken = tmp_path / "broken.film"
-    broken.write_bytes(film.read_bytes().replace(b'"format_version":1', b'"format_version":9'))
-    check_refused(pointsman("film", broken), "format version 9, and this library reads 1")
+    broken.write_bytes(film.read_bytes().replace(b'"format_version":2', b'"format_version":9'))
+    check_refused(pointsman("film", broken), "format version 9, and this library reads 2")
     recording.write_text("no recording\n")
     check_refused(pointsman("film", recording), "line 1 is not JSON")
     assert film.exists() and len(list(recording.parent.glob("*.part"))) == 0
@@ -117,3 +117,14 @@ def test_a_page_of_a_recording_and_of_a_film(pointsman: Run, recording: Path, tm
     check_refused(pointsman("play", recording, "-o", tmp_path / "none" / "x.html"), "cannot write")
     (tmp_path / "broken.film").write_bytes(recording.with_suffix(".film").read_bytes()[:200])
     check_refused(pointsman("play", tmp_path / "broken.film"), "broken.film: ")
+
+
+def test_a_page_of_two(pointsman: Run, recording: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again.jsonl"
+    again.write_bytes(recording.read_bytes())
+    made = pointsman("play", recording, again)
+    page = recording.with_name(f"{recording.stem}-again.html")
+    assert made.out == f"{page}\n"
+    assert 'id="film"' in page.read_text() and 'id="film2"' in page.read_text()
+    check_refused(pointsman("play", recording, tmp_path / "nobody.film"), "nobody.film")
+    check_refused(pointsman("play", recording, again, "-o", again), "again.jsonl")

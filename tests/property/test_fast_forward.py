@@ -32,7 +32,19 @@ NO_ENCODER = {"encoder_budget": 0, "encoder_cache_size": 0}
 PLAIN: dict[str, Any] = {**ONE_STEP, **NO_ENCODER}
 CACHING = {"enable_prefix_caching": True, "share_within_step": True}
 SWAP: dict[str, Any] = {"connector": True, "preemption_mode": "swap"}
-"""Not "cheaper": times of single steps include the time between them."""
+SWAP_OFTEN: dict[str, Any] = {
+    **PLAIN,
+    **CACHING,
+    **SWAP,
+    "policies": False,
+    "block_size": 3,
+    "num_blocks": 16,
+    "num_reserved_blocks": 0,
+    "max_model_len": 30,
+    "max_num_seqs": 5,
+    "full_sequence_must_fit": False,
+    "reserves": (),
+}
 IN_TIME = {"token_limits": ("target-itl:seconds=3,least=2",)}
 FCFS = {"order": "fcfs", "batching": "mixed", "displace": None}
 FOCUS: dict[str, dict[str, Any]] = {
@@ -41,19 +53,8 @@ FOCUS: dict[str, dict[str, Any]] = {
     "long outputs": {**PLAIN, "block_size": 1, "num_blocks": 60, "max_model_len": 48},
     "few blocks": {**PLAIN, **CACHING, "block_size": 2, "num_blocks": 9, "max_model_len": 18, "num_reserved_blocks": 0},
     "evictions": {**PLAIN, **CACHING, "block_size": 1, "num_blocks": 20, "full_sequence_must_fit": False},
-    "swap": {
-        **PLAIN,
-        **CACHING,
-        **SWAP,
-        "policies": False,
-        "block_size": 3,
-        "num_blocks": 16,
-        "num_reserved_blocks": 0,
-        "max_model_len": 30,
-        "max_num_seqs": 5,
-        "full_sequence_must_fit": False,
-        "reserves": (),
-    },
+    "swap": SWAP_OFTEN,
+    "swap or compute": {**SWAP_OFTEN, "preemption_mode": "cheaper"},
     "watermark": {**PLAIN, "block_size": 2, "num_blocks": 12, "watermark": 0.35, "decode_reserve": 9},
     "mean reserve": {**PLAIN, "block_size": 2, "num_blocks": 12, "decode_reserve": "mean"},
     "growth": {
@@ -81,7 +82,7 @@ FOCUS: dict[str, dict[str, Any]] = {
     "fair": {**PLAIN, "order": "fair:weights=tenant 0/2"},
 }
 BIG = {"max_num_seqs", "max_num_batched_tokens", "max_num_active_seqs"}  # of presets: here nothing is that large
-SELDOM = {"anything", "drafts", "swap"}
+SELDOM = {"anything", "drafts", "swap", "swap or compute"}
 SHORT_FOCUS = (
     "few blocks",
     "evictions",
@@ -95,12 +96,19 @@ SHORT_FOCUS = (
 )
 
 
-def drive(seed: int, overrides: dict[str, Any], watch: Callable[[Scheduler], None] | None = None) -> tuple[World, Twin]:
+def drive(
+    seed: int,
+    overrides: dict[str, Any],
+    watch: Callable[[Scheduler], None] | None = None,
+    watch_first: Callable[[Scheduler], None] | None = None,
+) -> tuple[World, Twin]:
     """A random run of the first scheduler, which the second follows; `watch` gets the second one at its beginning."""
     choose, twin = SeededChooser(seed), Twin(seed, watch)
     world = make_world(choose, overrides, recording=twin)
     world.is_busy = True  # else a policy that learns from step times would learn other ones from steps at once
     twin.first = world.scheduler
+    if watch_first is not None:
+        watch_first(world.scheduler)
     is_calm = seed % 4 > 0
     weights = {**CALM, "add": CROWDED} if seed % 4 == 3 else CALM
     wheel = [op for op in OPERATIONS for _ in range(weights.get(op.name, 0) if is_calm else op.weight)]

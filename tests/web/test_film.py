@@ -269,7 +269,7 @@ def header_with(data: bytes, **changes: Any) -> bytes:
 
 
 def test_another_version_is_refused_by_its_number(short_pool: bytes) -> None:
-    with pytest.raises(FilmError, match="format version 7, and this library reads 1"):
+    with pytest.raises(FilmError, match="format version 7, and this library reads 2"):
         read(header_with(short_pool, format_version=7))
 
 
@@ -280,7 +280,7 @@ def test_another_version_is_refused_by_its_number(short_pool: bytes) -> None:
         (b'{"format":"pointsman-recording"}\n', "no film"),
         (MAGIC, "header is broken"),
         (MAGIC + struct.pack("<I", 2) + b"[]", "header is broken"),
-        (MAGIC + struct.pack("<I", 20) + b'{"format_version":1}', "lacks a configuration"),
+        (MAGIC + struct.pack("<I", 20) + b'{"format_version":2}', "lacks a configuration"),
         (MAGIC + struct.pack("<I", 1 << 31), "header is broken"),
     ],
 )

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
 import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 
 from pointsman.core import Request, Scheduler, SchedulerConfig, StepResult
 from pointsman.core.observe.film import FilmRecorder
-from pointsman.core.observe.film_format import read_header, write_header
+from pointsman.core.observe.film_format import Op, read_header, write_header
 from pointsman.sim.simulator import simulate
 from pointsman.sim.step_time import LinearStepTime
 from pointsman.sim.workload import OpenLoop
@@ -22,13 +20,11 @@ from pointsman.traces import TraceRequest
 from pointsman.web.film import Film
 from pointsman.web.player import MAX_FILM, page_of
 from pointsman.web.story import Teller, life_of
+from pointsman.web.timeline import timeline_of
+from tests.web.test_page_reader import longest_itl
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pages are tried with Playwright")
-CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(shutil.which(CHROMIUM) is None, reason=f"pages are tried in {CHROMIUM}, which is not there"),
-]
+pytestmark = pytest.mark.e2e
 HTML = '<img src=x onerror="document.title=1">'
 
 
@@ -46,40 +42,16 @@ def film() -> bytes:
     return file.getvalue()
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as tool:
-        running = tool.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield running
-        running.close()
-
-
 @pytest.fixture
-def visit(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Opens a page, and fails if it logs an error or asks the network for anything."""
-    complaints: list[str] = []
-    contexts = []
+def visit(open_page: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """Opens the page of a film."""
 
     def go(film: bytes | None, where: str = "", title: str = "run", **options: Any) -> Any:
         path = tmp_path / "page.html"
         path.write_text(page_of(film, title), encoding="utf-8")
-        context = browser.new_context(**options)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda request: complaints.append(request.url) if not _is_local(request.url) else None)
-        page.goto(path.as_uri() + where)
-        return page
+        return open_page(path.as_uri() + where, **options)
 
-    yield go
-    for context in contexts:
-        context.close()
-    assert complaints == []
-
-
-def _is_local(url: str) -> bool:
-    return url.startswith(("file:", "blob:", "data:"))
+    return go
 
 
 def told(page: Any) -> list[str]:
@@ -90,17 +62,30 @@ def at_step(page: Any, step: int) -> None:
     playwright.expect(page.locator("[data-part=number]")).to_have_value(str(step))
 
 
+def go_to(page: Any, step: int) -> None:
+    page.fill("[data-part=number]", str(step))
+    page.press("[data-part=number]", "Enter")
+    at_step(page, step)
+
+
 def test_it_shows_what_the_film_says(visit: Callable[..., Any], film: bytes) -> None:
-    """Sentences, rows, waiting requests and blocks, at frames here and there."""
+    """Sentences, rows, waiting requests and blocks, at steps here and there, some of them done at once with others."""
     found, page = Film(io.BytesIO(film)), visit(film)
     teller = Teller(found)
-    for index in (0, 7, len(found.frames) // 2, len(found.frames) - 1):
-        frame, state = found.frames[index], found.state_at(index)
-        page.fill("[data-part=number]", str(frame.step_id))
-        page.press("[data-part=number]", "Enter")
-        at_step(page, frame.step_id)
-        if sentences := teller.decided(index):
+    longest = max(range(len(found.frames)), key=lambda index: found.frames[index].num_steps)
+    for index, place in ((0, 0), (7, 0), (len(found.frames) // 2, 0), (longest, 0), (longest, 1), (longest, -1)):
+        frame = found.frames[index]
+        step = frame.step_id + place % frame.num_steps
+        state = found.state_at(index, step)
+        go_to(page, step)
+        if sentences := teller.decided(index) if step == frame.step_id else ["every running request decodes a token"]:
             assert told(page) == sentences
+        where = page.locator("[data-part=decidedTitle]").inner_text()
+        assert where.startswith(f"Decided for step {step}, at {state.time:.3f} s")
+        for number, text in zip(state.running, page.locator("[data-part=running] .why").all_inner_texts(), strict=True):
+            one = state.requests[number]
+            assert text.startswith(f"{one.num_computed_tokens} of ")
+            assert text.endswith(f"computed, {one.num_generated_tokens} generated")
         assert page.locator("[data-part=running] .name").all_inner_texts() == [
             teller.name(number) for number in state.running
         ]
@@ -115,20 +100,29 @@ def test_it_shows_what_the_film_says(visit: Callable[..., Any], film: bytes) -> 
 
 
 def test_buttons_and_keys(visit: Callable[..., Any], film: bytes) -> None:
-    frames, page = Film(io.BytesIO(film)).frames, visit(film)
+    """They move by steps, through those that were done at once too."""
+    found, page = Film(io.BytesIO(film)), visit(film)
+    steps = [frame.step_id + place for frame in found.frames for place in range(frame.num_steps)]
+    run = next(frame.step_id for frame in found.frames if frame.num_steps > 3)
     at_step(page, 0)
     page.click("[data-part=step]")
-    at_step(page, frames[1].step_id)
+    at_step(page, 1)
     for key, place in (
         ("ArrowRight", 2),
         ("Shift+ArrowRight", 12),
         ("ArrowLeft", 11),
-        ("End", len(frames) - 1),
-        ("ArrowRight", len(frames) - 1),
+        ("End", len(steps) - 1),
+        ("ArrowRight", len(steps) - 1),
         ("Home", 0),
     ):
         page.locator("[data-part=line]").press(key)
-        at_step(page, frames[place].step_id)
+        at_step(page, steps[place])
+    go_to(page, run + 1)
+    for key, step in (("ArrowRight", run + 2), ("ArrowLeft", run + 1), ("ArrowLeft", run), ("ArrowLeft", run - 1)):
+        page.locator("[data-part=line]").press(key)
+        at_step(page, step)
+    page.click("[data-part=reset]")
+    page.click("[data-part=step]")
     page.click("[data-part=back]")
     at_step(page, 0)
     page.select_option("[data-part=speed]", "50")
@@ -152,8 +146,8 @@ def test_scrubbing(visit: Callable[..., Any], film: bytes) -> None:
     page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 40, steps=5)
     page.mouse.up()
     step = int(page.input_value("[data-part=number]"))
-    frame = found.frames[found.frame_of_step(step)]
-    assert frame.time == pytest.approx(0.6 * found.end, abs=0.03 * found.end)
+    time = found.state_at(found.frame_of_step(step), step).time
+    assert time == pytest.approx(0.6 * found.end, abs=0.03 * found.end)
 
 
 def test_following_a_request(visit: Callable[..., Any], film: bytes) -> None:
@@ -168,7 +162,8 @@ def test_following_a_request(visit: Callable[..., Any], film: bytes) -> None:
     playwright.expect(page.locator("[data-part=lifeTitle]")).to_have_text(f"The life of {name}")
     assert f"waited {sum(life.waited.values()):.3f} s" in page.locator("[data-part=waited]").inner_text()
     assert len(page.locator("[data-part=moments] li").all()) == len(life.moments)
-    page.locator("[data-part=moments] button").last.click()
+    page.locator("[data-part=moments] button").first.click()
+    assert told(page).count(life.moments[0][1]) == 1
     assert f"request={name}" in page.url
     page.keyboard.press("Escape")
     playwright.expect(page.locator("[data-part=life]")).to_be_hidden()
@@ -177,22 +172,119 @@ def test_following_a_request(visit: Callable[..., Any], film: bytes) -> None:
     playwright.expect(page.locator("#problem")).to_have_text("no request is called nobody")
 
 
+def test_counters_and_what_was_before(visit: Callable[..., Any], film: bytes) -> None:
+    """Counted up to the step; the sentences of the steps before lead to them."""
+    found, page = Film(io.BytesIO(film)), visit(film)
+    index = 2 * len(found.frames) // 3
+    step, events = found.frames[index].step_id, list(found.events(0, index + 1))
+    go_to(page, step)
+    names, values = (page.locator(f"[data-part=counters] {tag}").all_inner_texts() for tag in ("dt", "dd"))
+    counters = dict(zip(names, (int(value.replace(",", "")) for value in values), strict=True))
+    assert counters["steps"] == step + 1 and counters["refused"] == 0
+    assert counters["preemptions"] == sum(event.op is Op.PREEMPTED for event in events) > 0
+    assert counters["finished"] == sum(event.op is Op.FINISHED for event in events) > 0
+    prefilled, decoded = counters["tokens prefilled"], counters["tokens decoded"]
+    timeline = timeline_of(found)[0]
+    assert prefilled == timeline.num_prefill_tokens[: index + 1].sum()
+    assert decoded == (timeline.num_decode_tokens * timeline.num_steps)[: index + 1].sum()
+    teller = Teller(found)
+    last = max(frame for frame in range(index) if teller.decided(frame))
+    first = page.locator("[data-part=log] li").first
+    assert first.inner_text() == f"step {found.frames[last].step_id}{teller.decided(last)[-1]}"
+    first.locator("button").press("Enter")
+    at_step(page, found.frames[last].step_id)
+    assert told(page) == teller.decided(last)
+
+
+def test_states_and_ladder(visit: Callable[..., Any], film: bytes) -> None:
+    """Where requests are, which moves a step made, and what answered when memory was short."""
+    found, page = Film(io.BytesIO(film)), visit(film)
+    ops = [[event.op for event in found.events(index, index + 1)] for index in range(len(found.frames))]
+    index = next(index for index, one in enumerate(ops) if one.count(Op.PREEMPTED) == 1)
+    before = sum(one.count(Op.PREEMPTED) for one in ops[: index + 1])
+    step, state = found.frames[index].step_id, found.state_at(index, found.frames[index].step_id)
+    go_to(page, step)
+    assert not page.locator(".state").first.is_visible()
+    page.locator("summary").press("Enter")
+    playwright.expect(page.locator(".state.running .number")).to_have_text(str(len(state.running)))
+    waiting = [state.requests[number].status for number in state.waiting]
+    for name in ("waiting", "preempted"):
+        assert page.locator(f".state.{name} .number").text_content() == str(waiting.count(name))
+    move = page.locator(".move.lit[aria-label^='running → preempted']")
+    assert move.get_attribute("aria-label").endswith(f"{before} time{'s' * (before > 1)} so far, 1 in this step")
+    says = page.locator("[data-part=says]")
+    assert "running → preempted once" in says.inner_text()
+    move.focus()
+    playwright.expect(says).to_have_text(move.get_attribute("aria-label"))
+    page.locator("[data-part=line]").focus()
+    playwright.expect(says).to_contain_text("In this step: ")
+    page.locator(".states svg").scroll_into_view_if_needed()
+    box = page.locator(".states svg").bounding_box()
+    page.mouse.move(box["x"] + 172 / 360 * box["width"], box["y"] + 150 / 364 * box["height"])
+    playwright.expect(says).to_contain_text("waiting → running: it is admitted")
+    rungs = page.locator("[data-part=ladder] li")
+    assert "1 preemption; " in rungs.nth(2).inner_text() and f"{before} preemption" in rungs.nth(2).inner_text()
+    assert "lit" in (rungs.nth(2).get_attribute("class") or "")
+    for event in found.events(0, index + 1):
+        last = event
+    blocked = found.header["names"]["reasons"][last.fields["blocked"] - 1] if last.fields["blocked"] else ""
+    assert ("lit" in (rungs.nth(1).get_attribute("class") or "")) == (blocked in ("blocks", "preemption", "watermark"))
+    assert "lit" not in (rungs.nth(3).get_attribute("class") or "")
+    evicting = next(
+        number for number, frame in enumerate(found.frames)
+        for event in found.events(number, number + 1)
+        if event.op in (Op.STEP, Op.STEPS) and event.fields["evicted"] and frame.num_steps == 1
+    )  # fmt: skip
+    go_to(page, found.frames[evicting].step_id)
+    assert "lit" in (rungs.nth(0).get_attribute("class") or "")
+    total = sum(
+        event.fields["evicted"] for event in found.events(0, evicting + 1) if event.op in (Op.STEP, Op.STEPS)
+    )  # fmt: skip
+    assert f"{total} block{'s' * (total > 1)} so far" in rungs.nth(0).inner_text()
+
+
+def test_itl_on_the_time_line(visit: Callable[..., Any], film: bytes) -> None:
+    """The longest gap is seen where its step is, though many steps share a column of pixels."""
+    found = Film(io.BytesIO(film))
+    gaps = longest_itl(found)
+    page = visit(film, viewport={"width": 360, "height": 800})
+    text = page.locator("[data-part=lineLegend]").inner_text()
+    assert f"to {float(f'{1000 * max(gaps):.3g}'):g} ms, logarithmic" in text
+    frame, step = [
+        (index, frame.step_id + place) for index, frame in enumerate(found.frames) for place in range(frame.num_steps)
+    ][gaps.index(max(gaps))]
+    share = found.state_at(frame, step).time / found.end
+    painted = page.evaluate(
+        """(share) => {
+          const canvas = panes[0].view.part("line"), context = canvas.getContext("2d");
+          const pixels = (place, y) => context.getImageData(Math.floor(place * canvas.width) - 1, y, 3, 3).data;
+          const has = (place, y) => [...pixels(place, y)].some((one) => one);
+          return [has(share, TOP_OF_ITL + 2), has(share, LINE_HEIGHT - 5), has(0.999, TOP_OF_ITL + 2), canvas.width];
+        }""",
+        share,
+    )
+    assert painted[:3] == [True, True, False] and painted[3] < found.num_steps
+
+
 def test_a_link_carries_step_and_request(visit: Callable[..., Any], film: bytes) -> None:
     found = Film(io.BytesIO(film))
-    frame, name = found.frames[20], found.requests[3].request_id
-    page = visit(film, f"#step={frame.step_id}&request={name}")
-    at_step(page, frame.step_id)
+    step, name = max(found.frames, key=lambda frame: frame.num_steps).step_id + 1, found.requests[3].request_id
+    page = visit(film, f"#step={step}&request={name}")
+    at_step(page, step)
+    assert f"step={step}&" in page.url
     playwright.expect(page.locator("[data-part=lifeTitle]")).to_have_text(f"The life of {name}")
 
 
 def test_a_block_names_its_owner(visit: Callable[..., Any], film: bytes) -> None:
     found, page = Film(io.BytesIO(film)), visit(film)
     index = len(found.frames) // 2
-    page.locator("[data-part=number]").fill(str(found.frames[index].step_id))
-    page.locator("[data-part=number]").press("Enter")
-    state = found.state_at(index)
+    go_to(page, found.frames[index].step_id)
+    state = found.state_at(index, found.frames[index].step_id)
     number = state.running[0]
-    block, (columns, size) = state.requests[number].table[0], page.evaluate("[view.cells.columns, view.cells.size]")
+    block, (columns, size) = (
+        state.requests[number].table[0],
+        page.evaluate("[panes[0].view.cells.columns, panes[0].view.cells.size]"),
+    )
     page.locator("[data-part=pool]").hover(
         position={"x": (block % columns + 0.5) * size, "y": (block // columns + 0.5) * size}
     )
@@ -217,9 +309,9 @@ def test_a_film_is_opened_from_a_file(visit: Callable[..., Any], film: bytes, tm
 
 def test_a_newer_film_is_refused_in_words(visit: Callable[..., Any], film: bytes) -> None:
     file, newer = io.BytesIO(film), io.BytesIO()
-    write_header(newer, {**read_header(file), "format_version": 2})
+    write_header(newer, {**read_header(file), "format_version": 3})
     page = visit(newer.getvalue() + file.read())
-    playwright.expect(page.locator("#problem")).to_contain_text("format version 2, and this page reads 1")
+    playwright.expect(page.locator("#problem")).to_contain_text("format version 3, and this page reads 2")
 
 
 def test_markup_is_text(visit: Callable[..., Any]) -> None:
@@ -248,6 +340,7 @@ def test_it_fits_and_can_be_read(visit: Callable[..., Any], film: bytes, scheme:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     page = visit(film, "#step=60", color_scheme=scheme, viewport={"width": width, "height": 900}, bypass_csp=True)
     page.locator("[data-part=running] button").first.click()
+    page.locator("summary").click()
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     found = axe.Axe().run(page).response["violations"]
     serious = [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")]

@@ -81,6 +81,7 @@ class FilmRecorder(Listener):
         self._running: dict[Request, None] = {}  # in order of admission
         self._waiting: dict[Request, None] = {}  # in the order in which they came
         self._parked: dict[Request, None] = {}
+        self._admissions: dict[Request, int] = {}  # of those that have been admitted, how often
         self._deferred: dict[Request, int] = {}  # reason of each waiting request that was asked for
         self._flight: deque[SchedulerOutput] = deque()
         self._ends: list[tuple[Request, float]] = []  # maybe of an update whose event is yet to come
@@ -91,6 +92,7 @@ class FilmRecorder(Listener):
         self._now = 0
         self._num_frames = 0  # in this chunk
         self._skipped: list[int] | None = None  # in the newest step of this chunk
+        self._num_evictions = 0  # until the newest step
         self.num_bytes = {"events": 0, "blocks": 0}
         """Written so far."""
         self.num_frames = 0
@@ -116,6 +118,7 @@ class FilmRecorder(Listener):
         parts = find_parts()
         if parts.table.requests:
             self._start = parts.table.now  # times before it are negative
+        self._num_evictions = parts.kv.num_evictions
         if self._with_blocks:
             self._mirror = _Mirror(parts)
         for request in [*parts.batch.members.requests, *parts.table.queue, *parts.table.parked.values()]:
@@ -123,6 +126,9 @@ class FilmRecorder(Listener):
         self._running = dict.fromkeys(parts.batch.members.requests)
         waiting = sorted(parts.table.queue, key=_came)
         self._waiting, self._parked = dict.fromkeys(waiting), dict.fromkeys(parts.table.parked.values())
+        for request in self._numbers:
+            if request._state.serial:
+                self._admissions[request] = 1 + (request in self._running and request.num_preemptions > 0)
         for request in waiting:
             if request._state.deferral is not None:
                 self._deferred[request] = _REASON[request._state.deferral.reason]
@@ -206,6 +212,7 @@ class FilmRecorder(Listener):
             data["key_generated"].append(request.num_output_tokens)
             data["key_prompt"].append(request.num_prompt_tokens)
             data["key_preemptions"].append(request._state.num_preemptions)
+            data["key_admissions"].append(self._admissions.get(request, 0))
         for output in self._flight:
             data["key_flight"].append(output.num_rows)
             for index, request in enumerate(output.requests):
@@ -293,6 +300,7 @@ class FilmRecorder(Listener):
         data["admitted_external"].append(event.num_external_tokens)
         self._leave(event.request)
         self._running[event.request] = None
+        self._admissions[event.request] = self._admissions.get(event.request, 0) + 1
 
     def on_preempted(self, event: Preempted) -> None:
         """See `Listener`."""
@@ -308,6 +316,7 @@ class FilmRecorder(Listener):
         """See `Listener`."""
         self._add(Op.ROLLED_BACK, now, request)
         self._leave(request)
+        self._admissions[request] -= 1
         self._waiting[request] = None
 
     def on_finished(self, request: Request, now: float) -> None:
@@ -323,6 +332,7 @@ class FilmRecorder(Listener):
             data["finished_generated"].append(request.num_output_tokens)
             data["finished_detail"].append(self._string(request.finish_detail) + 1 if request.finish_detail else 0)
             self._leave(request)
+            self._admissions.pop(request, None)
             del self._numbers[request]
 
     def on_load_started(self, event: LoadStarted) -> None:
@@ -384,8 +394,10 @@ class FilmRecorder(Listener):
         self.num_frames += 1
 
     def _tell_queue(self, data: dict[str, list[int]], parts: Parts) -> None:
-        """What is free, and who was asked and may not start."""
+        """What is free and was evicted, and who was asked and may not start."""
         data["step_free"].append(parts.kv.pool.num_free)
+        data["step_evicted"].append(parts.kv.num_evictions - self._num_evictions)
+        self._num_evictions = parts.kv.num_evictions
         blocker = parts.table.blocker
         data["step_blocker"].append(0 if blocker is None else self._numbers[blocker] + 1)
         skipped = [self._numbers[request] for request in parts.table.skipped]
@@ -433,6 +445,7 @@ class FilmRecorder(Listener):
         ends, self._ends = self._ends, []
         data = self._add(Op.STEPS, float(run.times[0]))
         parts = self._parts()
+        num_evicted = parts.kv.num_evictions - self._num_evictions
         data["step_id"].append(run.first_step_id)
         data["step_blocked"].append(0 if run.blocked_by is None else _REASON[run.blocked_by] + 1)
         self._tell_queue(data, parts)
@@ -442,7 +455,7 @@ class FilmRecorder(Listener):
         micros = np.rint((np.asarray(run.times, dtype=np.float64) - start) * 1e6).astype(np.int64)
         data["steps_micros"] += np.diff(micros).tolist()
         if self._mirror is not None:
-            self._mirror.steps(self._num_frames, parts, run, self._numbers)
+            self._mirror.steps(self._num_frames, parts, run, self._numbers, num_evicted)
         self._num_frames += 1
         self.num_frames += 1
         completed = [request for request in run.update.completed_parts if request in self._numbers]
@@ -549,10 +562,14 @@ class _Mirror:
             data["block"] += output.block_ids.tolist()
         self._settle(frame, parts, output.block_ids, is_sure=not output.resync)
 
-    def steps(self, frame: int, parts: Parts, run: StepRun, numbers: dict[Request, int]) -> None:
-        """The blocks of steps that were done at once, with the step of each."""
+    def steps(self, frame: int, parts: Parts, run: StepRun, numbers: dict[Request, int], num_evicted: int) -> None:
+        """The blocks of steps that were done at once, with the step of each; `num_evicted` of these were cached."""
         if parts.transfers is None:
             self._give_back(frame, parts, run.returned_blocks)
+            were_blank = run.block_ids[: len(run.block_ids) - num_evicted]  # those are allocated first
+            were_blank = were_blank[self.is_cached[were_blank]]
+            if len(were_blank):
+                self._set_blank(frame, were_blank)
         if len(run.block_ids):
             if parts.transfers is None:
                 self._take(run.block_ids.astype(np.int64))

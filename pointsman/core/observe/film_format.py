@@ -35,7 +35,7 @@ from pointsman.core.state.status import FinishReason, PreemptionCause, RequestSt
 
 Int64Array = npt.NDArray[np.int64]
 MAGIC: Final = b"pointsman film\n"
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 _CHUNK = struct.Struct("<cII")
 MAX_CHUNK: Final = 1 << 25
 """Bytes that a chunk may have before compression; a number is one at least, and ten times as much when it is read."""
@@ -126,6 +126,7 @@ COLUMNS: Final[Mapping[str, Mapping[str, bool]]] = {
         "key_generated": False,  # of all, in this order
         "key_prompt": False,
         "key_preemptions": False,
+        "key_admissions": False,  # 0: it has not started
         "key_flight": False,  # of each step in flight how many rows
         "key_flight_request": False,  # + 1; 0: it has finished
         "key_flight_tokens": False,
@@ -152,6 +153,7 @@ COLUMNS: Final[Mapping[str, Mapping[str, bool]]] = {
         "step_id": True,
         "step_blocked": False,  # reason + 1
         "step_free": True,  # free blocks
+        "step_evicted": False,  # cached blocks whose content was evicted since the step before, or in these steps
         "step_blocker": True,  # the request that blocked the queue, + 1
         "step_skipped": False,  # how many were asked and passed over, + 1; 0: those of the step before
         "skipped_request": True,

@@ -113,7 +113,7 @@ function choose(variant, { step = null, request = null } = {}) {
     }
     view.stop();
     view.choose(request === null ? null : view.film.requests.findIndex((one) => one.id === request), false);
-    await view.show((step === null ? null : view.film.frameOfStep(step)) ?? 0);
+    await view.showFrom(step);
   });
 }
 

@@ -3,6 +3,7 @@
 //     const film = await Film.read(arrayBuffer)
 //     film.frames                 one for each step that was decided alone, and for each run of steps
 //     film.stateAt(17)            requests, queue, blocks, when frame 17 had been decided
+//     film.stateAt(17, 890)       when step 890 had been, one of the run of steps that is frame 17
 //     film.eventsOf(17)           what led to it, in order
 //
 // Nothing is decided here: a state is the key frame of its chunk with the events since then applied.
@@ -10,8 +11,9 @@
 "use strict";
 
 const MAGIC = "pointsman film\n";
-const FORMAT_VERSION = 1;
+const FORMAT_VERSION = 2;
 const MAX_CHUNK = 2 ** 25;
+const MOST_UNPACKED = 16; // chunks that keep their blocks, and how far their events are applied
 
 class FilmError extends Error {}
 
@@ -19,11 +21,13 @@ class FilmError extends Error {}
 const COLUMNS = {
   R: "id tenant +arrival prompt_tokens max_tokens priority",
   E: `key_time +key_running +key_waiting +key_parked key_status key_reason key_computed key_cached key_generated
-    key_prompt key_preemptions key_flight key_flight_request key_flight_tokens key_flight_flags op +time +request
+    key_prompt key_preemptions key_admissions key_flight key_flight_request key_flight_tokens key_flight_flags op +time
+    +request
     refused_why parked_status deferred_reason deferred_missing deferred_holder admitted_resumed admitted_cached
     admitted_external preempted_cause preempted_lost preempted_cached preempted_recovery finished_reason
-    finished_generated finished_detail +step_id step_blocked +step_free +step_blocker step_skipped +skipped_request
-    step_exceptions exception_row exception_tokens exception_flags update_exceptions update_row update_count
+    finished_generated finished_detail +step_id step_blocked +step_free step_evicted
+    +step_blocker step_skipped +skipped_request step_exceptions exception_row exception_tokens exception_flags
+    update_exceptions update_row update_count
     steps_count steps_ends +steps_micros failed_steps failed_rows failed_computed load_tokens load_failed priority
     extended_prompt extended_generated pause_mode limit`,
   B: "key_count +key_block +key_held key_held_count key_cached +frame op +request count +block value",
@@ -33,7 +37,7 @@ for (const [kind, names] of Object.entries(COLUMNS)) {
 }
 
 // What each event has besides its time, and its request unless it is of none.
-const OF_STEPS = ["step_id", "step_blocked", "step_free", "step_blocker", "step_skipped"];
+const OF_STEPS = ["step_id", "step_blocked", "step_free", "step_evicted", "step_blocker", "step_skipped"];
 const FIELDS = {
   added: [], refused: ["refused_why"], queued: [], parked: ["parked_status"],
   deferred: ["deferred_reason", "deferred_missing", "deferred_holder"],
@@ -75,7 +79,7 @@ class Reader {
     const values = new Array(count);
     let last = 0;
     for (let index = 0; index < count; index++) {
-      const folded = this.number();
+      const folded = this.bytes[this.at] < 128 ? this.bytes[this.at++] : this.number();
       const value = folded % 2 ? -(folded + 1) / 2 : folded / 2;
       last = differences ? last + value : value;
       values[index] = last;
@@ -96,7 +100,13 @@ class Reader {
 }
 
 async function inflate(bytes, size) {
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const source = new ReadableStream({
+    start(controller) {
+      controller.enqueue(bytes);
+      controller.close();
+    },
+  });
+  const stream = source.pipeThrough(new DecompressionStream("deflate"));
   const out = new Uint8Array(size);
   let at = 0;
   try {
@@ -118,6 +128,35 @@ function unpack(kind, bytes) {
   const columns = {};
   for (const { name, differences } of COLUMNS[kind]) columns[name] = reader.column(differences);
   return { columns, strings: reader.strings() };
+}
+
+// The first of the places for which something holds that holds from one of them on; the length if there is none.
+function firstOf(values, holds) {
+  let low = 0;
+  let high = values.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (holds(values[middle])) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+
+// The last of the places for which something holds that holds up to one of them; 0 if there is none.
+function lastOf(values, holds) {
+  return Math.max(0, firstOf(values, (value) => !holds(value)) - 1);
+}
+
+// What has passed at the beginning of each of steps that take so long, and at the end of the last one.
+function passed(lengths) {
+  const found = new Float64Array(lengths.length + 1);
+  lengths.forEach((length, index) => (found[index + 1] = found[index] + length));
+  return found;
+}
+
+// Of the columns of a chunk's events what remains when these are decoded.
+function keyFrameOf(columns) {
+  return Object.fromEntries(Object.entries(columns).filter(([name]) => name.startsWith("key_")));
 }
 
 // ---------------------------------------------------------------------------------------------------------- a film
@@ -149,6 +188,7 @@ class Film {
     }
     this.requests = [];
     this.chunks = [];
+    this.unpacked = []; // those shown last, the last one at the end
     this.isComplete = false;
     let added = null;
     while (at + 9 <= bytes.length) {
@@ -183,6 +223,8 @@ class Film {
       const { packed, size } = chunk.packedBlocks;
       chunk.blocks = unpack("B", await inflate(packed, size)).columns;
     }
+    this.unpacked = [...this.unpacked.filter((one) => one !== chunk), chunk];
+    for (const old of this.unpacked.splice(0, this.unpacked.length - MOST_UNPACKED)) old.blocks = old.walk = null;
   }
 
   _addRequests(columns, strings) {
@@ -202,7 +244,8 @@ class Film {
   // Every event, decoded once, and the frames among them.
   _index() {
     const ops = this.header.names.ops;
-    this.frames = [];
+    this.frames = []; // before: how many steps were decided before it
+    this.numSteps = 0;
     for (const [index, chunk] of this.chunks.entries()) {
       const at = {};
       const next = (name) => {
@@ -241,25 +284,32 @@ class Film {
         } else if (op === "failed") {
           event.computed = several("failed_computed", event.rows);
         } else if (op === "steps") {
-          event.micros = several("steps_micros", event.count);
+          event.passed = passed(several("steps_micros", event.count));
         } else if (op === "refused") {
           event.why = String(chunk.strings[event.why]);
         } else if (op === "finished") {
           event.detail = event.detail ? String(chunk.strings[event.detail - 1]) : "";
         }
         if (op === "step" || op === "steps") {
-          this.frames.push({
-            chunk: index, event: place, step: event.id, numSteps: op === "step" ? 1 : event.count, time: event.time,
-          });
+          const numSteps = op === "step" ? 1 : event.count;
+          this.frames.push({ chunk: index, event: place, step: event.id, numSteps, before: this.numSteps, time: event.time });
+          this.numSteps += numSteps;
         }
         return event;
       });
+      chunk.events = keyFrameOf(chunk.events);
     }
     if (!this.frames.length) throw new FilmError("the film has no step");
     const last = this.chunks[this.chunks.length - 1];
     const event = last.list.at(-1);
     this.end = event === undefined ? last.events.key_time[0] / 1e6 : event.time;
-    if (event?.op === "steps") this.end += event.micros.reduce((sum, one) => sum + one, 0) / 1e6;
+    if (event?.op === "steps") this.end += event.passed.at(-1) / 1e6;
+  }
+
+  // What came after the last step.
+  eventsAfter() {
+    const { chunk, event } = this.frames.at(-1);
+    return this.chunks.slice(chunk).flatMap(({ list }, index) => (index ? list : list.slice(event + 1)));
   }
 
   // What led to a frame, its own step last.
@@ -272,54 +322,80 @@ class Film {
     return [...this.chunks[before.chunk].list.slice(before.event + 1), ...this.chunks[chunk].list.slice(0, event + 1)];
   }
 
-  // What was true when the film began.
-  beginning() {
-    return new Walk(this, { ...this.chunks[0], blocks: null }).state;
+  // What was true when the film, or a later one of its chunks, began.
+  beginning(chunk = 0) {
+    return new Walk(this, { ...this.chunks[chunk], blocks: null }).state;
   }
 
-  *allEvents() {
-    for (const chunk of this.chunks) yield* chunk.list;
+  // The time at which the time line begins.
+  get begin() {
+    return 0;
   }
 
   // The frame that was decided last at a time.
   frameAt(time) {
-    let low = 0;
-    let high = this.frames.length;
-    while (high - low > 1) {
-      const middle = (low + high) >> 1;
-      if (this.frames[middle].time <= time) low = middle;
-      else high = middle;
-    }
-    return low;
+    return lastOf(this.frames, (frame) => frame.time <= time);
   }
 
   frameOfStep(step) {
-    let low = 0;
-    let high = this.frames.length;
-    while (high - low > 1) {
-      const middle = (low + high) >> 1;
-      if (this.frames[middle].step <= step) low = middle;
-      else high = middle;
-    }
-    const found = this.frames[low];
-    return found.step <= step && step < found.step + found.numSteps ? low : null;
+    const found = lastOf(this.frames, (frame) => frame.step <= step);
+    const { step: first, numSteps } = this.frames[found];
+    return first <= step && step < first + numSteps ? found : null;
   }
 
-  // What was true when a frame had been decided; of steps at once, when they were over. The caller only reads it, until
-  // the next call. With blocks, `loadBlocks` comes before it.
-  stateAt(frame) {
-    const { chunk, event } = this.frames[frame];
+  // The place of a step among all steps, from 0, and what is there: places have no gaps, ids may.
+  placeOf(frame, step) {
+    return this.frames[frame].before + step - this.frames[frame].step;
+  }
+
+  stepAt(place) {
+    const frame = lastOf(this.frames, (one) => one.before <= place);
+    return { frame, step: this.frames[frame].step + place - this.frames[frame].before };
+  }
+
+  // When a step of a frame was decided.
+  timeOf(frame, step) {
+    const { step: first, time } = this.frames[frame];
+    const { passed } = this.eventOf(frame);
+    return passed === undefined ? time : time + passed[step - first] / 1e6;
+  }
+
+  // The place of the step that was decided last at a time.
+  placeAt(time) {
+    const frame = this.frameAt(time);
+    const { before, numSteps, time: begin } = this.frames[frame];
+    const { passed } = this.eventOf(frame);
+    return passed === undefined ? before : before + Math.min(numSteps - 1, lastOf(passed, (micros) => begin + micros / 1e6 <= time));
+  }
+
+  // The step, or the run of steps, of a frame.
+  eventOf(frame) {
+    return this.chunks[this.frames[frame].chunk].list[this.frames[frame].event];
+  }
+
+  // What was true when a step of a frame had been decided; without a step, when all of them were over. The caller only
+  // reads it, until the next call. With blocks, `loadBlocks` comes before it.
+  stateAt(frame, step = null) {
+    const { chunk, event, step: first } = this.frames[frame];
     const of = this.chunks[chunk];
+    const count = step === null || of.list[event].op === "step" ? 0 : step - first + 1; // 0: all
+    const end = count ? event : event + 1;
     let walk = of.walk;
-    if (walk === null || walk.next > event + 1 || walk.numEnds || (walk.hasBlocks !== (of.blocks !== null))) {
-      walk = of.walk = new Walk(this, of);
-    }
-    while (walk.next <= event || walk.numEnds) walk.apply(of.list[walk.next++]);
+    const isPast = walk === null || walk.next > end || (walk.next === end && walk.numDone > count) || walk.numEnds;
+    if (isPast || walk.hasBlocks !== (of.blocks !== null)) walk = of.walk = new Walk(this, of);
+    while (walk.next < end || walk.numEnds) walk.apply(of.list[walk.next++]);
+    if (count) walk.advance(of.list[event], count);
+    walk.state.batch ??= plainRows(walk.plain);
     return walk.state;
   }
 }
 
 // ---------------------------------------------------------------------------------------------------------- a state
+
+// Rows of one token that is sampled from. Most rows are: they are objects where they are looked at.
+function plainRows(numbers) {
+  return numbers.map((number) => ({ number, tokens: 1, samples: true, drafts: 0, admission: 0 }));
+}
 
 class Walk {
   constructor(film, chunk) {
@@ -328,6 +404,9 @@ class Walk {
     this.next = 0;
     this.numEnds = 0;
     this.numFrames = 0;
+    this.numDone = 0; // of steps at once, the next event: those that are applied already
+    this.numbers = null; // of what runs, while that stays the same
+    this.plain = []; // those of the newest step, if it has plain rows alone
     this.hasBlocks = chunk.blocks !== null;
     this.blocks = null;
     this._keyFrame(chunk.events);
@@ -344,7 +423,7 @@ class Walk {
       requests.set(number, {
         number, status: "waiting", prompt: columns.key_prompt[index],
         generated: columns.key_generated[index], computed: 0, cached: columns.key_cached[index], numPreemptions,
-        reason: null, missing: 0, holder: null, admission: 1, table: [],
+        reason: null, missing: 0, holder: null, admission: columns.key_admissions[index], table: [],
       });
     });
     running.forEach((number, index) => {
@@ -352,7 +431,7 @@ class Walk {
     });
     [...waiting, ...parked].forEach((number, index) => {
       const status = this.names.statuses[columns.key_status[index]];
-      Object.assign(requests.get(number), { status, admission: status === "waiting" ? 0 : 1 });
+      requests.get(number).status = status;
     });
     waiting.forEach((number, index) => {
       const reason = columns.key_reason[index];
@@ -364,12 +443,13 @@ class Walk {
       const rows = [];
       for (const end = at + count; at < end; at++) {
         const flags = columns.key_flight_flags[at];
+        const number = columns.key_flight_request[at] - 1;
         rows.push({
-          number: columns.key_flight_request[at] - 1, tokens: columns.key_flight_tokens[at], samples: (flags & 1) === 1,
-          drafts: flags >> 2, admission: flags & 2 ? 1 : 0,
+          number, tokens: columns.key_flight_tokens[at], samples: (flags & 1) === 1, drafts: flags >> 2,
+          admission: flags & 2 ? requests.get(number)?.admission : -1,
         });
       }
-      inFlight.push(rows);
+      inFlight.push({ numbers: null, rows });
     }
     this.state = {
       requests, running: [...running], waiting: [...waiting], parked: [...parked], time: columns.key_time[0] / 1e6,
@@ -441,6 +521,7 @@ class Walk {
 
   _move(one, place, status) {
     const state = this.state;
+    this.numbers = null;
     for (const other of [state.running, state.waiting, state.parked]) {
       const index = other.indexOf(one.number);
       if (index >= 0) other.splice(index, 1);
@@ -462,24 +543,39 @@ class Walk {
 
   _step(event) {
     const state = this.state;
-    const rows = state.running.map((number) => ({
-      number, tokens: 1, samples: true, drafts: 0, admission: state.requests.get(number).admission,
-    }));
-    let place = 0;
-    for (const [ahead, tokens, flags] of event.rows) {
-      place += ahead;
-      if (!(place in rows)) throw new FilmError("a step names a row that does not run; the film is broken");
-      Object.assign(rows[place], { tokens, samples: (flags & 1) === 1, drafts: flags >> 1 });
+    this.numbers ??= [...state.running];
+    if (event.rows.length) {
+      const rows = plainRows(this.numbers);
+      let place = 0;
+      for (const [ahead, tokens, flags] of event.rows) {
+        place += ahead;
+        if (!(place in rows)) throw new FilmError("a step names a row that does not run; the film is broken");
+        const { admission } = state.requests.get(rows[place].number);
+        Object.assign(rows[place], { tokens, samples: (flags & 1) === 1, drafts: flags >> 1, admission });
+      }
+      state.batch = rows.filter((row) => row.tokens);
+      for (const row of state.batch) state.requests.get(row.number).computed += row.tokens;
+      state.inFlight.push({ numbers: null, rows: state.batch });
+    } else {
+      state.batch = null;
+      this.plain = this.numbers;
+      for (const number of this.numbers) state.requests.get(number).computed++;
+      state.inFlight.push({ numbers: this.numbers, rows: null });
     }
     this._queue(event);
-    state.batch = rows.filter((row) => row.tokens);
-    for (const row of state.batch) state.requests.get(row.number).computed += row.tokens;
-    state.inFlight.push(state.batch);
     this._blocksOf(this.numFrames++, false);
   }
 
   _update(event) {
-    const rows = this.state.inFlight.shift() ?? [];
+    const { numbers, rows: some } = this.state.inFlight.shift() ?? { numbers: [], rows: null };
+    if (some === null && !event.rows.length) {
+      for (const number of numbers) {
+        const one = this.state.requests.get(number);
+        if (one !== undefined) one.generated++;
+      }
+      return;
+    }
+    const rows = some ?? plainRows(numbers);
     const counts = rows.map((row) => (row.samples ? 1 : 0));
     for (const [index, count] of event.rows) counts[index] = count;
     rows.forEach((row, index) => {
@@ -492,18 +588,36 @@ class Walk {
     });
   }
 
-  _steps(event) {
+  // Of several steps at once the first `count`; the last of them is decided, and its tokens are yet to come.
+  advance(event, count) {
     const state = this.state;
+    const more = count - this.numDone;
     for (const number of state.running) {
       const one = state.requests.get(number);
-      one.computed += event.count;
-      one.generated += event.count;
+      one.computed += more;
+      one.generated += this.numDone ? more : more - 1;
     }
-    this._queue(event);
-    state.batch = state.running.map((number) => ({ number, tokens: 1, samples: true, drafts: 0, admission: 0 }));
-    state.time += event.micros.reduce((sum, one) => sum + one, 0) / 1e6;
-    this._blocksOf(this.numFrames++, event.ends > 0);
+    if (!this.numDone) {
+      this._queue(event);
+      this.numbers ??= [...state.running];
+      state.batch = null;
+      this.plain = this.numbers;
+      this._blocksOf(this.numFrames, true);
+    }
+    state.time = event.time + event.passed[count - 1] / 1e6;
+    this.numDone = count;
+    this._takeUntil(count);
+  }
+
+  _steps(event) {
+    const state = this.state;
+    this.advance(event, event.count);
+    for (const number of state.running) state.requests.get(number).generated++;
+    state.time = event.time + event.passed[event.count] / 1e6;
+    this.numDone = 0;
     this.numEnds = event.ends;
+    this._takeUntil(Infinity);
+    this._blocksOf(this.numFrames++, event.ends > 0);
   }
 
   _failed(event) {
@@ -517,7 +631,7 @@ class Walk {
   _openBlocks(columns) {
     const numBlocks = this.film.header.config.num_blocks;
     const state = this.state;
-    this.blocks = { columns, at: 0, block: 0, value: 0 };
+    this.blocks = { columns, at: 0, block: 0, value: 0, taken: [] }; // taken: in steps at once that are yet to come
     state.references = new Int32Array(numBlocks);
     state.isCached = new Uint8Array(numBlocks);
     let at = 0;
@@ -572,15 +686,30 @@ class Walk {
           for (const block of one.table) references[block]--;
           one.table = [];
         }
-        for (const block of blocks) {
-          one.table.push(block);
-          references[block]++;
-          isCached[block] = 0;
+        if (op === "stepped") {
+          blocks.forEach((block, index) => own.taken.push({ one, block, step: columns.value[own.value + index] }));
+          own.value += count;
+        } else {
+          for (const block of blocks) this._take(one, block);
         }
-        if (op === "stepped") own.value += count;
       }
     }
+    own.taken.sort((first, second) => first.step - second.step);
+  }
+
+  _take(one, block) {
+    one.table.push(block);
+    this.state.references[block]++;
+    this.state.isCached[block] = 0;
+  }
+
+  _takeUntil(step) {
+    const own = this.blocks;
+    if (own === null) return;
+    const isLater = (taken) => taken.step >= step;
+    for (const { one, block } of own.taken.filter((taken) => !isLater(taken))) this._take(one, block);
+    own.taken = own.taken.filter(isLater);
   }
 }
 
-if (typeof module !== "undefined") module.exports = { Film, FilmError };
+if (typeof module !== "undefined") module.exports = { Film, FilmError, firstOf };

@@ -19,7 +19,9 @@ class LiveFilm extends Film {
     this.requests = [];
     this.chunks = [];
     this.frames = [];
-    this.curves = null;
+    this.numSteps = 0;
+    this.unpacked = [];
+    this.counts = null;
     this.isComplete = true;
     this.numLetGo = 0; // frames
     this.known = new Map(); // requests by what they are called and when they came
@@ -30,16 +32,22 @@ class LiveFilm extends Film {
     this.header = film.header;
     this.hasBlocks = film.hasBlocks;
     this.end = film.end;
-    const curves = curvesOf(film);
-    if (this.curves === null) this.curves = curves;
-    else for (const [name, values] of Object.entries(curves)) this.curves[name].push(...values);
     const numbers = film.requests.map((one) => this._numberOf(one));
-    for (const frame of film.frames) this.frames.push({ ...frame, chunk: frame.chunk + this.chunks.length });
+    for (const frame of film.frames) {
+      this.frames.push({ ...frame, chunk: frame.chunk + this.chunks.length, before: this.numSteps + frame.before });
+    }
+    this.numSteps += film.numSteps;
     for (const chunk of film.chunks) {
       renumber(chunk, numbers);
       chunk.numBytes = numBytes / film.chunks.length;
       this.chunks.push(chunk);
     }
+    if (this.counts === null) this.counts = new Counts(this);
+    else this.counts.grow();
+  }
+
+  get begin() {
+    return this.frames[0].time;
   }
 
   _numberOf(request) {
@@ -65,8 +73,12 @@ class LiveFilm extends Film {
     const numFrames = first < 0 ? this.frames.length - 1 : first;
     this.chunks.splice(0, count);
     this.frames.splice(0, numFrames);
-    for (const frame of this.frames) frame.chunk -= count;
-    for (const values of Object.values(this.curves)) values.splice(0, numFrames);
+    const numSteps = this.frames[0].before;
+    this.numSteps -= numSteps;
+    for (const frame of this.frames) {
+      frame.chunk -= count;
+      frame.before -= numSteps;
+    }
     this.numLetGo += numFrames;
     const numbers = [];
     const kept = [...new Set(this.chunks.flatMap((chunk) => chunk.numbers))].sort((one, other) => one - other);
@@ -76,6 +88,8 @@ class LiveFilm extends Film {
     this.known.clear();
     for (const request of requests) this._numberOf(request);
     for (const chunk of this.chunks) renumber(chunk, numbers);
+    this.unpacked = [];
+    this.counts = new Counts(this);
     return { numFrames, numbers };
   }
 
@@ -149,19 +163,32 @@ class LiveView extends View {
   begin(film) {
     this.stop();
     this.film = film;
-    this.teller = new Teller(film);
-    this.frame = film.frames.length - 1;
+    this._count();
+    this._toLast();
     this.choose(null, false);
     this.drawn = -Infinity;
+  }
+
+  _count() {
+    this.counts = this.film.counts;
+    this.teller = new Teller(this.film, this.counts);
+    this.line = new TimeLine(this.film, this.counts);
+  }
+
+  _toLast() {
+    const { frames } = this.film;
+    this.frame = frames.length - 1;
+    this.step = frames[this.frame].step + frames[this.frame].numSteps - 1;
   }
 
   // More has come; the page shows the newest frame if it did before.
   async grow(wasAtEnd) {
     const { film } = this;
-    this.curves = film.curves;
     const gone = film.letGo();
     if (gone !== null) {
+      this._count();
       const chosen = this.chosen === null ? undefined : gone.numbers[this.chosen];
+      if (this.frame < gone.numFrames) this.step = film.frames[0].step;
       this.frame = Math.max(0, this.frame - gone.numFrames);
       if (chosen === undefined && this.chosen !== null) this.choose(null, false);
       else this.chosen = chosen ?? null;
@@ -169,16 +196,17 @@ class LiveView extends View {
     const last = film.frames.at(-1);
     this.part("number").min = film.frames[0].step;
     this.part("number").max = last.step + last.numSteps - 1;
-    this.part("line").setAttribute("aria-valuemax", film.frames.length - 1);
-    if (wasAtEnd) this.frame = film.frames.length - 1;
+    this.part("line").setAttribute("aria-valuemax", film.numSteps - 1);
+    if (wasAtEnd) this._toLast();
     if (!document.hidden && performance.now() > this.drawn + SELDOM) this.drawSeldom();
-    if ((wasAtEnd || gone !== null) && !this.rests) await this.show(this.frame);
-    else this.part("hand").style.left = `${this.placeOf(this.frame) * 100}%`;
+    if ((wasAtEnd || gone !== null) && !this.rests) await this.show(this.frame, this.step);
+    else this.part("hand").style.left = `${this.line.shareOf(film.timeOf(this.frame, this.step)) * 100}%`;
   }
 
   drawSeldom() {
     this.drawn = performance.now();
     this.drawAbout();
+    this.line = new TimeLine(this.film, this.counts);
     this.drawLine();
     const life = this.part("life");
     if (this.chosen !== null && !life.contains(document.activeElement) && !this.isHeld) this.choose(this.chosen, false);
@@ -195,20 +223,6 @@ class LiveView extends View {
       `${thousands(film.requests.length)} requests in the last ${(film.end - film.frames[0].time).toFixed(0)} s; ` +
       `${thousands(config.num_blocks)} blocks of ${config.block_size} tokens, a budget of ` +
       `${thousands(config.max_num_batched_tokens)} tokens, ${config.max_num_seqs} sequences, order ${config.order}`;
-  }
-
-  // The line begins with the oldest frame that is kept.
-  placeOf(index) {
-    const begin = this.film.frames[0].time;
-    const length = this.film.end - begin;
-    return length > 0 ? (this.film.frames[index].time - begin) / length : 0;
-  }
-
-  scrub(event) {
-    const box = this.part("line").getBoundingClientRect();
-    const share = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
-    const begin = this.film.frames[0].time;
-    this.show(this.film.frameAt(begin + share * (this.film.end - begin)));
   }
 }
 

@@ -1,46 +1,154 @@
-// The page that plays a film: the one that it carries, or one that is opened or dropped on it.
+// The page that plays a film: the one that it carries, or one that is opened or dropped on it. A second one is compared
+// with the first: moving one moves the other, to the same time or the same step.
 
 "use strict";
+
+const MOST_BYTES = 256 * 2 ** 20; // of a film: a browser holds all of it
+
+const panes = [{ root: "first", name: "" }, { root: "second", name: "" }]; // each with its view, once it has one
+const following = new Map(); // views that are being moved after the other one, and how often at once
 
 function problem(text) {
   $("problem").hidden = text === null;
   $("problem").textContent = text ?? "";
 }
 
-// A link carries step and request.
+const other = (view) => panes.find((pane) => pane.view && pane.view !== view && pane.view.film !== null)?.view;
+
+function shown(view) {
+  if (!following.get(view)) {
+    remember(view);
+    const second = other(view);
+    if (second !== undefined) follow(second, view);
+  }
+}
+
+// A link carries step and request, of the first film as the second one follows; and what they have in common.
 function remember(view) {
-  const where = new URLSearchParams({ step: view.film.frames[view.frame].step });
+  if (view !== panes[0].view) return;
+  const where = new URLSearchParams({ step: view.step });
   if (view.chosen !== null) where.set("request", view.film.requests[view.chosen].id);
+  if (other(view) !== undefined) where.set("by", $("by").value);
   history.replaceState(null, "", `#${where}`);
 }
 
-const view = new View($("player"), { onProblem: problem, onShow: remember });
-
-async function open(buffer, name) {
-  const wanted = new URLSearchParams(location.hash.slice(1));
-  if (!(await view.open(buffer, name))) return;
-  $("title").textContent = document.title = name;
-  $("player").hidden = false;
-  view.drawLine();
-  if (wanted.has("request")) view.choose(view.film.requests.findIndex((one) => one.id === wanted.get("request")), false);
-  await view.show((wanted.has("step") ? view.film.frameOfStep(Number(wanted.get("step"))) : null) ?? 0);
+async function follow(view, leader) {
+  following.set(view, (following.get(view) ?? 0) + 1);
+  try {
+    await view.showPlace($("by").value === "step" ? leader.place : view.film.placeAt(leader.film.timeOf(leader.frame, leader.step)));
+  } finally {
+    following.set(view, following.get(view) - 1);
+  }
+  remember(panes[0].view);
 }
 
-function begin() {
-  document.addEventListener("keydown", (event) => view.handleKey(event));
-  const take = async (file) => file && open(await file.arrayBuffer(), file.name);
-  $("file").addEventListener("change", () => take($("file").files[0]));
+let isChoosing = false;
+
+function chosen(view) {
+  const second = other(view);
+  if (second === undefined || isChoosing) return;
+  isChoosing = true;
+  const id = view.chosen === null ? null : view.film.requests[view.chosen].id;
+  second.choose(id === null ? null : second.film.requests.findIndex((one) => one.id === id), false);
+  isChoosing = false;
+}
+
+async function open(pane, buffer, name) {
+  const wanted = new URLSearchParams(location.hash.slice(1));
+  pane.view ??= new View($(pane.root), { onProblem: problem, onShow: shown, onChoose: chosen });
+  if (!(await pane.view.open(buffer, name))) return false;
+  pane.name = name;
+  pane.figures = null;
+  const both = panes.every((each) => each.view && each.view.film !== null);
+  $("title").textContent = document.title = both ? `${panes[0].name} and ${panes[1].name}` : name;
+  $("player").hidden = $("beside").hidden = false;
+  $("secondPane").hidden = $("firstName").hidden = $("comparison").hidden = !both;
+  $("player").classList.toggle("pair", both);
+  $("firstName").textContent = panes[0].name;
+  $("secondName").textContent = panes[1].name;
+  if (["time", "step"].includes(wanted.get("by"))) $("by").value = wanted.get("by");
+  if (both) compare();
+  for (const each of panes) if (each.view && each.view.film !== null) each.view.drawLine();
+  const { view } = panes[0];
+  if (wanted.has("request")) view.choose(view.film.requests.findIndex((one) => one.id === wanted.get("request")), false);
+  await view.showFrom(wanted.has("step") ? Number(wanted.get("step")) : null);
+  return true;
+}
+
+// ------------------------------------------------------------------------------------------------------ comparing
+
+function row(kind, ...cells) {
+  const found = document.createElement("tr");
+  cells.forEach((cell, index) => {
+    const made = document.createElement(kind === "th" || index === 0 ? "th" : "td");
+    if (made.tagName === "TH") made.scope = kind === "th" ? "col" : "row";
+    made.append(cell);
+    found.append(made);
+  });
+  return found;
+}
+
+function compare() {
+  const [one, two] = panes.map((pane) => (pane.figures = new Figures(pane.view.film, pane.view.counts)));
+  const differ = differences(one.film, two.film);
+  const cut = panes.filter((pane) => !pane.view.film.isComplete).map((pane) => `${pane.name} was cut off. `).join("");
+  $("settings").textContent = cut + (differ.length
+    ? `Settings that differ: ${differ.map(([name, before, after]) => `${name} ${before} and ${after}`).join("; ")}.`
+    : "Both have the same settings.");
+  const others = two.rows();
+  $("figures").replaceChildren(row("th", "", panes[0].name, panes[1].name, "change"), ...one.rows().map(([name, value, write], index) => {
+    const second = others[index][1];
+    const text = (number) => (Number.isNaN(number) ? "none" : write(number));
+    return row("td", name, text(value), text(second), change(value, second));
+  }));
+  const found = gains(one, two);
+  $("gained").textContent = found.count === 0 ? "No request finished in both."
+    : `Of ${counted(found.count, "request")} that finished in both, ${thousands(found.numSooner)} finished sooner in ` +
+      `${panes[1].name} and ${thousands(found.numLater)} later${found.most.length ? "; those that gained and lost most:" : "."}`;
+  $("gains").hidden = !found.most.length;
+  const pair = (values) => values.map((value) => (Number.isNaN(value) ? "none" : value.toFixed(3))).join(" → ");
+  $("gains").replaceChildren(row("th", "request", "TTFT, s", "end to end, s"), ...found.most.map((each) => {
+    const button = document.createElement("button");
+    button.textContent = each.id;
+    button.addEventListener("click", () => panes[0].view.choose(one.numbers.get(each.id)));
+    return row("td", button, pair(each.ttft), pair(each.e2e));
+  }));
+}
+
+// ------------------------------------------------------------------------------------------------------ the page
+
+async function take(pane, file) {
+  if (!file) return;
+  if (file.size > MOST_BYTES) {
+    problem(`${file.name} has ${thousands(file.size)} bytes, and a page shows ${thousands(MOST_BYTES)} at most; leave out its ` +
+      "blocks (pointsman film --no-blocks), or record a shorter run");
+    return;
+  }
+  await open(pane, await file.arrayBuffer(), file.name);
+}
+
+async function begin() {
+  document.addEventListener("keydown", (event) => {
+    const pane = panes.find((each) => each.view && $(each.root).contains(event.target)) ?? panes[0];
+    pane.view?.handleKey(event);
+  });
+  $("file").addEventListener("change", () => take(panes[0], $("file").files[0]));
+  $("other").addEventListener("change", () => take(panes[1], $("other").files[0]));
+  $("by").addEventListener("change", () => shown(panes[0].view));
   document.addEventListener("dragover", (event) => { event.preventDefault(); document.body.classList.add("drop"); });
   document.addEventListener("dragleave", () => document.body.classList.remove("drop"));
   document.addEventListener("drop", (event) => {
     event.preventDefault();
     document.body.classList.remove("drop");
-    take(event.dataTransfer.files[0]);
+    const isFirst = !panes[0].view || panes[0].view.film === null;
+    take(panes[isFirst ? 0 : 1], event.dataTransfer.files[0]);
   });
   const carried = $("film");
   if (carried === null) return;
   $("open").hidden = true;
-  open(carriedBytes(carried), $("title").textContent);
+  const names = JSON.parse(new TextDecoder().decode(carriedBytes($("names"))));
+  await open(panes[0], carriedBytes(carried), names[0]);
+  if ($("film2") !== null) await open(panes[1], carriedBytes($("film2")), names[1]);
 }
 
 begin();

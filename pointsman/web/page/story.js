@@ -16,8 +16,9 @@ const thousands = (count) => String(count).replace(/\B(?=(\d{3})+$)/g, ",");
 const counted = (count, what) => `${thousands(count)} ${what}${count === 1 ? "" : "s"}`;
 
 class Teller {
-  constructor(film) {
+  constructor(film, counts = new Counts(film)) {
     this.film = film;
+    this.counts = counts;
     this.names = film.header.names;
   }
 
@@ -82,7 +83,21 @@ class Teller {
   }
 
   decided(frame) {
-    return this.film.eventsOf(frame).map((event) => this.sentence(event)).filter((told) => told !== null);
+    return this.sentences(this.film.eventsOf(frame));
+  }
+
+  sentences(events) {
+    return events.map((event) => this.sentence(event)).filter((told) => told !== null);
+  }
+
+  // What was decided before a step, the newest first: at most so many sentences, each with its frame.
+  before(frame, step, most) {
+    const found = [];
+    for (const one of this.counts.toldBefore(step > this.film.frames[frame].step ? frame + 1 : frame)) {
+      found.push(...this.decided(one).reverse().map((told) => [one, told]));
+      if (found.length >= most) break;
+    }
+    return found.slice(0, most);
   }
 
   // Why a request that does not run waits.
@@ -96,9 +111,11 @@ class Teller {
     return state.blocker === null ? "not asked yet" : `behind ${this.name(state.blocker)}`;
   }
 
-  // Everything about a request; how long it waited, and why: behind others, what these lacked.
+  // Everything about a request, with the frame that each moment led to; how long it waited, and why: behind others, what
+  // these lacked.
   life(number) {
     const { reasons } = this.names;
+    const { frames, end } = this.film;
     const moments = [];
     const waited = new Map();
     let ran = 0;
@@ -106,7 +123,8 @@ class Teller {
     const there = begin.requests.get(number);
     let since = begin.time;
     let reason = "";
-    let blocked = "";
+    let blocked = ""; // the queue, by what its first request lacked
+    let passed = 0; // frames
     if (there !== undefined) {
       if (begin.running.includes(number)) reason = "running";
       else reason = there.reason ?? (begin.parked.includes(number) ? there.status : BEHIND);
@@ -117,23 +135,27 @@ class Teller {
         const name = reason === BEHIND && blocked ? `${BEHIND}, ${blocked}` : reason;
         waited.set(name, (waited.get(name) ?? 0) + until - since);
       }
+      since = until;
     };
-    for (const event of this.film.allEvents()) {
-      count(event.time);
-      since = event.time;
-      if (event.op === "step" || event.op === "steps") {
-        blocked = event.blocked ? reasons[event.blocked - 1] : "";
-      } else if (event.request === number) {
-        const told = this.sentence(event);
-        if (told !== null) moments.push([event.time, told]);
-        if (["queued", "preempted", "rolled_back"].includes(event.op)) reason = BEHIND;
-        else if (event.op === "parked") reason = this.names.statuses[event.status];
-        else if (event.op === "deferred") reason = reasons[event.reason];
-        else if (event.op === "admitted") reason = "running";
-        else if (event.op === "finished" || event.op === "refused") reason = "";
+    const wait = (until, frame) => {
+      for (; passed < frame; passed++) {
+        if (reason === BEHIND) count(frames[passed].time);
+        const by = passed + 1 === frame || reason === BEHIND ? this.film.eventOf(passed).blocked : 0;
+        blocked = by ? reasons[by - 1] : "";
       }
+      count(until);
+    };
+    for (const { event, frame } of this.counts.ofRequest[number]) {
+      wait(event.time, frame);
+      const told = this.sentence(event);
+      if (told !== null) moments.push([event.time, told, frame]);
+      if (["queued", "preempted", "rolled_back"].includes(event.op)) reason = BEHIND;
+      else if (event.op === "parked") reason = this.names.statuses[event.status];
+      else if (event.op === "deferred") reason = reasons[event.reason];
+      else if (event.op === "admitted") reason = "running";
+      else if (event.op === "finished" || event.op === "refused") reason = "";
     }
-    count(Math.max(since, this.film.end));
+    wait(end, frames.length);
     return { moments, waited, ran };
   }
 }

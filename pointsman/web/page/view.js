@@ -1,54 +1,28 @@
-// One view of a film: time line, controls, decisions, queue, running requests, batch, pool, one request's life. What it
-// shows comes from film.js, what it says from story.js. A page may hold several.
+// One view of a film: time line, controls, counters, decisions, queue, running requests, batch, pool, states, one request's
+// life. What it shows comes from film.js and counts.js, what it says from story.js. A page may hold several.
 //
 //     const view = new View(element, { onProblem: (text) => ..., onShow: (view) => ... })
 //     await view.open(arrayBuffer, "run.film")
-//     await view.show(17)
+//     await view.show(17)          frame 17, at its first step
+//     await view.show(17, 890)     at step 890, which is one of its steps
+//     view.frame, view.step        what is shown
 
 "use strict";
 
 const MOST_ROWS = 200; // requests that a list names
 const MOST_CELLS = 4096; // blocks that have a cell of their own; of more, a cell stands for several
+const MOST_FINISHED = 50;
+const MOST_OF_LOG = 40; // sentences of the log
+const MOST_DRAWS = 50; // a second, while it plays
+const COUNTERS = [
+  ["steps", "steps"], ["prefill", "tokens prefilled"], ["decode", "tokens decoded"], ["cached", "tokens cached"],
+  ["preempted", "preemptions"], ["evicted", "blocks evicted"], ["finished", "finished"], ["refused", "refused"],
+];
 const MOST_IDS = 2000; // ids that are offered while one is typed
 
 const $ = (id) => document.getElementById(id);
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const seconds = (time) => `${time.toFixed(3)} s`;
-
-// What each frame had: of all of them at once, for the time line.
-function curvesOf(of) {
-  const found = { running: [], waiting: [], used: [], preempted: [] };
-  const { num_blocks: numBlocks, num_reserved_blocks: numReserved } = of.header.config;
-  const key = of.chunks[0].events;
-  const running = new Set(key.key_running);
-  const waiting = new Set(key.key_waiting);
-  let preempted = 0;
-  for (const event of of.allEvents()) {
-    switch (event.op) {
-      case "queued": case "rolled_back": case "preempted":
-        running.delete(event.request);
-        waiting.add(event.request);
-        preempted += event.op === "preempted" ? 1 : 0;
-        break;
-      case "parked": case "finished":
-        running.delete(event.request);
-        waiting.delete(event.request);
-        break;
-      case "admitted":
-        waiting.delete(event.request);
-        running.add(event.request);
-        break;
-      case "step": case "steps":
-        found.running.push(running.size);
-        found.waiting.push(waiting.size);
-        found.used.push(1 - event.free / (numBlocks - numReserved));
-        found.preempted.push(preempted);
-        preempted = 0;
-        break;
-    }
-  }
-  return found;
-}
 
 function swatch(name) {
   const found = document.createElement("i");
@@ -80,35 +54,49 @@ function bar(...parts) {
   return found;
 }
 
-// What a page carries in a data block of its own.
-function carriedBytes(element) {
-  const text = atob(element.textContent.trim());
+// What is written in base 64.
+function bytesOf(base64) {
+  const text = atob(base64.trim());
   const bytes = new Uint8Array(text.length);
   for (let index = 0; index < text.length; index++) bytes[index] = text.charCodeAt(index);
   return bytes.buffer;
 }
 
+// What a page carries in a data block of its own.
+const carriedBytes = (element) => bytesOf(element.textContent);
+
 let numViews = 0;
 
 class View {
-  // root: gets the markup of the template "view". onProblem: told what is wrong, or null; onShow: after a frame was shown.
-  constructor(root, { onProblem, onShow = () => {} }) {
+  // root: gets the markup of the template "view". onProblem: told what is wrong, or null; onShow: after a frame was shown;
+  // onChoose: after a request was chosen, or let go.
+  constructor(root, { onProblem, onShow = () => {}, onChoose = () => {} }) {
     root.append($("view").content.cloneNode(true));
+    root.classList.add("view");
     this.root = root;
     this.parts = new Map([...root.querySelectorAll("[data-part]")].map((one) => [one.dataset.part, one]));
     this.problem = onProblem;
     this.onShow = onShow;
+    this.onChoose = onChoose;
     this.film = null;
     this.teller = null;
-    this.curves = null;
+    this.counts = null;
+    this.line = null;
     this.frame = 0;
+    this.step = 0; // its id: one of the frame's
     this.chosen = null; // the number of a request
     this.timer = null;
     this.shown = 0; // counts calls of show: a slower one of before is dropped
     this.cells = null; // of the pool: {columns, size, perCell, count}
     this.part("ids").id = `ids-${++numViews}`;
     this.part("find").setAttribute("list", this.part("ids").id);
+    this.diagram = new Diagram(this.part("states"), this.part("says"));
     this.listen();
+  }
+
+  // The place of the step among all, from 0.
+  get place() {
+    return this.film.placeOf(this.frame, this.step);
   }
 
   part(name) {
@@ -117,17 +105,18 @@ class View {
 
   listen() {
     const on = (name, event, action) => this.part(name).addEventListener(event, action);
-    const to = (place) => () => { this.stop(); this.show(place()); };
+    const to = (place) => () => { this.stop(); this.showPlace(place()); };
     on("reset", "click", to(() => 0));
-    on("back", "click", to(() => this.frame - 1));
-    on("step", "click", to(() => this.frame + 1));
+    on("back", "click", to(() => this.place - 1));
+    on("step", "click", to(() => this.place + 1));
     on("play", "click", () => this.play());
     on("number", "change", () => this.showStep(Number(this.part("number").value)));
     on("find", "change", () => this.part("find").value && this.find(this.part("find").value));
     on("line", "pointerdown", (event) => { this.stop(); this.part("line").setPointerCapture(event.pointerId); this.scrub(event); });
     on("line", "pointermove", (event) => event.buttons && this.scrub(event));
     on("pool", "pointermove", (event) => this.hover(event));
-    const again = () => { if (this.film !== null) { this.drawLine(); this.show(this.frame); } };
+    on("diagram", "toggle", () => this.film !== null && this.redraw());
+    const again = () => { if (this.film !== null) { this.drawLine(); this.redraw(); } };
     window.addEventListener("resize", again);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
   }
@@ -143,22 +132,24 @@ class View {
     }
     this.problem(null);
     const { film } = this;
-    this.teller = new Teller(film);
-    this.curves = curvesOf(film);
+    this.counts = new Counts(film);
+    this.teller = new Teller(film, this.counts);
+    this.line = new TimeLine(film, this.counts);
     this.frame = 0;
+    this.step = film.frames[0].step;
     this.choose(null, false);
     const { config } = film.header;
     const last = film.frames.at(-1);
     const whole = film.isComplete ? "" : "; it was cut off";
     this.part("about").textContent =
-      `${thousands(film.requests.length)} requests, ${thousands(last.step + last.numSteps - film.frames[0].step)} steps, ` +
+      `${thousands(film.requests.length)} requests, ${thousands(film.numSteps)} steps, ` +
       `${film.end.toFixed(1)} s; ${thousands(config.num_blocks)} blocks of ${config.block_size} tokens, a budget of ` +
       `${thousands(config.max_num_batched_tokens)} tokens, ${config.max_num_seqs} sequences, order ${config.order}${whole}`;
     const option = (one) => Object.assign(document.createElement("option"), { value: one.id });
     this.part("ids").replaceChildren(...film.requests.slice(0, MOST_IDS).map(option));
     this.part("number").max = last.step + last.numSteps - 1;
     this.part("number").min = film.frames[0].step;
-    this.part("line").setAttribute("aria-valuemax", film.frames.length - 1);
+    this.part("line").setAttribute("aria-valuemax", film.numSteps - 1);
     return true;
   }
 
@@ -176,108 +167,88 @@ class View {
     return { context, width, height };
   }
 
-  // Where a frame is on the line, 0 to 1: by its time.
-  placeOf(index) {
-    return this.film.end > 0 ? this.film.frames[index].time / this.film.end : 0;
-  }
-
   drawLine() {
-    const { context, width, height } = this.canvasOf("line", 110);
-    const low = height - 12;
-    const most = (values) => values.reduce((high, one) => Math.max(high, one), 1);
-    const lines = [
-      ["KV pool in use", this.curves.used, 1, "--sky", true],
-      ["waiting", this.curves.waiting, most(this.curves.waiting), "--orange", false],
-      ["running", this.curves.running, most(this.curves.running), "--blue", false],
-    ];
-    context.clearRect(0, 0, width, height);
-    for (const [, values, high, name, filled] of lines) {
-      context.beginPath();
-      if (filled) context.moveTo(0, low);
-      let before = null;
-      values.forEach((value, index) => {
-        const x = this.placeOf(index) * width;
-        const y = low - (value / high) * (low - 6);
-        if (before !== null) context.lineTo(x, before);
-        context.lineTo(x, y);
-        before = y;
-      });
-      context.lineTo(width, before);
-      if (filled) {
-        context.lineTo(width, low);
-        context.globalAlpha = 0.35;
-        context.fillStyle = colour(name);
-        context.fill();
-        context.globalAlpha = 1;
-      } else {
-        context.strokeStyle = colour(name);
-        context.lineWidth = 1.5;
-        context.stroke();
-      }
-    }
-    context.fillStyle = colour("--red");
-    this.curves.preempted.forEach((count, index) => {
-      if (!count) return;
-      const x = this.placeOf(index) * width;
-      context.beginPath();
-      context.moveTo(x - 4, height);
-      context.lineTo(x + 4, height);
-      context.lineTo(x, height - 8);
-      context.fill();
-    });
-    const total = this.curves.preempted.reduce((sum, one) => sum + one, 0);
-    this.part("lineLegend").replaceChildren(
-      ...lines.flatMap(([name, , high, of]) => [swatch(of), ` ${name}, up to ${of === "--sky" ? "100 %" : thousands(high)} `]),
-      swatch("--red"), ` ${counted(total, "preemption")}`
-    );
+    const { context, width } = this.canvasOf("line", LINE_HEIGHT);
+    this.line.draw(context, width, this.part("line").width);
+    const legend = this.line.legend().flatMap(([name, text]) => [swatch(name), ` ${text} `]);
+    this.part("lineLegend").replaceChildren(...legend);
   }
 
   scrub(event) {
     const box = this.part("line").getBoundingClientRect();
     const share = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
-    this.show(this.film.frameAt(share * this.film.end));
+    this.showPlace(this.film.placeAt(this.line.timeAt(share)));
   }
 
   // ---------------------------------------------------------------------------------------------------- a frame
 
-  async show(index) {
-    this.frame = Math.min(Math.max(index, 0), this.film.frames.length - 1);
+  // A step of a frame, by default its first; behind the last frame, the last step of all.
+  async show(index, step = null) {
+    const { frames } = this.film;
+    this.frame = Math.min(Math.max(index, 0), frames.length - 1);
+    const { step: first, numSteps } = frames[this.frame];
+    this.step = index >= frames.length ? first + numSteps - 1 : step ?? first;
+    if (await this.redraw()) this.onShow(this);
+  }
+
+  // What is shown, in the size and colours of now; false: it was not drawn, since something else is shown by now.
+  async redraw() {
     const call = ++this.shown;
     try {
       await this.film.loadBlocks(this.frame);
-      if (call !== this.shown) return;
-      this.draw(this.film.stateAt(this.frame));
+      if (call !== this.shown) return false;
+      this.draw(this.film.stateAt(this.frame, this.step));
+      return true;
     } catch (error) {
       this.stop();
       this.problem(`the film cannot be shown here: ${error.message}`);
+      return false;
     }
   }
 
-  // The frame in which a step was decided.
+  async showPlace(place) {
+    const { frame, step } = this.film.stepAt(Math.min(Math.max(place, 0), this.film.numSteps - 1));
+    return this.show(frame, step);
+  }
+
+  // A step by its id; the first one, if it is null or the film has none of this id.
+  async showFrom(step) {
+    const frame = step === null ? null : this.film.frameOfStep(step);
+    return frame === null ? this.show(0) : this.show(frame, step);
+  }
+
+  // A step by its id.
   async showStep(step) {
     const found = this.film.frameOfStep(step);
     if (found === null) return this.problem(`the film has no step ${step}`);
     this.problem(null);
-    return this.show(found);
+    return this.show(found, step);
   }
 
   draw(state) {
     const at = this.film.frames[this.frame];
-    const several = at.numSteps > 1 ? ` to ${at.step + at.numSteps - 1}, done at once` : "";
-    this.part("decidedTitle").textContent = `Decided for ${at.numSteps > 1 ? "steps" : "step"} ${at.step}${several}, at ${seconds(at.time)}`;
-    this.part("number").value = at.step;
-    this.part("hand").style.left = `${this.placeOf(this.frame) * 100}%`;
-    this.part("line").setAttribute("aria-valuenow", this.frame);
-    this.part("line").setAttribute("aria-valuetext", `step ${at.step}, ${seconds(at.time)}`);
-    const told = this.teller.decided(this.frame);
-    const steady = `every running request decodes a token${at.numSteps > 1 ? " in each step" : ""}`;
-    this.list("decided", told.length ? told : [state.running.length ? steady : "nothing runs"], (text) => item(text));
+    const { step } = this;
+    const time = seconds(this.film.timeOf(this.frame, step));
+    const several = at.numSteps > 1 ? `, one of ${at.step} to ${at.step + at.numSteps - 1} that were done at once` : "";
+    this.part("decidedTitle").textContent = `Decided for step ${step}, at ${time}${several}`;
+    this.part("number").value = step;
+    this.part("hand").style.left = `${this.line.shareOf(this.film.timeOf(this.frame, step)) * 100}%`;
+    this.part("line").setAttribute("aria-valuenow", this.place);
+    this.part("line").setAttribute("aria-valuetext", `step ${step}, ${time}`);
+    const told = step === at.step ? this.teller.decided(this.frame) : [];
+    if (!told.length) told.push(state.running.length ? "every running request decodes a token" : "nothing runs");
+    if (this.place + 1 === this.film.numSteps) {
+      told.push(...this.teller.sentences(this.film.eventsAfter()).map((sentence) => `After it: ${sentence}`));
+    }
+    this.list("decided", told, (text) => item(text));
+    this.drawCounters();
+    this.drawLog();
     this.drawWaiting(state);
     this.drawRunning(state);
     this.drawBatch(state);
     this.drawFinished();
     this.drawPool(state);
-    this.onShow(this);
+    this.drawDiagram(state);
   }
 
   list(id, values, make) {
@@ -325,7 +296,8 @@ class View {
     const budget = this.film.header.config.max_num_batched_tokens;
     const total = state.batch.reduce((sum, row) => sum + row.tokens, 0);
     const prompts = state.batch.filter((row) => !row.samples || row.tokens > 1 + row.drafts);
-    const prefill = prompts.reduce((sum, row) => sum + row.tokens, 0);
+    const isSingle = this.film.frames[this.frame].numSteps === 1;
+    const prefill = isSingle ? this.counts.within("prefill", this.frame) : 0;
     const about = document.createElement("p");
     about.textContent = `${counted(total, "token")} of ${thousands(budget)}, in ${counted(state.batch.length, "row")}: ` +
       `${thousands(total - prefill)} decode, ${thousands(prefill)} prefill`;
@@ -340,23 +312,50 @@ class View {
 
   // The requests that finished last, newest first.
   drawFinished() {
-    const found = [];
-    let total = 0;
-    const end = this.film.frames[this.frame];
-    for (const [index, chunk] of this.film.chunks.entries()) {
-      if (index > end.chunk) break;
-      const events = index === end.chunk ? chunk.list.slice(0, end.event + 1) : chunk.list;
-      for (const event of events) {
-        if (event.op !== "finished") continue;
-        total++;
-        found.push(event);
-        if (found.length > 2 * MOST_ROWS) found.splice(0, MOST_ROWS);
-      }
-    }
+    const { finishes } = this.counts;
+    const total = firstOf(finishes, ({ frame }) => frame > this.frame);
     this.part("finishedTitle").textContent = `Finished: ${thousands(total)}`;
     const names = this.film.header.names.finish_reasons;
-    this.list("finished", found.reverse(), (event) =>
+    const last = finishes.slice(Math.max(0, total - MOST_FINISHED), total).reverse();
+    this.list("finished", last, ({ event }) =>
       this.entry(event.request, span("why", `${names[event.reason]}, ${counted(event.generated, "token")}`)));
+    if (total > MOST_FINISHED) this.part("finished").append(item(`and ${thousands(total - MOST_FINISHED)} before`));
+  }
+
+  // ---------------------------------------------------------------------------------------------------- so far
+
+  drawCounters() {
+    const until = this.counts.at(this.frame, this.step);
+    this.part("counters").replaceChildren(...COUNTERS.flatMap(([name, what]) => {
+      const term = document.createElement("dt");
+      const value = document.createElement("dd");
+      term.textContent = what;
+      value.textContent = thousands(until[name]);
+      const both = document.createElement("div");
+      both.append(term, value);
+      return both;
+    }));
+  }
+
+  drawLog() {
+    const { frames } = this.film;
+    this.list("log", this.teller.before(this.frame, this.step, MOST_OF_LOG), ([frame, text]) => {
+      const button = document.createElement("button");
+      button.textContent = `step ${frames[frame].step}`;
+      button.addEventListener("click", () => { this.stop(); this.show(frame); });
+      return item(button, text);
+    });
+  }
+
+  // States and ladder, where they are open.
+  drawDiagram(state) {
+    if (!this.part("diagram").open) return;
+    const numIn = { waiting: 0, parked: state.parked.length, running: state.running.length, preempted: 0 };
+    for (const number of state.waiting) numIn[state.requests.get(number).status]++;
+    const { finished, refused } = this.counts.at(this.frame, this.step);
+    const isFirst = this.step === this.film.frames[this.frame].step;
+    this.diagram.draw(this.counts, this.frame, isFirst, { ...numIn, finished, refused });
+    this.part("ladder").replaceChildren(...ladderOf(this.film, this.counts, this.frame, this.step));
   }
 
   // ---------------------------------------------------------------------------------------------------- the pool
@@ -374,28 +373,30 @@ class View {
     const perCell = Math.ceil(numBlocks / MOST_CELLS);
     const count = Math.ceil(numBlocks / perCell);
     const width = Math.max(1, canvas.clientWidth);
-    const size = Math.max(3, Math.min(18, Math.floor(Math.sqrt((width * Math.max(90, width * 0.45)) / count))));
+    const size = Math.max(3, Math.min(18, Math.floor(Math.sqrt((width * Math.max(90, width * 0.75)) / count))));
     const columns = Math.max(1, Math.floor(width / size));
     const { context } = this.canvasOf("pool", Math.ceil(count / columns) * size);
     this.cells = { columns, size, perCell, count };
-    const colours = ["--none", "--green", "--blue", "--purple", "--red"].map(colour);
-    const totals = [0, 0, 0, 0];
-    const kind = (block) => {
-      const references = state.references[block];
-      return references > 1 ? 3 : references === 1 ? 2 : state.isCached[block] ? 1 : 0;
-    };
+    const totals = [0, 0, 0, 0]; // blocks that are blank, cached, owned, shared
+    const cellsOf = ["--none", "--green", "--blue", "--purple", "--red"].map((name) => ({ name, cells: [] }));
     for (let cell = 0; cell < count; cell++) {
       const seen = [0, 0, 0, 0];
       let isMine = false;
-      for (let block = cell * perCell; block < Math.min(numBlocks, (cell + 1) * perCell); block++) {
-        if (block < reserved) continue;
-        seen[kind(block)]++;
+      for (let block = Math.max(reserved, cell * perCell); block < Math.min(numBlocks, (cell + 1) * perCell); block++) {
+        const references = state.references[block];
+        seen[references > 1 ? 3 : references === 1 ? 2 : state.isCached[block]]++;
         isMine ||= mine.has(block);
       }
-      seen.forEach((one, index) => (totals[index] += one));
-      const most = isMine ? 4 : seen.indexOf(Math.max(...seen));
-      context.fillStyle = colours[most];
-      context.fillRect((cell % columns) * size, Math.floor(cell / columns) * size, size - 1, size - 1);
+      let most = 0;
+      for (let kind = 0; kind < 4; kind++) {
+        totals[kind] += seen[kind];
+        if (seen[kind] > seen[most]) most = kind;
+      }
+      cellsOf[isMine ? 4 : most].cells.push(cell);
+    }
+    for (const { name, cells } of cellsOf) {
+      context.fillStyle = colour(name);
+      for (const cell of cells) context.fillRect((cell % columns) * size, Math.floor(cell / columns) * size, size - 1, size - 1);
     }
     const inUse = totals[2] + totals[3];
     const about = `${thousands(inUse)} of ${thousands(numBlocks - reserved)} blocks in use, ${thousands(totals[3])} shared, ` +
@@ -413,7 +414,7 @@ class View {
       this.part("block").textContent = "";
       return;
     }
-    const state = this.film.stateAt(this.frame);
+    const state = this.film.stateAt(this.frame, this.step);
     const first = cell * this.cells.perCell;
     if (this.cells.perCell > 1) {
       const last = Math.min(state.references.length, first + this.cells.perCell) - 1;
@@ -443,14 +444,15 @@ class View {
       const reasons = [...life.waited].sort((one, other) => other[1] - one[1]).map(([why, time]) => `${words(why)} ${seconds(time)}`);
       this.part("lifeTitle").textContent = `The life of ${this.teller.name(this.chosen)}`;
       this.part("waited").textContent = `It ran ${seconds(life.ran)} and waited ${seconds(total)}${reasons.length ? `: ${reasons.join("; ")}` : ""}.`;
-      this.list("moments", life.moments, ([time, text]) => {
+      this.list("moments", life.moments, ([time, text, frame]) => {
         const button = document.createElement("button");
         button.textContent = seconds(time);
-        button.addEventListener("click", () => this.show(this.film.frameAt(time)));
+        button.addEventListener("click", () => { this.stop(); this.show(frame); });
         return item(button, text);
       });
     }
-    if (redraw) this.show(this.frame);
+    this.onChoose(this);
+    if (redraw) this.show(this.frame, this.step);
   }
 
   find(text) {
@@ -468,10 +470,11 @@ class View {
   play() {
     if (this.timer !== null) return this.stop();
     this.part("play").textContent = "⏸ Pause";
-    const wait = () => 1000 / Number(this.part("speed").value);
+    const speed = () => Number(this.part("speed").value);
+    const wait = () => 1000 / Math.min(speed(), MOST_DRAWS);
     const next = async () => {
-      if (this.frame + 1 >= this.film.frames.length) return this.stop();
-      await this.show(this.frame + 1);
+      if (this.place + 1 >= this.film.numSteps) return this.stop();
+      await this.showPlace(this.place + Math.max(1, Math.round(speed() / MOST_DRAWS)));
       if (this.timer !== null) this.timer = setTimeout(next, wait());
     };
     this.timer = setTimeout(next, wait());
@@ -496,8 +499,8 @@ class View {
     if (typing) return false;
     const by = event.shiftKey ? 10 : 1;
     const actions = {
-      ArrowRight: () => this.show(this.frame + by), ArrowLeft: () => this.show(this.frame - by), Home: () => this.show(0),
-      End: () => this.show(this.film.frames.length - 1), "/": () => this.part("find").focus(),
+      ArrowRight: () => this.showPlace(this.place + by), ArrowLeft: () => this.showPlace(this.place - by),
+      Home: () => this.showPlace(0), End: () => this.showPlace(this.film.numSteps - 1), "/": () => this.part("find").focus(),
       " ": () => (event.target.tagName === "BUTTON" ? null : this.play()),
     };
     const action = actions[event.key];

@@ -86,6 +86,18 @@ class HostMemory:
         while self.scheduler.has_unfinished_requests():
             self.step()
 
+    def run_at_once(self) -> None:
+        """As `run`, but plain decodes are done at once."""
+        while self.scheduler.has_unfinished_requests():
+            self.step()
+            if num_steps := self.scheduler.horizon():
+                times = [self.now]
+                for _ in range(num_steps):
+                    times.append(times[-1] + 0.01)
+                self.scheduler.advance(times, [5] * len(self.scheduler.running_rows))
+                self.scheduler.check_invariants()
+                self.now = times[-1]
+
     def step_until_preempted(self, count: int = 1) -> Request:
         while len(self.preempted) < count:
             self.step()
@@ -195,6 +207,20 @@ def test_the_cheaper_way_by_the_times_of_steps_and_copies(block_seconds: float, 
     if decided == "recompute":
         assert host.scheduler.stats().num_saved_blocks < 12, "those that showed how long it takes"
         assert host.scheduler.stats().num_loaded_tokens == 0
+
+
+def test_steps_done_at_once_after_a_copy_say_as_much_as_single_ones() -> None:
+    """What the step before them copied is no part of their time."""
+    decided = []
+    for runs in (HostMemory.run, HostMemory.run_at_once):
+        host = HostMemory(0.0023, preemption_mode="cheaper")
+        for group in range(6):
+            for number in range(3):
+                host.add(f"{group}-{number}", 8 + 8 * ((group + number) % 4), 40)
+            runs(host)
+        assert min(host.scheduler.stats().preemption_decisions.values()) > 0, "close enough that the times decide"
+        decided.append((host.now, [event.recovery for event in host.preempted]))
+    assert decided[0] == decided[1]
 
 
 def test_a_slow_spell_is_not_believed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

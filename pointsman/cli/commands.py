@@ -1,0 +1,84 @@
+"""Command lines that serve with a configuration of the scheduler: `pointsman serve`, and vLLM with this scheduler."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pointsman.cli.options import KNOBS
+from pointsman.core import SchedulerConfig
+from pointsman.core.presets import SYSTEMS
+from pointsman.integrations.vllm.settings import FLAGS
+from pointsman.integrations.vllm.settings import KNOBS as ADDITIONAL
+
+
+def serve_command(model: str, config: SchedulerConfig, names: Iterable[str], others: Mapping[str, Any]) -> str:
+    """`pointsman serve` with a pool and settings.
+
+    Args:
+        model: that is served.
+        config: of the scheduler.
+        names: fields that are given where they are not the default; the two that depend on the device always are.
+        others: options beside them, by name.
+    """
+    plain = SchedulerConfig(num_blocks=1, max_model_len=1)
+    knobs = {"max_num_batched_tokens": config.max_num_batched_tokens, "max_num_seqs": config.max_num_seqs}
+    for name in names:
+        value = getattr(config, name)
+        if name in KNOBS and name not in knobs and value is not None and value != getattr(plain, name):
+            knobs[name] = value
+    size = ["--num-blocks", str(config.num_blocks), "--block-size", str(config.block_size)]
+    return shlex.join(["pointsman", "serve", "--model", model, *size, *_flags(others), *_flags(knobs)])
+
+
+def vllm_command(
+    model: str, config: SchedulerConfig, names: Iterable[str], others: Mapping[str, Any], preset: str
+) -> str:
+    """`vllm serve` with settings; with this scheduler, where vLLM itself does not have them.
+
+    Args:
+        model, config, names, others: see `serve_command`.
+        preset: on which the settings are.
+    """
+    native, additional = _for_vllm(config, names, preset)
+    command = ["vllm", "serve", model, *_flags(others), *native]
+    if additional is not None:
+        command += ["--scheduler-cls", "pointsman.integrations.vllm.Scheduler"]
+        command += ["--additional-config", json.dumps({"pointsman": additional})]
+    return shlex.join(command)
+
+
+def _for_vllm(config: SchedulerConfig, names: Iterable[str], preset: str) -> tuple[list[str], dict[str, Any] | None]:
+    """Flags of vLLM, and the object in --additional-config for what vLLM itself does not have; None: nothing."""
+    base = preset if preset in SYSTEMS else "default"
+    of_preset = SchedulerConfig.preset(base, num_blocks=1, max_model_len=1)
+    flags = {"max_num_batched_tokens": config.max_num_batched_tokens, "max_num_seqs": config.max_num_seqs}
+    additional: dict[str, Any] = {}
+    for name in names:
+        value = getattr(config, name)
+        if name in flags or value == getattr(of_preset, name):
+            continue
+        if name in FLAGS:
+            flags[FLAGS[name].removeprefix("--").replace("-", "_")] = value
+        elif name in ADDITIONAL:
+            additional[name] = value
+    found = _flags(flags)
+    if additional.get("order") == "priority-by-arrival" and base == "vllm":
+        del additional["order"]  # as vLLM's own does
+        found += ["--scheduling-policy", "priority"]
+    if base == "vllm" and not additional:
+        return found, None
+    return found, {"preset": base, **additional}
+
+
+def _flags(values: Mapping[str, Any]) -> list[str]:
+    found: list[str] = []
+    for name, value in values.items():
+        option = name.replace("_", "-")
+        if isinstance(value, tuple):
+            found += [part for each in value for part in (f"--{option.removesuffix('s')}", str(each))]
+        else:
+            found += [f"--{'' if value else 'no-'}{option}"] if isinstance(value, bool) else [f"--{option}", f"{value}"]
+    return found

@@ -1,0 +1,293 @@
+// What had happened up to each step of a film, counted in one walk over its events: for counters, time line and diagram.
+//
+//     const counts = new Counts(film)
+//     counts.at(17, 890)                             what had happened when step 890, of frame 17, had been decided
+//     counts.taken("waiting", "running", 17)         how often requests did that on the way to frame 17, and until then
+//     counts.itl[film.placeOf(17, 890)]              seconds; see below
+//     counts.grow()                                  the film has got more chunks
+
+"use strict";
+
+const PLACES = ["new", "waiting", "parked", "running", "preempted", "finished", "refused"];
+// Reasons to wait that more memory would remove.
+const OF_MEMORY = new Set(["watermark", "full_sequence", "decode_reserve", "reserve", "bypass", "blocks", "preemption"]);
+
+class Counts {
+  constructor(film) {
+    this.film = film;
+    // When each frame had been decided; of several steps at once, when they were over. Up to then, but for the first three.
+    Object.assign(this, {
+      running: [], waiting: [], used: [], prefill: [], decode: [], cached: [], preempted: [], finished: [], evicted: [],
+      waited: [], outOfMemory: [], refused: [],
+    });
+    // Of each step, by its place: when it was decided, when its tokens came, and of its requests the longest time since
+    // the token before, their inter-token latency; 0: no request had one before.
+    Object.assign(this, { begins: [], ends: [], itl: [] });
+    this.ofRequest = []; // its events, and the frame that each led to
+    this.firstToken = []; // when it came, by request; NaN: never, or before the film
+    this.finishes = []; // these events, in order, and their frames
+    this.told = []; // frames to which something led that can be told, or a request
+    this.moves = new Map(); // "waiting running" -> the frame that each led to
+    this.counting = new Counting(this);
+    this.grow();
+  }
+
+  grow() {
+    this.counting.walk();
+  }
+
+  // Up to a step.
+  at(frame, step) {
+    const { numSteps, step: first } = this.film.frames[frame];
+    const left = numSteps - 1 - (step - first); // steps that are not over
+    const isBlocked = this.waited[frame] > (frame ? this.waited[frame - 1] : 0);
+    return {
+      steps: this.film.placeOf(frame, step) + 1, prefill: this.prefill[frame],
+      decode: this.decode[frame] - left * this.running[frame], cached: this.cached[frame],
+      preempted: this.preempted[frame], finished: this.finished[frame], evicted: this.evicted[frame],
+      waited: this.waited[frame] - (isBlocked ? left : 0), outOfMemory: this.outOfMemory[frame], refused: this.refused[frame],
+    };
+  }
+
+  // Of a count, how much of it came with a frame.
+  within(name, frame) {
+    return this[name][frame] - (frame ? this[name][frame - 1] : 0);
+  }
+
+  taken(from, to, frame) {
+    const frames = this.moves.get(`${from} ${to}`) ?? [];
+    const until = firstOf(frames, (one) => one > frame);
+    return { now: until - firstOf(frames, (one) => one >= frame), until };
+  }
+
+  // Frames before one to which something led, the last one first.
+  *toldBefore(frame) {
+    for (let index = firstOf(this.told, (one) => one >= frame) - 1; index >= 0; index--) yield this.told[index];
+  }
+}
+
+// The walk.
+class Counting {
+  constructor(counts) {
+    this.counts = counts;
+    this.film = counts.film;
+    this.names = this.film.header.names;
+    this.chunk = 0; // the next one
+    this.frame = 0; // that the next event leads to
+    this.place = 0; // of the next step
+    this.places = []; // of requests, by number
+    this.admissions = [];
+    this.lastToken = []; // when it came; NaN: not known
+    this.total = { prefill: 0, decode: 0, cached: 0, preempted: 0, finished: 0, evicted: 0, waited: 0, outOfMemory: 0, refused: 0 };
+    this.running = []; // replaced, not changed: steps in flight keep theirs
+    this.before = new Set(); // requests that may have had a token that is not in the film
+    this.numIn = PLACES.map(() => 0);
+  }
+
+  walk() {
+    for (let number = this.places.length; number < this.film.requests.length; number++) {
+      this.counts.ofRequest.push([]);
+      this.counts.firstToken.push(NaN);
+      this.places.push(0);
+      this.admissions.push(0);
+      this.lastToken.push(NaN);
+    }
+    for (; this.chunk < this.film.chunks.length; this.chunk++) {
+      const key = this.film.beginning(this.chunk);
+      if (this.chunk === 0 || !this._agreesWith(key)) this._begin(key);
+      for (const event of this.film.chunks[this.chunk].list) {
+        if (event.request === null) this[`_${event.op}`]?.(event);
+        else this._ofRequest(event, event.request);
+      }
+    }
+  }
+
+  // Whether nothing is missing before a key frame.
+  _agreesWith(key) {
+    const numIn = (name) => this.numIn[PLACES.indexOf(name)];
+    return key.parked.length === numIn("parked") && key.waiting.length === numIn("waiting") + numIn("preempted") &&
+      key.running.length === this.running.length && key.running.every((number, place) => number === this.running[place]);
+  }
+
+  _begin(key) {
+    const isOver = (place) => PLACES[place] === "finished" || PLACES[place] === "refused";
+    this.places = this.places.map((place) => (isOver(place) ? place : 0));
+    this.numIn = this.numIn.map((count, place) => (isOver(place) ? count : 0));
+    this.lastToken.fill(NaN);
+    this.running = [...key.running];
+    this.computing = new Set(); // running requests whose prompt, or what a preemption lost, is not computed
+    for (const one of key.requests.values()) {
+      this.before.add(one.number);
+      const known = one.prompt + one.generated;
+      if (one.status === "running" && one.computed < known - 1) this.computing.add(one.number);
+      this.places[one.number] = PLACES.indexOf(key.parked.includes(one.number) ? "parked" : one.status);
+      this.admissions[one.number] = one.admission;
+      this.numIn[this.places[one.number]]++;
+    }
+    this.flight = key.inFlight.map(({ rows }) => ({
+      place: null, numbers: rows.map((row) => row.number), samples: rows.map((row) => row.samples),
+    }));
+  }
+
+  _ofRequest(event, number) {
+    const { counts, total } = this;
+    counts.ofRequest[number].push({ event, frame: this.frame });
+    this._tell();
+    switch (event.op) {
+      case "rolled_back":
+        this.admissions[number]--;
+      // falls through
+      case "queued":
+        this._move(number, this.admissions[number] ? "preempted" : "waiting");
+        break;
+      case "parked":
+        this._move(number, "parked");
+        break;
+      case "admitted":
+        this._move(number, "running");
+        this.admissions[number]++;
+        this.computing.add(number);
+        total.cached += event.cached;
+        break;
+      case "preempted":
+        this._move(number, "preempted");
+        total.preempted++;
+        total.outOfMemory += this.names.causes[event.cause] === "memory" ? 1 : 0;
+        break;
+      case "refused":
+        this._move(number, "refused");
+        total.refused++;
+        break;
+      case "finished": {
+        const isRefused = this.names.finish_reasons[event.reason] === "refused";
+        this._move(number, isRefused ? "refused" : "finished");
+        total[isRefused ? "refused" : "finished"]++;
+        counts.finishes.push({ event, frame: this.frame });
+        break;
+      }
+      case "extended":
+        this.lastToken[number] = NaN; // what comes next is the first token of another part
+        break;
+    }
+  }
+
+  _move(number, name) {
+    const from = this.places[number];
+    const to = PLACES.indexOf(name);
+    if (from === to) return;
+    const { moves } = this.counts;
+    const key = `${PLACES[from]} ${name}`;
+    if (!moves.has(key)) moves.set(key, []);
+    moves.get(key).push(this.frame);
+    if (PLACES[from] === "running") {
+      this.running = this.running.filter((other) => other !== number);
+      this.computing.delete(number);
+    } else if (name === "running") this.running = [...this.running, number];
+    this.places[number] = to;
+    this.numIn[from]--;
+    this.numIn[to]++;
+  }
+
+  _step(event) {
+    let numbers = this.running;
+    let samples = null; // all
+    let prefill = this.computing.size;
+    let tokens = numbers.length;
+    if (event.rows.length) {
+      const counts = new Array(numbers.length).fill(1);
+      samples = new Array(numbers.length).fill(true);
+      let row = 0;
+      for (const [ahead, count, flags] of event.rows) {
+        row += ahead;
+        counts[row] = count;
+        samples[row] = (flags & 1) === 1;
+        tokens += count - 1;
+        prefill += this.computing.has(numbers[row]) ? count - 1 : 0;
+      }
+      if (this.computing.size) numbers.forEach((number, index) => samples[index] && this.computing.delete(number));
+      if (counts.includes(0)) {
+        samples = samples.filter((_, index) => counts[index]);
+        numbers = numbers.filter((_, index) => counts[index]);
+      }
+    } else this.computing.clear();
+    this.total.prefill += prefill;
+    this.total.decode += tokens - prefill;
+    this.counts.begins.push(event.time);
+    this.counts.ends.push(event.time);
+    this.counts.itl.push(0);
+    this.flight.push({ place: this.place, numbers, samples });
+    this._frame(event, 1);
+  }
+
+  _update(event) {
+    const { place, numbers, samples } = this.flight.shift() ?? { place: null, numbers: [], samples: null };
+    let odd = 0;
+    let longest = 0;
+    for (let row = 0; row < numbers.length; row++) {
+      let count = samples === null || samples[row] ? 1 : 0;
+      if (odd < event.rows.length && event.rows[odd][0] === row) count = event.rows[odd++][1];
+      if (count) longest = Math.max(longest, this._token(numbers[row], event.time));
+    }
+    if (place === null) return;
+    this.counts.ends[place] = event.time;
+    this.counts.itl[place] = longest;
+  }
+
+  // A token came; since when the one before was there.
+  _token(number, time) {
+    const gap = time - this.lastToken[number];
+    this.lastToken[number] = time;
+    if (Number.isNaN(this.counts.firstToken[number]) && !this.before.has(number)) this.counts.firstToken[number] = time;
+    return gap > 0 ? gap : 0; // NaN: it is the first
+  }
+
+  _steps(event) {
+    const { begins, ends, itl } = this.counts;
+    const { passed, count, time } = event;
+    for (let step = 0; step < count; step++) {
+      begins.push(time + passed[step] / 1e6);
+      ends.push(time + passed[step + 1] / 1e6);
+      itl.push((passed[step + 1] - passed[step]) / 1e6);
+    }
+    let longest = 0;
+    for (const number of this.running) {
+      longest = Math.max(longest, this._token(number, ends[this.place]));
+      this.lastToken[number] = time + passed[count] / 1e6;
+    }
+    itl[this.place] = longest;
+    this.total.decode += count * this.running.length;
+    this._frame(event, count);
+  }
+
+  _failed(event) {
+    this.flight.splice(Math.max(0, this.flight.length - event.steps));
+    this._tell();
+  }
+
+  _paused() {
+    this._tell();
+  }
+
+  _limited() {
+    this._tell();
+  }
+
+  _tell() {
+    if (this.counts.told.at(-1) !== this.frame) this.counts.told.push(this.frame);
+  }
+
+  _frame(event, count) {
+    const { counts, total } = this;
+    const { num_blocks: numBlocks, num_reserved_blocks: numReserved } = this.film.header.config;
+    total.evicted += event.evicted;
+    if (event.blocked && OF_MEMORY.has(this.names.reasons[event.blocked - 1])) total.waited += count;
+    for (const [name, value] of Object.entries(total)) counts[name].push(value);
+    counts.running.push(this.running.length);
+    counts.waiting.push(this.numIn[PLACES.indexOf("waiting")] + this.numIn[PLACES.indexOf("preempted")]);
+    counts.used.push(1 - event.free / (numBlocks - numReserved));
+    this.frame++;
+    this.place += count;
+  }
+}
+
+if (typeof module !== "undefined") module.exports = { Counts, PLACES };

@@ -1,0 +1,129 @@
+"""From a film to a scene: the same requests at the same times under the same settings, to ask what would have been.
+
+A film has no prompt, so prefixes that requests shared are not in the scene, and a request that had not finished gets
+the output that it had. How long a step takes is fitted to the film: a constant, and one for each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pointsman.core import ConfigError, SchedulerConfig
+from pointsman.core.observe.film_format import FilmError, Op
+from pointsman.web.film import Film
+from pointsman.web.scene import Abortion, Arrival, Input, Scene
+from pointsman.web.timeline import timeline_of
+
+_ALONE: Mapping[str, Any] = {
+    "max_steps_in_flight": 1,
+    "num_draft_tokens": 0,
+    "draft_table": (),
+    "preemption_mode": "recompute",
+    "kv_load_timeout": None,
+    "kv_load_failure_policy": "recompute",
+    "enable_kv_cache_events": False,
+    "count_common_prefix": False,
+    "log_request_events": False,
+}
+"""What a scheduler has without drafts, connector and steps ahead, which a scene has not."""
+
+
+class Remade(NamedTuple):
+    """A scene made from a film."""
+
+    scene: Scene
+    num_left_out: int
+    """Requests that arrived later than `scene` has."""
+
+
+def remake(film: Film, max_requests: int, max_prompt_tokens: int) -> Remade:
+    """The scene of a film, with its first requests.
+
+    Args:
+        max_requests: at most so many.
+        max_prompt_tokens: and at most so many tokens of prompts together.
+
+    Raises:
+        FilmError: its settings are not those of this version, or a policy of it was an object without a name.
+    """
+    known = {field.name for field in fields(SchedulerConfig)}
+    given = {name: value for name, value in film.header["config"].items() if name in known}
+    try:
+        config = SchedulerConfig(**{**given, **_ALONE})
+    except (ConfigError, TypeError) as error:
+        raise FilmError(f"its settings cannot be used here: {error}") from None
+    per_step, per_token = _step_seconds(film)
+    inputs = _inputs(film)
+    arrivals = [each for each in inputs if isinstance(each, Arrival)]
+    kept: set[str] = set()
+    num_tokens = 0
+    for each in sorted(arrivals, key=lambda each: each.at)[:max_requests]:
+        num_tokens += each.num_prompt_tokens
+        if num_tokens > max_prompt_tokens:
+            break
+        kept.add(each.request_id)
+    chosen = tuple(each for each in inputs if each.request_id in kept)
+    scene = Scene(config, chosen, seconds_per_step=per_step, seconds_per_token=per_token)
+    return Remade(scene, len(arrivals) - len(kept))
+
+
+def _inputs(film: Film) -> list[Input]:
+    generated, aborted = _ends(film)
+    found: list[Input] = []
+    names: set[str] = set()
+    for number, each in enumerate(film.requests):
+        name, again = each.request_id, 2
+        while name in names:  # an id may come again once its request has finished
+            name, again = f"{each.request_id}#{again}", again + 1
+        names.add(name)
+        arrival = Arrival(
+            name,
+            max(1, each.num_prompt_tokens),
+            max(1, generated.get(number, 1)) + (number in aborted),
+            max(0.0, each.arrival),
+            priority=each.priority,
+            tenant=each.tenant or "",
+            max_tokens=max(1, each.max_tokens),
+        )
+        found.append(arrival)
+        if number in aborted:
+            found.append(Abortion(name, max(arrival.at, aborted[number])))
+    return found
+
+
+def _ends(film: Film) -> tuple[dict[int, int], dict[int, float]]:
+    """By number: how many tokens a request generated, and when it was aborted."""
+    reasons = film.header["names"]["finish_reasons"]
+    generated: dict[int, int] = {}
+    aborted: dict[int, float] = {}
+    if film.frames:
+        last = film.state_at(len(film.frames) - 1)
+        generated = {number: one.num_generated_tokens for number, one in last.requests.items()}
+    for event in film.events(0, None):
+        if event.op is Op.FINISHED and event.request is not None:
+            generated[event.request] = event.fields["generated"]
+            if reasons[event.fields["reason"]] == "abort":
+                aborted[event.request] = event.time
+    return generated, aborted
+
+
+def _step_seconds(film: Film) -> tuple[float, float]:
+    """Seconds of a step and of a token in it, by least squares over the steps that another one followed at once."""
+    plain = Scene(SchedulerConfig(num_blocks=1, max_model_len=1))
+    curves, _ = timeline_of(film)
+    count = curves.num_steps[:-1]
+    tokens = (curves.num_prefill_tokens + curves.num_decode_tokens)[:-1] / np.maximum(count, 1)
+    seconds = np.diff(curves.time) / np.maximum(count, 1)
+    is_busy = (tokens > 0) & (seconds > 0)
+    for _ in range(3):  # steps that were followed by a pause are left out
+        if np.count_nonzero(is_busy) < 2:
+            return plain.seconds_per_step, plain.seconds_per_token
+        columns = np.stack([np.ones_like(tokens), tokens], axis=1)
+        fit = np.linalg.lstsq(columns[is_busy], seconds[is_busy], rcond=None)[0]
+        per_step, per_token = max(float(fit[0]), 1e-4), max(float(fit[1]), 0.0)
+        is_busy &= seconds <= 3 * (per_step + per_token * tokens)
+    return per_step, per_token

@@ -1,0 +1,540 @@
+"""A scheduler to play with: requests, settings and steps that are chosen one after the other, and taken back.
+
+    sandbox = Sandbox()
+    sandbox.do({"do": "add", "prompt": 64, "output": 20})
+    sandbox.do({"do": "step", "count": 3})
+    sandbox.do({"do": "settings", "settings": {"num_blocks": 4}})    # the same requests: what if?
+    sandbox.do({"do": "undo"})
+
+What is there is a `Scene`, which never changes: whatever is done makes another one, which is played from its beginning,
+and to undo is to play the one before. What cannot be done raises `SandboxError`, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from pointsman.core import ConfigError, RequestStatus, SchedulerConfig
+from pointsman.core.policy.registry import KINDS, check_policies, known
+from pointsman.core.state.numbers import MAX_INT
+from pointsman.web.as_test import as_test
+from pointsman.web.scene import MAX_STEPS, Abortion, Arrival, Cast, Input, Played, Scene, Urgency, play
+from pointsman.web.situations import SITUATIONS, Situation
+
+MAX_REQUESTS = 500
+"""Of a scene."""
+MAX_INPUTS = 1000
+"""Requests, aborts and changes of priority."""
+MAX_TOKENS = 100_000
+"""Of a prompt, or an output."""
+MAX_PROMPTS = 2_000_000
+"""Tokens of all prompts together."""
+MAX_ID = 60
+"""Characters of an id, or a tenant."""
+MAX_SECONDS = 3600.0
+"""Until the last request arrives."""
+MAX_UNDO = 200
+"""What was done before that stays done."""
+
+
+class SandboxError(ValueError):
+    """What cannot be done, in words."""
+
+
+class Setting(NamedTuple):
+    """A setting that can be changed, and what it may be."""
+
+    name: str
+    """Of a field of `SchedulerConfig`, or of `Scene`."""
+    label: str
+    kind: str
+    """"integer", "number", "flag", "choice", or "policy" (one, or none if `optional`) and "policies" (any number)."""
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[str, ...] = ()
+    policy: str = ""
+    """The kind of policy."""
+    optional: bool = False
+    """Whether it may be None."""
+
+
+SETTINGS = (
+    Setting("num_blocks", "KV blocks in the pool", "integer", 1, 65_536),
+    Setting("block_size", "tokens in a block", "integer", 1, 1024),
+    Setting("max_num_batched_tokens", "token budget of a step", "integer", 1, 100_000),
+    Setting("max_num_seqs", "requests that run at most", "integer", 1, 1024),
+    Setting("max_model_len", "longest sequence, in tokens", "integer", 1, 200_000),
+    Setting("batching", "batching", "choice", choices=("mixed", "static")),
+    Setting("enable_chunked_prefill", "chunked prefill", "flag"),
+    Setting("enable_prefix_caching", "prefix caching", "flag"),
+    Setting("long_prefill_token_threshold", "prompt tokens of a request in a step; 0: no limit", "integer", 0, 100_000),
+    Setting("watermark", "watermark, a share of the pool", "number", 0, 0.99),
+    Setting("full_sequence_must_fit", "the whole known sequence must fit", "flag"),
+    Setting("order", "order of the queue", "policy", policy="order"),
+    Setting("victim", "victim when blocks run out", "policy", policy="victim", optional=True),
+    Setting("eviction", "eviction of cached blocks", "policy", policy="eviction"),
+    Setting("reserves", "reserves", "policies", policy="reserve"),
+    Setting("token_limits", "token limits", "policies", policy="limit"),
+    Setting("seconds_per_step", "seconds of a step", "number", 0.0001, 10),
+    Setting("seconds_per_token", "seconds of a token in it", "number", 0, 1),
+)
+"""What the sandbox lets be changed. Another setting of a recording that it was opened with stays as it was."""
+_OF_THE_SCENE = frozenset({"seconds_per_step", "seconds_per_token"})
+START = SchedulerConfig(num_blocks=32, max_model_len=2048, max_num_seqs=8, max_num_batched_tokens=128)
+"""Small, so that what is scarce is seen to be."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """A scene, what made it, and how it came out before the settings that it has."""
+
+    scene: Scene
+    what: str
+    situation: str | None = None
+    before: Mapping[str, float | None] | None = None
+    """Figures of the same requests under the settings before the last change."""
+    before_ttft: Mapping[str, float | None] | None = None
+
+
+class Sandbox:
+    """See the module.
+
+    Args:
+        scene: to begin with; None: no request, and `START`.
+        commands: gives the command lines that use a configuration, by program.
+
+    Raises:
+        SandboxError: the scene is larger than a sandbox may be.
+    """
+
+    def __init__(
+        self,
+        scene: Scene | None = None,
+        *,
+        commands: Callable[[SchedulerConfig], Mapping[str, str]] = lambda config: {},
+    ) -> None:
+        self._commands = commands
+        self._past: list[_Moment] = []
+        self._future: list[_Moment] = []
+        self._now = _Moment(scene or Scene(START), "begin")
+        _check_size(self._now.scene)
+        self.played = self._play(self._now.scene)
+        """The scene, played."""
+
+    @property
+    def scene(self) -> Scene:
+        """What is there."""
+        return self._now.scene
+
+    # ------------------------------------------------------------------ what is done
+
+    def do(self, action: Mapping[str, Any]) -> None:
+        """Do what "do" says: add, abort, priority, step, run, settings, situation, reset, clear, undo, redo.
+
+        Raises:
+            SandboxError: it cannot be done. Nothing has changed.
+        """
+        name = action.get("do")
+        if name == "undo":
+            return self._return(self._past, self._future, "undo")
+        if name == "redo":
+            return self._return(self._future, self._past, "do again")
+        handlers: dict[str, tuple[Callable[..., _Moment], tuple[str, ...], tuple[str, ...]]] = {
+            # What makes the next moment; the arguments that it needs, and those that it may have.
+            "add": (
+                self._add,
+                ("prompt", "output"),
+                ("id", "at", "like", "shared", "priority", "tenant", "max_tokens"),
+            ),
+            "abort": (self._abort, ("id",), ()),
+            "priority": (self._set_priority, ("id", "priority"), ()),
+            "step": (self._step, (), ("count",)),
+            "run": (self._run, (), ()),
+            "settings": (self._set, ("settings",), ()),
+            "situation": (self._choose, ("name",), ()),
+            "what_if": (self._what_if, (), ()),
+            "reset": (self._reset, (), ()),
+            "clear": (self._clear, (), ()),
+        }
+        if not isinstance(name, str) or name not in handlers:
+            raise SandboxError(f"do is {name!r}; choose one of {', '.join(handlers)}, undo, redo")
+        handler, needed, others = handlers[name]
+        arguments = {key: value for key, value in action.items() if key != "do" and value is not None}
+        for key in needed:
+            if key not in arguments:
+                raise SandboxError(f"{name} needs {key}; give it")
+        for key in arguments:
+            if key not in needed + others:
+                raise SandboxError(f"{name} has no {key}; it takes {', '.join(needed + others) or 'nothing'}")
+        moment = handler(**arguments)
+        played = self._play(moment.scene)
+        self._past = [*self._past, self._now][-MAX_UNDO:]
+        self._future = []
+        self._now, self.played = moment, played
+
+    def _return(self, source: list[_Moment], other: list[_Moment], what: str) -> None:
+        if not source:
+            raise SandboxError(f"there is nothing to {what}")
+        moment = source[-1]
+        played = self._play(moment.scene)
+        other.append(self._now)
+        source.pop()
+        self._now, self.played = moment, played
+
+    def _play(self, scene: Scene) -> Played:
+        try:
+            check_policies(scene.config)
+            return play(scene)
+        except ConfigError as error:
+            raise SandboxError(str(error)) from None
+
+    def _next(self, what: str, **changes: Any) -> _Moment:
+        """The scene as far as it was played, with changes."""
+        kept = {"num_steps": self.played.num_steps, "to_the_end": False}
+        return replace(self._now, scene=replace(self.scene, **{**kept, **changes}), what=what)
+
+    def _with(self, what: str, given: Input) -> _Moment:
+        moment = self._next(what, inputs=(*self.scene.inputs, given))
+        _check_size(moment.scene)
+        return moment
+
+    # ------------------------------------------------------------------ requests
+
+    def _add(
+        self,
+        prompt: object,
+        output: object,
+        id: object = None,
+        at: object = None,
+        like: object = None,
+        shared: object = None,
+        priority: object = 0,
+        tenant: object = None,
+        max_tokens: object = None,
+    ) -> _Moment:
+        known = {each.request_id: each for each in self.scene.arrivals}
+        name = _word("id", id) if id is not None else next(each for each in _names() if each not in known)
+        if name in known:
+            raise SandboxError(f"id is {name!r}, and a request has it; choose another one, or leave it out")
+        now = self.played.now
+        time = now if at is None else _number("at", at, 0, MAX_SECONDS)
+        if time < now:
+            raise SandboxError(f"at is {time:g} s, and it is {now:g} s; give that or later, or reset first")
+        num_prompt = _integer("prompt", prompt, 1, MAX_TOKENS)
+        num_output = _integer("output", output, 1, MAX_TOKENS)
+        num_shared = 0
+        if like is not None:
+            other = known.get(_word("like", like))
+            if other is None:
+                raise SandboxError(f"like is {like!r}, and no request has that id; choose one of {_listed(known)}")
+            most = min(num_prompt, other.num_prompt_tokens + other.num_output_tokens - 1)
+            num_shared = _integer("shared", most if shared is None else shared, 1, most)
+        elif shared is not None:
+            raise SandboxError(f"shared is {shared!r}, and like is not given; name the request that it starts like")
+        arrival = Arrival(
+            name,
+            num_prompt,
+            num_output,
+            time,
+            None if like is None else str(like),
+            num_shared,
+            _integer("priority", priority, -MAX_INT, MAX_INT),
+            "" if tenant is None else _word("tenant", tenant),
+            None if max_tokens is None else _integer("max_tokens", max_tokens, 1, MAX_TOKENS),
+        )
+        return self._with(f"add {name}", arrival)
+
+    def _abort(self, id: object) -> _Moment:
+        cast = self._unfinished("abort", id)
+        name, arrival = cast.arrival.request_id, cast.arrival
+        if cast.request is not None:
+            return self._with(f"abort {name}", Abortion(name, self.played.now))
+        if any(each.starts_like == name for each in self.scene.arrivals):
+            raise SandboxError(f"{name} has not arrived, and another request starts like it; take that away first")
+        return self._next(f"take away {name}", inputs=tuple(each for each in self.scene.inputs if each is not arrival))
+
+    def _set_priority(self, id: object, priority: object) -> _Moment:
+        cast = self._unfinished("priority", id)
+        name, value = cast.arrival.request_id, _integer("priority", priority, -MAX_INT, MAX_INT)
+        if cast.request is None:
+            raise SandboxError(f"{name} arrives at {cast.arrival.at:g} s; step until then, or add it with a priority")
+        return self._with(f"priority of {name}", Urgency(name, value, self.played.now))
+
+    def _unfinished(self, what: str, id: object) -> Cast:
+        cast = self.played.cast.get(_word("id", id))
+        if cast is None:
+            raise SandboxError(f"{what}: no request is called {id!r}; choose one of {_listed(self.played.cast)}")
+        if cast.refusal is not None or (cast.request is not None and cast.request.status.is_finished):
+            raise SandboxError(f"{what}: {cast.arrival.request_id} has finished; undo steps to have it back")
+        return cast
+
+    # ------------------------------------------------------------------ steps
+
+    def _step(self, count: object = 1) -> _Moment:
+        number = _integer("count", count, 1, MAX_STEPS)
+        self._check_left()
+        done = self.played.num_steps
+        if done + number > MAX_STEPS:
+            raise SandboxError(
+                f"count is {number}, {done} steps are done, and {MAX_STEPS:,} is the most; give at most "
+                f"{MAX_STEPS - done}, or reset"
+            )
+        return self._next("step" if number == 1 else f"{number} steps", num_steps=done + number)
+
+    def _run(self) -> _Moment:
+        self._check_left()
+        return self._next("run", to_the_end=True)
+
+    def _check_left(self) -> None:
+        if self.played.problem is not None:
+            raise SandboxError(f"the policy failed, so no step follows: {self.played.problem}; change the settings")
+        if self.played.is_over:
+            raise SandboxError("nothing is left to schedule; add a request, or reset")
+        if self.played.num_steps >= MAX_STEPS:
+            raise SandboxError(f"{MAX_STEPS:,} steps are done, which is the most; reset, or send less")
+
+    def _reset(self) -> _Moment:
+        """All requests from the beginning, without what was done to them since."""
+        return self._next("reset", inputs=tuple(self.scene.arrivals), num_steps=0)
+
+    def _clear(self) -> _Moment:
+        """No request."""
+        scene = replace(self.scene, inputs=(), num_steps=0, to_the_end=False)
+        return _Moment(scene, "remove all requests")
+
+    # ------------------------------------------------------------------ settings
+
+    def _set(self, settings: object) -> _Moment:
+        if not isinstance(settings, Mapping):
+            raise SandboxError(f"settings is {settings!r}; give an object of settings and their values")
+        scene = _with_settings(self.scene, settings)
+        if (scene.config, scene.seconds_per_step, scene.seconds_per_token) == (
+            self.scene.config,
+            self.scene.seconds_per_step,
+            self.scene.seconds_per_token,
+        ):
+            raise SandboxError("these are the settings already; change one")
+        to_the_end = self.scene.to_the_end or (self.played.is_over and self.played.num_steps > 0)
+        return replace(
+            self._now,
+            scene=replace(scene, num_steps=self.played.num_steps, to_the_end=to_the_end),
+            what="settings",
+            before=self.played.figures(),
+            before_ttft={name: cast.ttft for name, cast in self.played.cast.items()},
+        )
+
+    def _choose(self, name: object) -> _Moment:
+        situation = _situation(name)
+        return _Moment(situation.scene, f"situation {situation.title}", situation.name)
+
+    def _what_if(self) -> _Moment:
+        """The change of settings that the situation proposes."""
+        if self._now.situation is None:
+            raise SandboxError("what_if belongs to a situation; choose one first")
+        return self._set(_situation(self._now.situation).what_if)
+
+    # ------------------------------------------------------------------ what there is
+
+    def as_test(self) -> str:
+        """Python that does the same, and asserts the state."""
+        return as_test(self.played)
+
+    def answer(self) -> dict[str, Any]:
+        """What a page shows, JSON-ready; the film is in base 64."""
+        played, now = self.played, self._now
+        before = now.before_ttft or {}
+        return {
+            "settings": settings_of(self.scene),
+            "requests": [_described(played, cast, before.get(name)) for name, cast in played.cast.items()],
+            "figures": played.figures(),
+            "before": now.before,
+            "situation": now.situation,
+            "is_over": played.is_over,
+            "problem": played.problem or self._bound(),
+            "undo": now.what if self._past else None,
+            "redo": self._future[-1].what if self._future else None,
+            "test": self.as_test(),
+            "commands": dict(self._commands(self.scene.config)),
+            "film": base64.b64encode(played.film).decode() if played.num_steps else None,
+        }
+
+    def _bound(self) -> str | None:
+        if self.played.num_steps >= MAX_STEPS and not self.played.is_over:
+            return f"{MAX_STEPS:,} steps are done, which is the most; reset, or send less"
+        return None
+
+
+def choices() -> dict[str, Any]:
+    """What can be chosen, JSON-ready: settings with their ranges, policies with their parameters, situations.
+
+    Raises:
+        ConfigError: an installed package's policy cannot be loaded.
+    """
+    return {
+        "settings": [each._asdict() for each in SETTINGS],
+        "policies": {
+            kind: [
+                {
+                    "name": name,
+                    "about": _first_paragraph(policy),
+                    "parameters": [each._asdict() for each in policy.parameters],
+                }
+                for name, policy in known(kind).items()
+            ]
+            for kind in KINDS
+        },
+        "situations": [
+            {"name": each.name, "title": each.title, "about": each.about, "what_if": each.what_if_text}
+            for each in SITUATIONS
+        ],
+    }
+
+
+def settings_of(scene: Scene) -> dict[str, Any]:
+    """The values of `SETTINGS`, policies as they are written."""
+    values = scene.config.to_dict()
+    return {
+        each.name: getattr(scene, each.name) if each.name in _OF_THE_SCENE else values[each.name] for each in SETTINGS
+    }
+
+
+def _with_settings(scene: Scene, given: Mapping[str, Any]) -> Scene:
+    known_settings = {each.name: each for each in SETTINGS}
+    for name in given:
+        if name not in known_settings:
+            raise SandboxError(f"no setting is called {name!r}; choose from {_listed(known_settings)}")
+    values = {name: _checked(known_settings[name], value) for name, value in given.items()}
+    of_the_scene = {name: values.pop(name) for name in _OF_THE_SCENE & values.keys()}
+    now = settings_of(scene)
+    values = {name: value for name, value in values.items() if value != now[name]}  # a policy may be an object
+    if values.get("full_sequence_must_fit") is False:
+        values["count_owed_blocks"] = True  # of a preset, without effect then
+    if values.get("enable_prefix_caching") is False:
+        values["share_within_step"] = True
+    try:
+        return replace(scene, config=scene.config.replace(**values), **of_the_scene)
+    except ConfigError as error:
+        raise SandboxError(str(error)) from None
+
+
+def _checked(setting: Setting, value: Any) -> Any:
+    name = setting.name
+    if value is None and setting.optional:
+        return None
+    if setting.kind in ("integer", "number"):
+        assert setting.low is not None and setting.high is not None
+        if setting.kind == "integer":
+            return _integer(name, value, int(setting.low), int(setting.high))
+        return _number(name, value, setting.low, setting.high)
+    if setting.kind == "flag" and not isinstance(value, bool):
+        raise SandboxError(f"{name} is {value!r}; it must be true or false")
+    if setting.kind == "choice" and value not in setting.choices:
+        raise SandboxError(f"{name} is {value!r}; choose one of {', '.join(setting.choices)}")
+    if setting.kind == "policy" and not isinstance(value, str):
+        raise SandboxError(f"{name} is {value!r}; give a policy, as name or name:key=value,key=value")
+    if setting.kind == "policies" and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
+        raise SandboxError(f"{name} is {value!r}; give a list of policies, as name or name:key=value,key=value")
+    return value
+
+
+def _described(played: Played, cast: Cast, before: float | None) -> dict[str, Any]:
+    arrival, request, scheduler = cast.arrival, cast.request, played.scheduler
+    found: dict[str, Any] = {
+        "id": arrival.request_id,
+        "prompt": arrival.num_prompt_tokens,
+        "output": arrival.num_output_tokens,
+        "at": arrival.at,
+        "like": arrival.starts_like,
+        "shared": arrival.num_shared_tokens,
+        "priority": arrival.priority,
+        "tenant": arrival.tenant,
+        "ttft": cast.ttft,
+        "ttft_before": before,
+        "longest_gap": cast.longest_gap,
+        "computed": 0,
+        "generated": 0,
+        "preemptions": 0,
+        "can_abort": True,
+    }
+    if request is None:
+        return {**found, "state": "arrives", "why": f"arrives at {arrival.at:g} s"}
+    is_finished = request.status.is_finished
+    found |= {
+        "computed": request.num_computed_tokens,
+        "generated": request.num_output_tokens,
+        "preemptions": request.num_preemptions,
+        "priority": request.priority,
+        "can_abort": not is_finished,
+        "state": "refused" if cast.refusal is not None else request.status.value.partition("_")[0],
+    }
+    if cast.refusal is not None:
+        return {**found, "why": cast.refusal}
+    if is_finished:
+        reason = request.finish_reason
+        return {**found, "why": f"finished: {reason.value if reason is not None else ''}"}
+    why = scheduler.explain(arrival.request_id)
+    is_told = why.reason is None and request.status is RequestStatus.RUNNING
+    return {**found, "why": "" if is_told else why.sentence}
+
+
+def _situation(name: object) -> Situation:
+    for each in SITUATIONS:
+        if each.name == name:
+            return each
+    raise SandboxError(f"no situation is called {name!r}; choose one of {', '.join(each.name for each in SITUATIONS)}")
+
+
+def _check_size(scene: Scene) -> None:
+    arrivals = scene.arrivals
+    prompts = sum(each.num_prompt_tokens for each in arrivals)
+    for what, number, most in (
+        ("requests", len(arrivals), MAX_REQUESTS),
+        ("requests, aborts and priorities", len(scene.inputs), MAX_INPUTS),
+        ("tokens of prompts", prompts, MAX_PROMPTS),
+    ):
+        if number > most:
+            raise SandboxError(f"these are {number:,} {what}, and {most:,} is the most; remove some, or begin anew")
+
+
+def _first_paragraph(policy: type) -> str:
+    return " ".join((inspect.getdoc(policy) or "").split("\n\n")[0].split()).replace("`", "")
+
+
+def _names() -> Any:
+    """A to Z, then A2 to Z2, and so on."""
+    number = 1
+    while True:
+        yield from (f"{letter}{number if number > 1 else ''}" for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+        number += 1
+
+
+def _listed(names: Mapping[str, object]) -> str:
+    found = list(names)
+    return ", ".join(found[:20]) + (f" and {len(found) - 20} others" if len(found) > 20 else "") or "none is there"
+
+
+def _integer(name: str, value: object, low: int, high: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise SandboxError(f"{name} is {value!r}; it must be an integer between {low} and {high}")
+    if not low <= value <= high:
+        raise SandboxError(f"{name} is {value}; it must be between {low} and {high}")
+    return value
+
+
+def _number(name: str, value: object, low: float, high: float) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        raise SandboxError(f"{name} is {value!r}; it must be a number between {low:g} and {high:g}")
+    if not low <= value <= high:
+        raise SandboxError(f"{name} is {value:g}; it must be between {low:g} and {high:g}")
+    return float(value)
+
+
+def _word(name: str, value: object) -> str:
+    if not isinstance(value, str) or not value.strip() or len(value) > MAX_ID or not value.isprintable():
+        raise SandboxError(f"{name} is {value!r}; it must be 1 to {MAX_ID} printable characters")
+    return value

@@ -1,0 +1,47 @@
+"""The page of the sandbox, and the server on this machine that it asks.
+
+GET /state   what there is
+POST /do     an action (`Sandbox.do`), and then what there is, or "error": why it cannot be done
+"""
+
+from __future__ import annotations
+
+import json
+from threading import Lock
+from typing import Any
+
+from pointsman.web.local import Ask, LocalServer, Refused
+from pointsman.web.page import assemble
+from pointsman.web.sandbox import Sandbox, SandboxError, choices
+
+
+def sandbox_server(sandbox: Sandbox, *, title: str = "Sandbox", port: int = 0) -> LocalServer:
+    """A server of the sandbox's page.
+
+    Args:
+        title: of the page.
+        port: 0: one that is free.
+
+    Raises:
+        OSError: the port is taken.
+        ConfigError: an installed package's policy cannot be loaded.
+    """
+    lock = Lock()  # each request has a thread of its own
+
+    def state(_: Ask) -> dict[str, Any]:
+        with lock:
+            return sandbox.answer()
+
+    def do(ask: Ask) -> dict[str, Any]:
+        action = ask.json()
+        if not isinstance(action, dict):
+            raise Refused(400, f'the body is {action!r:.100}; it must be an object like {{"do": "step"}}')
+        with lock:
+            try:
+                sandbox.do(action)
+            except SandboxError as error:  # an answer like any other: browsers log those that are errors
+                return {"error": str(error)}
+            return sandbox.answer()
+
+    page = assemble("sandbox", title, data={"choices": json.dumps(choices()).encode()}, connects=True)
+    return LocalServer(page, {("GET", "/state"): state, ("POST", "/do"): do}, port=port)

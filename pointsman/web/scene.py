@@ -1,0 +1,312 @@
+"""A scene of the sandbox: requests with their times of arrival, settings, and how many steps are done.
+
+    played = play(scene)    the scene on a new scheduler: its film, its figures, and what is true in the end
+
+A scene never changes, and the scheduler is deterministic: the same scene is played to the same bytes of a film. Time is
+virtual: a step takes `Scene.step_seconds`, which its tokens alone decide, so that times can be checked by hand.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core import (
+    PolicyError,
+    Request,
+    RequestRefused,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+    StepResult,
+)
+from pointsman.core.observe.film import FilmRecorder
+
+Int32Array = npt.NDArray[np.int32]
+
+MAX_STEPS = 20_000
+"""Of a scene: each change of it does all of them again."""
+EOS_TOKEN = 1
+TEXT_OF_A_REQUEST = 1_000_000
+"""The token at position p of the n-th request, from 1, is n times this plus p, in prompt and output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that arrives."""
+
+    request_id: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    """Known to the scene alone: a request ends with an end-of-sequence token that no policy foresees."""
+    at: float = 0.0
+    """Seconds."""
+    starts_like: str | None = None
+    """The request whose first tokens are also the first of this one."""
+    num_shared_tokens: int = 0
+    """How many; they may reach into the output of that request, as a conversation does."""
+    priority: int = 0
+    tenant: str = ""
+    max_tokens: int | None = None
+    """What its client asked for; None: no limit but the model's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abortion:
+    """A request is aborted; nothing happens if it has finished."""
+
+    request_id: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Urgency:
+    """A request gets another priority; nothing happens if it has finished."""
+
+    request_id: str
+    priority: int
+    at: float
+
+
+Input: TypeAlias = Arrival | Abortion | Urgency
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What the sandbox plays. See the module."""
+
+    config: SchedulerConfig
+    inputs: tuple[Input, ...] = ()
+    """In the order in which they were given; they happen by time."""
+    num_steps: int = 0
+    to_the_end: bool = False
+    """Whether it is played until nothing is left to do, or `MAX_STEPS` are done, whatever `num_steps` says."""
+    seconds_per_step: float = 0.01
+    seconds_per_token: float = 0.0001
+
+    @property
+    def arrivals(self) -> list[Arrival]:
+        """In the order in which they were given."""
+        return [each for each in self.inputs if isinstance(each, Arrival)]
+
+    def step_seconds(self, num_tokens: int) -> float:
+        """How long a step takes that computes this number of tokens."""
+        return self.seconds_per_step + self.seconds_per_token * num_tokens
+
+    def max_tokens(self, arrival: Arrival) -> int:
+        """Of a request."""
+        room = max(1, self.config.max_model_len - arrival.num_prompt_tokens)
+        return room if arrival.max_tokens is None else arrival.max_tokens
+
+    def text_of(self, request_id: str) -> int:
+        """The token id at position 0 of a request's own text."""
+        return next(n for n, each in enumerate(self.arrivals, 1) if each.request_id == request_id) * TEXT_OF_A_REQUEST
+
+    def segments(self, request_id: str, length: int) -> list[tuple[int, int]]:
+        """(first, end) of the runs of token ids that a request's first `length` tokens are."""
+        arrival = next(each for each in self.arrivals if each.request_id == request_id)
+        base = self.text_of(request_id)
+        shared = min(arrival.num_shared_tokens, length)
+        found = [] if arrival.starts_like is None or not shared else self.segments(arrival.starts_like, shared)
+        return [*found, (base + shared, base + length)] if shared < length else found
+
+    def prompt(self, arrival: Arrival) -> Int32Array:
+        """[prompt tokens] its token ids."""
+        runs = self.segments(arrival.request_id, arrival.num_prompt_tokens)
+        return np.concatenate([np.arange(first, end, dtype=np.int32) for first, end in runs])
+
+
+class Done(NamedTuple):
+    """Something that was done to the scheduler, in order."""
+
+    what: str
+    """"add", "refuse" (an add that was refused), "abort", "priority", "step", or "wait" for an arrival."""
+    now: float
+    """When; of a step, when it was over."""
+    given: Input | None = None
+
+
+@dataclass(slots=True)
+class Cast:
+    """A request of a scene that is played."""
+
+    arrival: Arrival
+    request: Request | None = None
+    """None: it has not arrived."""
+    refusal: str | None = None
+    token_times: list[float] = field(default_factory=list)
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from its arrival to its first token."""
+        return self.token_times[0] - self.arrival.at if self.token_times else None
+
+    @property
+    def longest_gap(self) -> float | None:
+        """Seconds between two of its tokens."""
+        times = self.token_times
+        return max((later - sooner for sooner, later in pairwise(times)), default=None)
+
+
+@dataclass(slots=True, kw_only=True)
+class Played:
+    """A scene that was played."""
+
+    scene: Scene
+    scheduler: Scheduler
+    film: bytes
+    cast: dict[str, Cast]
+    """By request id, in the order in which they were given."""
+    log: list[Done]
+    now: float
+    num_steps: int
+    newest: SchedulerOutput | None
+    """What the newest step ran."""
+    problem: str | None
+    """The policy that failed, which ended the scene."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to do."""
+        return not self.scheduler.has_unfinished_requests() and all(
+            each.request is not None for each in self.cast.values()
+        )
+
+    def tables(self) -> dict[str, list[int]]:
+        """The blocks of each running request."""
+        scheduler = self.scheduler
+        return {
+            request.request_id: scheduler.block_table[row, : scheduler.explain(request.request_id).num_blocks].tolist()
+            for request, row in zip(scheduler.running, scheduler.running_rows.tolist(), strict=True)
+        }
+
+    def figures(self) -> dict[str, float | None]:
+        """What a change of settings may change. Times are seconds."""
+        stats = self.scheduler.stats()
+        first = [each.ttft for each in self.cast.values() if each.ttft is not None]
+        gaps = [each.longest_gap for each in self.cast.values() if each.longest_gap is not None]
+        return {
+            "steps": self.num_steps,
+            "seconds": self.now,
+            "finished": sum(stats.finished.values()),
+            "ttft_mean": sum(first) / len(first) if first else None,
+            "ttft_max": max(first, default=None),
+            "longest_gap": max(gaps, default=None),
+            "preemptions": stats.num_preemptions + stats.num_displaced,
+            "recomputed_tokens": stats.num_recomputed_tokens,
+            "cached_tokens": stats.prefix_hits + stats.resumed_prefix_hits,
+        }
+
+
+def play(scene: Scene) -> Played:
+    """Play a scene on a new scheduler.
+
+    Raises:
+        ConfigError: the settings contradict each other, or name a policy that there is not.
+    """
+    return _Player(scene).play()
+
+
+class _Player:
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+        self._scheduler = Scheduler(scene.config)
+        self._cast = {each.request_id: Cast(each) for each in scene.arrivals}
+        self._texts = {each.request_id: scene.text_of(each.request_id) for each in scene.arrivals}
+        self._pending = deque(sorted(scene.inputs, key=lambda each: each.at))
+        self._log: list[Done] = []
+        self._now = 0.0
+        self._newest: SchedulerOutput | None = None
+
+    def play(self) -> Played:
+        """Until its steps are done."""
+        file = io.BytesIO()
+        recorder = FilmRecorder(file)
+        self._scheduler.start_film(recorder)
+        problem, num_steps = None, 0
+        most = MAX_STEPS if self._scene.to_the_end else min(self._scene.num_steps, MAX_STEPS)
+        try:
+            self._happen()
+            while num_steps < most and self._wait():
+                self._step()
+                num_steps += 1
+                self._happen()
+        except PolicyError as error:
+            problem = str(error)
+        self._scheduler.remove_listener(recorder)
+        recorder.close()
+        return Played(
+            scene=self._scene,
+            scheduler=self._scheduler,
+            film=file.getvalue(),
+            cast=self._cast,
+            log=self._log,
+            now=self._now,
+            num_steps=num_steps,
+            newest=self._newest,
+            problem=problem,
+        )
+
+    def _wait(self) -> bool:
+        """Until there is something to schedule; false: there never is."""
+        while not self._scheduler.has_unfinished_requests():
+            arrival = next((each for each in self._pending if isinstance(each, Arrival)), None)
+            if arrival is None:
+                return False
+            self._now = arrival.at
+            self._log.append(Done("wait", self._now))
+            self._happen()
+        return True
+
+    def _happen(self) -> None:
+        """Everything that is due."""
+        while self._pending and self._pending[0].at <= self._now:
+            given = self._pending.popleft()
+            if isinstance(given, Arrival):
+                self._arrive(given)
+            elif self._scheduler.get_request(given.request_id) is not None:
+                self._change(given)
+
+    def _arrive(self, arrival: Arrival) -> None:
+        cast = self._cast[arrival.request_id]
+        cast.request = request = Request(
+            arrival.request_id,
+            self._scene.prompt(arrival),
+            arrival_time=arrival.at,
+            max_tokens=self._scene.max_tokens(arrival),
+            eos_token_ids=(EOS_TOKEN,),
+            priority=arrival.priority,
+            tenant=arrival.tenant,
+        )
+        try:
+            self._scheduler.add(request, self._now)
+        except RequestRefused as error:
+            cast.refusal = str(error)
+        self._log.append(Done("add" if cast.refusal is None else "refuse", self._now, arrival))
+
+    def _change(self, given: Abortion | Urgency) -> None:
+        if isinstance(given, Abortion):
+            self._scheduler.abort(given.request_id, self._now)
+        else:
+            self._scheduler.set_priority(given.request_id, given.priority, self._now)
+        self._log.append(Done("abort" if isinstance(given, Abortion) else "priority", self._now, given))
+
+    def _step(self) -> None:
+        output = self._scheduler.schedule(self._now)
+        tokens = []
+        self._now += self._scene.step_seconds(output.total_num_scheduled_tokens)
+        for request, samples in zip(output.requests, output.samples.tolist(), strict=True):
+            if samples:
+                cast = self._cast[request.request_id]
+                cast.token_times.append(self._now)
+                is_last = request.num_output_tokens + 1 >= cast.arrival.num_output_tokens
+                tokens.append(EOS_TOKEN if is_last else self._texts[request.request_id] + request.num_tokens)
+        self._scheduler.update(output, StepResult(tokens), self._now)
+        self._newest = output
+        self._log.append(Done("step", self._now))

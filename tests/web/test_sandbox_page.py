@@ -1,0 +1,183 @@
+"""The sandbox in a real browser, over its own server."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from pointsman.cli.sandbox import commands
+from pointsman.web.sandbox import Sandbox
+from pointsman.web.sandbox_page import sandbox_server
+
+playwright = pytest.importorskip("playwright.sync_api", reason="pages are tried with Playwright")
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    found = sandbox_server(Sandbox(commands=commands), title="Sandbox")
+    thread = threading.Thread(target=found.serve, daemon=True)
+    thread.start()
+    yield found
+    found.close()
+    thread.join()
+
+
+@pytest.fixture
+def visit(open_page: Callable[..., Any], server: Any) -> Callable[..., Any]:
+    def go(**options: Any) -> Any:
+        page = open_page(server.url, **options)
+        says(page, "After 0 steps")
+        return page
+
+    return go
+
+
+def says(page: Any, text: str) -> None:
+    playwright.expect(page.locator("#status")).to_contain_text(text)
+
+
+def add(page: Any, prompt: int, output: int) -> None:
+    page.fill("#add [name=prompt]", str(prompt))
+    page.fill("#add [name=output]", str(output))
+    page.press("#add [name=output]", "Enter")
+
+
+def names(page: Any, part: str = "running") -> list[str]:
+    return page.locator(f"[data-part={part}] .name").all_inner_texts()
+
+
+def test_requests_steps_and_undo(visit: Callable[..., Any]) -> None:
+    page = visit()
+    add(page, 40, 3)
+    says(page, ": 1 waiting")
+    add(page, 200, 5)
+    says(page, ": 2 waiting")
+    page.click("#do-step")
+    says(page, "After 1 step, ")
+    assert names(page) == ["A", "B"]
+    assert page.locator("[data-part=batch] p").inner_text().startswith("128 tokens of 128, in 2 rows")
+    page.click("#do-run")
+    says(page, "2 finished")
+    whole = page.inner_text("#status")
+    page.click("#do-undo")
+    says(page, "After 1 step, ")
+    page.click("#do-redo")
+    playwright.expect(page.locator("#status")).to_have_text(whole)
+    page.click("#do-reset")
+    says(page, "After 0 steps")
+    page.click("#do-step")
+    page.click("button[aria-label='Abort B']")
+    says(page, "1 finished")
+    playwright.expect(page.locator("#requests")).to_contain_text("finished: abort")
+    page.click("#do-clear")
+    says(page, "no request")
+
+
+def test_other_settings_play_the_same_requests(visit: Callable[..., Any]) -> None:
+    """Proposed by a situation, and set by hand; figures of before stand beside those of now."""
+    page = visit()
+    page.select_option("#situation", "preemption")
+    page.click("#do-situation")
+    says(page, "After 0 steps")
+    page.click("#do-run")
+    says(page, "6 finished")
+    preempted = page.locator("#outcome tr", has_text="preemptions").locator("td")
+    assert int(preempted.first.inner_text()) > 0
+    page.click("#do-what-if")
+    playwright.expect(preempted.first).to_have_text("0")
+    assert int(preempted.nth(1).inner_text()) > 0
+    page.click("#settings summary")
+    page.fill("[name=num_blocks]", "12")
+    page.select_option("[data-setting=order] select", "shortest-prefill")
+    playwright.expect(page.locator("#changed")).to_have_text("changed, not applied yet")
+    page.press("[name=num_blocks]", "Enter")
+    playwright.expect(page.locator("#changed")).to_have_text("")
+    playwright.expect(page.locator("[data-part=about]")).to_contain_text("12 blocks of 16 tokens")
+    playwright.expect(page.locator("[data-part=about]")).to_contain_text("order shortest-prefill")
+
+
+def test_what_cannot_be_is_said(visit: Callable[..., Any]) -> None:
+    page = visit()
+    add(page, 0, 3)
+    playwright.expect(page.locator("#problem")).to_contain_text("prompt is 0; it must be between 1 and 100000")
+    says(page, "no request")
+    add(page, 5, 3)
+    playwright.expect(page.locator("#problem")).to_be_hidden()
+    says(page, ": 1 waiting")
+
+
+def test_test_and_settings_are_copied(visit: Callable[..., Any], server: Any) -> None:
+    origin = server.url.partition("/#")[0]
+    page = visit()
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=origin)
+    add(page, 40, 3)
+    says(page, ": 1 waiting")
+    page.click("#do-run")
+    says(page, "1 finished")
+    page.click("#copy-test")
+    playwright.expect(page.locator("#copied")).to_have_text("The test copied.")
+    text = page.evaluate("navigator.clipboard.readText()")
+    module: dict[str, Any] = {}
+    exec(compile(text, "copied", "exec"), module)
+    module["test_sandbox"]()
+    page.click("#copy-settings")
+    lines = page.input_value("#copy")
+    vllm = next(shlex.split(line) for line in lines.replace("\\\n", " ").splitlines() if line.startswith("vllm"))
+    assert vllm[:2] == ["vllm", "serve"] and "pointsman.integrations.vllm.Scheduler" in vllm
+    assert vllm[vllm.index("--max-num-batched-tokens") + 1] == "128"
+
+
+def test_keys_alone(visit: Callable[..., Any]) -> None:
+    page = visit()
+    page.focus("#add [name=prompt]")
+    page.keyboard.press("Control+a")
+    page.keyboard.type("7")
+    page.keyboard.press("Enter")
+    says(page, ": 1 waiting")
+    page.focus("#do-step")
+    page.keyboard.press("Enter")
+    says(page, "After 1 step, ")
+    page.keyboard.press("s")
+    says(page, "After 2 steps")
+    page.keyboard.press("Control+z")
+    says(page, "After 1 step, ")
+    page.keyboard.press("r")
+    says(page, "1 finished")
+    page.keyboard.press("ArrowLeft")  # in the film of what was done
+    playwright.expect(page.locator("[data-part=number]")).not_to_have_value(re.compile("^0$"))
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1280, "light")])
+def test_sizes_and_accessibility(visit: Callable[..., Any], width: int, scheme: str) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    page = visit(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page.select_option("#situation", "priority")
+    page.click("#do-situation")
+    says(page, "8 waiting, 1 yet to arrive")
+    page.click("#do-run")
+    says(page, "9 finished")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    found = Axe().run(page).response["violations"]
+    assert [each["id"] for each in found if each["impact"] in ("serious", "critical")] == []
+
+
+def test_nobody_acts_without_the_token(server: Any) -> None:
+    """It is in no request of the page itself, and each action needs it."""
+    origin = server.url.partition("/#")[0]
+    with urllib.request.urlopen(origin + "/", timeout=10) as answer:
+        assert server.token not in answer.read().decode()
+    body = json.dumps({"do": "add", "prompt": 1, "output": 1}).encode()
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(urllib.request.Request(origin + "/do", body, headers), timeout=10)
+        assert refused.value.code == 401
