@@ -18,7 +18,9 @@ from pointsman.web.player import page_of
 
 
 def play(
-    file: Annotated[str | None, typer.Argument(help="A film or a recording; --sandbox and --socket do without.")] = None,
+    file: Annotated[
+        str | None, typer.Argument(help="A film or a recording; --sandbox and --socket do without.")
+    ] = None,
     beside: Annotated[str | None, typer.Argument(help="Another one, which it is compared with.")] = None,
     out: Annotated[
         str | None, typer.Option("--out", "-o", help="The page; by default FILE with .html, of two FILE-BESIDE.html.")
@@ -47,7 +49,9 @@ def play(
         given = {"FILE": file, "--out": out, "--sandbox": sandbox or None, "--port": port}
         others = [name for name, value in given.items() if value is not None]
         if others:
-            raise CommandError(f"--socket shows what is decided now, and has no use for {others[0]}; leave one of them out")
+            raise CommandError(
+                f"--socket shows what is decided now, and has no use for {others[0]}; leave one of them out"
+            )
         return run_live(socket, open_page=open_page)
     if sandbox:
         if beside is not None:
