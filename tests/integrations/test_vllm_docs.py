@@ -113,10 +113,22 @@ def run(line: str, server: Server, cwd: Path, *, code: int = 0) -> str:
     return done.stdout
 
 
+def played(line: str, server: Server, cwd: Path) -> str:
+    """The page of `pointsman play`, which runs until Ctrl-C."""
+    command = [sys.executable, "-m", *shlex.split(line.replace(SOCKET, str(server.socket)))]
+    with subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        with urllib.request.urlopen(process.stdout.readline().partition("#")[0], timeout=30) as answer:
+            page: str = answer.read().decode()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    return page
+
+
 def test_commands_run_in_the_order_of_the_document(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         asking = [line for line in COMMANDS if SOCKET in line and line.startswith("pointsman")]
-        assert len(asking) == 5
+        assert len(asking) == 6
         names = ["first", "my-request", "third"]
         lengths = [1500, 16, 16]  # the first runs while the others wait and are asked about
         threads = [threading.Thread(target=server.complete, args=args) for args in zip(names, lengths, strict=True)]
@@ -132,14 +144,15 @@ def test_commands_run_in_the_order_of_the_document(tmp_path: Path) -> None:
         )
         found = [json.loads(line) for line in every.splitlines()]
         assert [re.sub("-0-.*", "", request["id"]) for request in found] == [f"cmpl-{name}" for name in names]
-        metrics = {family.name: family for family in text_string_to_metric_families(run(asking[3], server, tmp_path))}
+        assert "<title>Live: " in played(asking[3], server, tmp_path)
+        metrics = {family.name: family for family in text_string_to_metric_families(run(asking[4], server, tmp_path))}
         assert {f"{name}_total" if f"{name}_total" in METRICS else name for name in metrics} >= set(METRICS)
         with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
             theirs = {family.name for family in text_string_to_metric_families(answer.read().decode())}
         assert not theirs & metrics.keys()
         for thread in threads:
             thread.join()
-        recording = threading.Thread(target=run, args=(asking[4], server, tmp_path))
+        recording = threading.Thread(target=run, args=(asking[5], server, tmp_path))
         recording.start()
         until = time.monotonic() + 60
         while not (tmp_path / "run.jsonl").exists() or not (tmp_path / "run.jsonl").stat().st_size:
