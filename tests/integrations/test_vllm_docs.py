@@ -170,6 +170,14 @@ def test_commands_run_in_the_order_of_the_document(tmp_path: Path) -> None:
     assert f"pointsman explain --socket {server.socket}" in log
 
 
+def test_the_start_of_the_readme_is_what_this_document_tests() -> None:
+    """Its `vllm serve` has no victim, which is the default one anyway."""
+    (start,) = (text for _, language, text in blocks(ROOT / "README.md") if language == "text" and "vllm check" in text)
+    given = [" ".join(shlex.split(line, comments=True)) for line in commands(start)]
+    tested = [" ".join(shlex.split(line.replace(', "victim": "latest"', ""), comments=True)) for line in COMMANDS]
+    assert len(given) == 4 and [line for line in given if line not in tested] == []
+
+
 def check_vllm(*options: str) -> subprocess.CompletedProcess[str]:
     """The command of the document that asks before, with further options, where vLLM is."""
     (line,) = (line for line in COMMANDS if line.startswith("pointsman vllm check"))
