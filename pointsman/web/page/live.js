@@ -150,7 +150,7 @@ class LiveView extends View {
   }
 
   get follows() {
-    return this.film === null || this.frame >= this.film.frames.length - 1;
+    return this.film === null || this.place + 1 >= this.film.numSteps;
   }
 
   // Whether what is shown must stay as it is: it is not seen, is pointed at, or has the focus.
