@@ -160,7 +160,7 @@ def measure_azure(browser: Any, targets: Targets) -> dict[str, Any]:
 
 
 def main() -> int:
-    args = argument_parser(__doc__ or "").parse_args()
+    arguments = argument_parser(__doc__ or "").parse_args()
     targets, figures = Targets(), dict[str, Any]()
     try:
         import playwright  # noqa: F401
@@ -170,15 +170,15 @@ def main() -> int:
         missing = "Playwright is not installed (pip install playwright)"
     if missing is not None:
         targets.holds(f"a page is shown in a real browser: {missing}", False)
-        return finish("page", figures, targets, args.check)
+        return finish("page", figures, targets, arguments.check)
     with chromium() as browser:
-        data = made_run(QUICK_REQUESTS if args.quick else NUM_REQUESTS)
+        data = made_run(QUICK_REQUESTS if arguments.quick else NUM_REQUESTS)
         found = figures["run"] = shown(browser, data) | {"film_mb": round(len(data) / 1e6, 3)}
         targets.at_most("seconds until the first step is drawn", found["first_paint"], FIRST_PAINT)
         targets.at_most("seconds from asking for a step until it is drawn", found["scrub_p95"], SCRUB)
         targets.at_most("MiB of the page", found["memory_mib"], MEMORY)
         rows = [("made", found)]
-        if args.quick:
+        if arguments.quick:
             note("the Azure hour is left out: it takes a minute")
             targets.skip("the film of the Azure hour", "--quick")
         elif azure := measure_azure(browser, targets):
@@ -196,7 +196,7 @@ def main() -> int:
             for name, each in rows
         ],
     )
-    return finish("page", figures, targets, args.check)
+    return finish("page", figures, targets, arguments.check)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ import pytest
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """Of one module: Playwright keeps an event loop in this thread, beside which no other may run."""
     playwright = pytest.importorskip("playwright.sync_api", reason="pages are tried with Playwright")
     if shutil.which(CHROMIUM) is None:
         pytest.skip(f"pages are tried in {CHROMIUM}, which is not there")
