@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated, BinaryIO, TextIO
 
 import typer
 from rich.console import Console
@@ -23,6 +23,8 @@ from pointsman.web.story import Teller, counted, life_of
 
 MOST_ROWS = 40
 """Requests that a table names."""
+MAX_LINE = 1 << 26
+"""Characters of a line of a recording; a prompt of a million tokens takes 7 million."""
 
 
 def film(
@@ -103,12 +105,20 @@ def film_recording(recording: Path, file: BinaryIO, *, with_blocks: bool = True)
     """
     recorder = FilmRecorder(file, with_blocks=with_blocks)
     try:
-        with recording.open(encoding="utf-8") as lines:
-            replay(lines, lambda scheduler: scheduler.start_film(recorder))
+        with recording.open(encoding="utf-8") as opened:
+            replay(_lines_of(opened), lambda scheduler: scheduler.start_film(recorder))
     except (RecordingError, ReplayDifference, UnicodeDecodeError) as error:
         raise CommandError(f"{recording}: {error}") from None
     recorder.close()
     return recorder
+
+
+def _lines_of(opened: TextIO) -> Iterator[str]:
+    """A line at a time, none of them so long that it fills the memory: that is no recording."""
+    while line := opened.readline(MAX_LINE + 1):
+        if len(line) > MAX_LINE:
+            raise RecordingError(f"a line has more than {MAX_LINE:,} characters; it is no recording, or a broken one")
+        yield line
 
 
 def _make(recording: Path, out: Path, with_blocks: bool) -> Path:

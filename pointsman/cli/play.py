@@ -14,7 +14,7 @@ from pointsman.cli.film import broken_films, check_is_other, film_recording, is_
 from pointsman.cli.live import run_live
 from pointsman.cli.sandbox import run_sandbox
 from pointsman.web.film import Film
-from pointsman.web.player import page_of
+from pointsman.web.player import MAX_FILM, page_of, too_large
 
 
 def play(
@@ -84,6 +84,8 @@ def play(
 def _film_of(source: Path) -> bytes:
     """The film, or that of the recording."""
     if is_film(source):
+        if (size := source.stat().st_size) > MAX_FILM:
+            raise CommandError(too_large(source.name, size))
         data = source.read_bytes()
     else:
         made = io.BytesIO()

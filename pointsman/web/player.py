@@ -24,12 +24,17 @@ def page_of(film: bytes | None, title: str, beside: tuple[bytes, str] | None = N
     films = [] if film is None else [(film, title)] if beside is None else [(film, title), beside]
     for each, name in films:
         if len(each) > MAX_FILM:
-            raise ValueError(
-                f"{name} has {len(each):,} bytes as a film, and a page carries {MAX_FILM:,} at most; leave out its "
-                "blocks (pointsman film --no-blocks), or record a shorter run"
-            )
+            raise ValueError(too_large(name, len(each)))
     names = [name for _, name in films]
     data = dict(zip(("film", "film2"), (each for each, _ in films), strict=False))
     if films:
         data["names"] = json.dumps(names).encode()
     return assemble("player", " and ".join(names) or title, scripts=("figures.js",), data=data)
+
+
+def too_large(name: str, size: int) -> str:
+    """Why a film of `size` bytes is refused."""
+    return (
+        f"{name} has {size:,} bytes as a film, and a page carries {MAX_FILM:,} at most; leave out its blocks "
+        "(pointsman film --no-blocks), or record a shorter run"
+    )

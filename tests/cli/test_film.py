@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pointsman.core import Recorder, Request, Scheduler, SchedulerConfig, StepResult
+from pointsman.core.observe.film_format import MAGIC
 from tests.cli.conftest import Finished
 from tests.cli.test_bad_input import check_refused
 
@@ -117,6 +118,17 @@ def test_a_page_of_a_recording_and_of_a_film(pointsman: Run, recording: Path, tm
     check_refused(pointsman("play", recording, "-o", tmp_path / "none" / "x.html"), "cannot write")
     (tmp_path / "broken.film").write_bytes(recording.with_suffix(".film").read_bytes()[:200])
     check_refused(pointsman("play", tmp_path / "broken.film"), "broken.film: ")
+
+
+def test_files_that_would_fill_the_memory_are_refused_before_they_do(pointsman: Run, tmp_path: Path) -> None:
+    huge, endless = tmp_path / "huge.film", tmp_path / "endless.jsonl"
+    for path, begin in ((huge, MAGIC), (endless, b"{")):
+        with path.open("wb") as file:
+            file.write(begin)
+            file.truncate(5 << 30)
+    check_refused(pointsman("play", huge), "huge.film has 5,368,709,120 bytes as a film", "--no-blocks")
+    for command in ("play", "film"):
+        check_refused(pointsman(command, endless), "a line has more than 67,108,864 characters")
 
 
 def test_a_page_of_two(pointsman: Run, recording: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import socket
 import subprocess
@@ -13,8 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from pointsman.cli.sandbox import commands
+from pointsman.integrations.vllm.settings import read_settings
+from pointsman.web.sandbox import Sandbox
+from pointsman.web.situations import SITUATIONS
 from tests.cli.conftest import Finished
 from tests.cli.test_bad_input import check_refused
+from tests.cli.test_tune import served
 
 Run = Callable[..., Finished]
 
@@ -52,3 +58,36 @@ def test_what_is_refused(pointsman: Run, tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         check_refused(pointsman("play", "--sandbox", "--port", taken.getsockname()[1]), "choose another --port")
+
+
+@pytest.mark.parametrize("name", [each.name for each in SITUATIONS])
+def test_the_servers_take_the_settings_that_are_copied(name: str) -> None:
+    """Before and after the change that a situation proposes; further policies with it."""
+    sandbox = Sandbox()
+    policies = {"victim": "least-cost:max_preemptions=3", "reserves": ["growth", "bypass:bound=4"]}
+    for action in (
+        {"do": "situation", "name": name},
+        {"do": "what_if"},
+        {"do": "settings", "settings": policies},
+    ):
+        sandbox.do(action)
+        config = sandbox.scene.config
+        lines = commands(config)
+        arguments = served(lines["pointsman"])
+        assert arguments["num_blocks"] == config.num_blocks
+        for knob in arguments.keys() & config.to_dict().keys():
+            value = arguments[knob]
+            assert (tuple(value) if isinstance(value, list) else value) == getattr(config, knob), knob
+        vllm = shlex.split(lines["vllm"])
+        knobs = read_settings(json.loads(vllm[vllm.index("--additional-config") + 1])).knobs
+        for knob, value in knobs.items():
+            assert value == config.to_dict()[knob], knob
+        for option, value in (("--max-num-seqs", config.max_num_seqs), ("--block-size", config.block_size)):
+            assert vllm[vllm.index(option) + 1] == str(value)
+        for option, is_on in (
+            ("--no-enable-prefix-caching", config.enable_prefix_caching),
+            ("--no-enable-chunked-prefill", config.enable_chunked_prefill),
+        ):
+            assert (option in vllm) != is_on
+    assert (arguments["victim"], list(arguments["reserves"])) == (policies["victim"], policies["reserves"])
+    assert (knobs["victim"], knobs["reserves"]) == (policies["victim"], policies["reserves"])
