@@ -28,7 +28,7 @@ class Figures {
       ["requests finished", this.e2e.filter((one) => !Number.isNaN(one)).length, whole],
       ["steps", film.numSteps, whole],
       ["seconds", span, seconds],
-      ["decoded tokens a second", span > 0 ? total("decode") / span : NaN, (one) => one.toFixed(1)],
+      ["tokens scheduled for decoding, a second", span > 0 ? total("decode") / span : NaN, (one) => one.toFixed(1)],
       ["TTFT, mean", mean(ttft), seconds],
       ["TTFT, 99th percentile", percentile(ttft, 0.99), seconds],
       ["end to end, mean", mean(e2e), seconds],

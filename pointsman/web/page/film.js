@@ -212,6 +212,8 @@ class Film {
       }
     }
     if (!this.chunks.length) throw new FilmError("the film has no events; it was cut off at once");
+    const isCut = !this.isComplete && this.chunks.length > 1 && this.chunks[0].packedBlocks !== null;
+    if (isCut && this.chunks.at(-1).packedBlocks === null) this.chunks.pop(); // cut off between its events and its blocks
     this.hasBlocks = this.chunks.every((chunk) => chunk.packedBlocks !== null);
     this._index();
   }
@@ -338,6 +340,7 @@ class Film {
   }
 
   frameOfStep(step) {
+    if (!Number.isInteger(step)) return null;
     const found = lastOf(this.frames, (frame) => frame.step <= step);
     const { step: first, numSteps } = this.frames[found];
     return first <= step && step < first + numSteps ? found : null;

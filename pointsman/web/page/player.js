@@ -33,6 +33,7 @@ function remember(view) {
 }
 
 async function follow(view, leader) {
+  view.stop(); // the other one leads
   following.set(view, (following.get(view) ?? 0) + 1);
   try {
     await view.showPlace($("by").value === "step" ? leader.place : view.film.placeAt(leader.film.timeOf(leader.frame, leader.step)));

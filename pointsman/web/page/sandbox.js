@@ -199,7 +199,7 @@ function selected(names, value) {
 function parsed(text) {
   const at = text.indexOf(":");
   if (at < 0) return [text, {}];
-  return [text.slice(0, at), Object.fromEntries(text.slice(at + 1).split(",").map((part) => part.split("=")))];
+  return [text.slice(0, at), Object.fromEntries(text.slice(at + 1).split(",").map((part) => [part.slice(0, part.indexOf("=")), part.slice(part.indexOf("=") + 1)]))];
 }
 
 const boundsOf = ({ low, high }) => (low === null ? "" : ` (${low} ${high === null || high >= 2 ** 31 - 1 ? "or more" : `to ${high}`})`);

@@ -94,7 +94,7 @@ class Teller {
   before(frame, step, most) {
     const found = [];
     for (const one of this.counts.toldBefore(step > this.film.frames[frame].step ? frame + 1 : frame)) {
-      found.push(...this.decided(one).reverse().map((told) => [one, told]));
+      for (const told of this.decided(one).reverse()) found.push([one, told]);
       if (found.length >= most) break;
     }
     return found.slice(0, most);

@@ -86,6 +86,7 @@ class View {
     this.step = 0; // its id: one of the frame's
     this.chosen = null; // the number of a request
     this.timer = null;
+    this.plays = 0; // counts calls of play: a slow step of before does not go on
     this.shown = 0; // counts calls of show: a slower one of before is dropped
     this.cells = null; // of the pool: {columns, size, perCell, count}
     this.part("ids").id = `ids-${++numViews}`;
@@ -238,7 +239,7 @@ class View {
     const told = step === at.step ? this.teller.decided(this.frame) : [];
     if (!told.length) told.push(state.running.length ? "every running request decodes a token" : "nothing runs");
     if (this.place + 1 === this.film.numSteps) {
-      told.push(...this.teller.sentences(this.film.eventsAfter()).map((sentence) => `After it: ${sentence}`));
+      for (const sentence of this.teller.sentences(this.film.eventsAfter())) told.push(`After it: ${sentence}`);
     }
     this.list("decided", told, (text) => item(text));
     this.drawCounters();
@@ -472,10 +473,11 @@ class View {
     this.part("play").textContent = "⏸ Pause";
     const speed = () => Number(this.part("speed").value);
     const wait = () => 1000 / Math.min(speed(), MOST_DRAWS);
+    const mine = ++this.plays;
     const next = async () => {
       if (this.place + 1 >= this.film.numSteps) return this.stop();
       await this.showPlace(this.place + Math.max(1, Math.round(speed() / MOST_DRAWS)));
-      if (this.timer !== null) this.timer = setTimeout(next, wait());
+      if (this.timer !== null && mine === this.plays) this.timer = setTimeout(next, wait());
     };
     this.timer = setTimeout(next, wait());
     return undefined;
@@ -490,7 +492,7 @@ class View {
   // A key that the page hears; true: it was one of the view's.
   handleKey(event) {
     if (this.film === null || event.ctrlKey || event.metaKey || event.altKey) return false;
-    const typing = ["INPUT", "SELECT", "TEXTAREA"].includes(event.target.tagName);
+    const typing = ["INPUT", "SELECT", "TEXTAREA", "SUMMARY"].includes(event.target.tagName);
     if (event.key === "Escape") {
       event.target.blur?.();
       this.choose(null);
