@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 
@@ -57,12 +58,16 @@ def assemble(
         f'<script type="application/octet-stream" id="{key}">{base64.b64encode(value).decode()}</script>'
         for key, value in (data or {}).items()
     )
-    text = read(f"{name}.html").replace("{title}", html.escape(title))
-    parts = {"policy": policy, "style": style, "view": read("view.html"), "data": carried, "script": script}
-    for part, content in parts.items():
-        before, _, after = text.partition(f"{{{part}}}")
-        text = before + content + after
-    return text
+    parts = {
+        "title": html.escape(title),
+        "policy": policy,
+        "style": style,
+        "view": read("view.html"),
+        "data": carried,
+        "script": script,
+    }
+    # In one pass, so that a title may be called like a part.
+    return re.sub(rf"\{{({'|'.join(parts)})\}}", lambda found: parts[found[1]], read(f"{name}.html"))
 
 
 def _hash(text: str) -> str:

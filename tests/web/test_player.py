@@ -99,6 +99,12 @@ def test_it_shows_what_the_film_says(visit: Callable[..., Any], film: bytes) -> 
         assert page.locator("[data-part=poolTitle]").inner_text().startswith(f"KV pool: {used} of 60 blocks in use")
 
 
+def test_a_title_may_be_called_like_a_part_of_the_page(visit: Callable[..., Any], film: bytes) -> None:
+    page = visit(film, title="{script}.film {view}")
+    at_step(page, 0)
+    playwright.expect(page.locator("#title")).to_have_text("{script}.film {view}")
+
+
 def test_buttons_and_keys(visit: Callable[..., Any], film: bytes) -> None:
     """They move by steps, through those that were done at once too."""
     found, page = Film(io.BytesIO(film)), visit(film)
