@@ -228,6 +228,21 @@ def test_states_words_and_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             assert waited == pytest.approx(life.waited) and ran == pytest.approx(life.ran)
 
 
+def test_a_film_cut_off_among_its_last_blocks_shows_its_whole_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pointsman.core.observe.film.EVENTS_IN_A_CHUNK", 40)
+    path = films(tmp_path)[0]
+    num_frames, data = len(Film.read(path).frames), path.read_bytes()
+    path.write_bytes(data[:-18])  # its end, and a byte
+    film = Film.read(path)
+    step = [len(film.frames) - 1, film.frames[-1].step_id]
+    [answer] = answers([{"film": str(path), "steps": [step], "requests": []}])
+    assert film.has_blocks and 0 < len(film.frames) < num_frames
+    assert answer["frames"] == [[one.step_id, one.num_steps, one.time] for one in film.frames]
+    assert answer["states"][0]["references"] == expected(film, step[0], step[1])["references"]
+
+
 def test_what_is_no_film_is_refused_with_a_sentence(tmp_path: Path) -> None:
     good = Filmed()
     replay(recorded(8_001, {}), good.watch)
