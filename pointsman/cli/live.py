@@ -3,37 +3,14 @@
 from __future__ import annotations
 
 import base64
-import webbrowser
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from pointsman.cli.errors import EXIT_OK
 from pointsman.cli.vllm import asking
 from pointsman.integrations.vllm import client
 from pointsman.web import local
 from pointsman.web.page import assemble
-
-
-def run_live(socket: str, *, open_page: bool) -> int:
-    """Serve the page until Ctrl-C.
-
-    Args:
-        socket: the control socket of a vLLM.
-        open_page: whether to open it in a browser.
-
-    Raises:
-        CommandError: no scheduler answers there.
-    """
-    server = live_server(socket)
-    print(f"{server.url}\nOpen it in a browser on this machine; Ctrl-C ends it.", flush=True)
-    if open_page:
-        webbrowser.open(server.url)
-    try:
-        server.serve()
-    except KeyboardInterrupt:
-        print()
-    return EXIT_OK
 
 
 def live_server(socket: str) -> local.LocalServer:

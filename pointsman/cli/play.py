@@ -11,9 +11,10 @@ import typer
 
 from pointsman.cli.errors import EXIT_OK, CommandError
 from pointsman.cli.film import broken_films, check_is_other, film_recording, is_film
-from pointsman.cli.live import run_live
-from pointsman.cli.sandbox import run_sandbox
+from pointsman.cli.live import live_server
+from pointsman.cli.sandbox import open_sandbox
 from pointsman.web.film import Film
+from pointsman.web.local import LocalServer
 from pointsman.web.player import MAX_FILM, page_of, too_large
 
 
@@ -52,13 +53,13 @@ def play(
             raise CommandError(
                 f"--socket shows what is decided now, and has no use for {others[0]}; leave one of them out"
             )
-        return run_live(socket, open_page=open_page)
+        return _serve(live_server(socket), open_page=open_page)
     if sandbox:
         if beside is not None:
             raise CommandError(f"{beside} is a second run, and a sandbox begins with one; leave it out")
         if out is not None:
             raise CommandError("--out is for a page that is a file, and --sandbox serves one; leave one of them out")
-        return run_sandbox(file, port or 0, open_page=open_page)
+        return _serve(open_sandbox(file, port or 0), open_page=open_page)
     if port is not None:
         raise CommandError(f"--port is {port}, and belongs to --sandbox; add that, or leave it out")
     if file is None:
@@ -78,6 +79,18 @@ def play(
     print(path)
     if open_page:
         webbrowser.open(path.resolve().as_uri())
+    return EXIT_OK
+
+
+def _serve(server: LocalServer, *, open_page: bool) -> int:
+    """Answer the page until Ctrl-C."""
+    print(f"{server.url}\nOpen it in a browser on this machine; Ctrl-C ends it.", flush=True)
+    if open_page:
+        webbrowser.open(server.url)
+    try:
+        server.serve()
+    except KeyboardInterrupt:
+        print()
     return EXIT_OK
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import io
-import webbrowser
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
 from pointsman.cli.commands import serve_command, vllm_command
-from pointsman.cli.errors import EXIT_OK, CommandError
+from pointsman.cli.errors import CommandError
 from pointsman.cli.film import broken_films, film_recording, is_film
 from pointsman.core import ConfigError, SchedulerConfig
 from pointsman.web.film import Film
+from pointsman.web.local import LocalServer
 from pointsman.web.remake import remake
 from pointsman.web.sandbox import MAX_PROMPTS, MAX_REQUESTS, Sandbox, SandboxError
 from pointsman.web.sandbox_page import sandbox_server
@@ -24,13 +24,12 @@ _SIZES = ("num_blocks", "num_reserved_blocks", "block_size", "max_model_len")
 _NAMES = tuple(field.name for field in fields(SchedulerConfig) if field.name not in _SIZES)
 
 
-def run_sandbox(file: str | None, port: int, *, open_page: bool) -> int:
-    """Serve the sandbox until Ctrl-C.
+def open_sandbox(file: str | None, port: int) -> LocalServer:
+    """The server of a sandbox.
 
     Args:
         file: a film or a recording to begin with; None: none.
         port: 0: one that is free.
-        open_page: whether to open it in a browser.
 
     Raises:
         CommandError: the file cannot be used, or the port is taken.
@@ -39,19 +38,11 @@ def run_sandbox(file: str | None, port: int, *, open_page: bool) -> int:
         raise CommandError(f"--port is {port}; it must be between 0 (one that is free) and 65535")
     scene = None if file is None else _scene_of(Path(file))
     try:
-        server = sandbox_server(Sandbox(scene, commands=commands), title=_title(file), port=port)
+        return sandbox_server(Sandbox(scene, commands=commands), title=_title(file), port=port)
     except (SandboxError, ConfigError) as error:
         raise CommandError(str(error)) from None
     except OSError as error:
         raise CommandError(f"cannot listen on port {port}: {error.strerror}; choose another --port") from None
-    print(f"{server.url}\nOpen it in a browser on this machine; Ctrl-C ends it.", flush=True)
-    if open_page:
-        webbrowser.open(server.url)
-    try:
-        server.serve()
-    except KeyboardInterrupt:
-        print()
-    return EXIT_OK
 
 
 def commands(config: SchedulerConfig) -> Mapping[str, str]:

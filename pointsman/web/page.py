@@ -1,9 +1,9 @@
 """Pages, each as one HTML file that needs nothing else: no network, and no Python once it is made.
 
 Their parts are in `page/`: `film.js` reads films, `counts.js` counts what happened, `story.js` puts it into words,
-`line.js` and `diagram.js` draw it, `view.html` and `view.js` show one film, and each page has markup and a script of
-its own. A page's policy (Content-Security-Policy) allows its scripts and its style sheet, by their hashes, and nothing
-else.
+`line.js` and `diagram.js` draw it, `view.html` and `view.js` show one film, `frame.html` is what all pages have, and
+each has a body and a script of its own. A page's policy (Content-Security-Policy) allows its scripts and its style
+sheet, by their hashes, and nothing else.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ def assemble(
         "data": carried,
         "script": script,
     }
+    text = read("frame.html").replace("{body}", read(f"{name}.html"))
     # In one pass, so that a title may be called like a part.
-    return re.sub(rf"\{{({'|'.join(parts)})\}}", lambda found: parts[found[1]], read(f"{name}.html"))
+    return re.sub(rf"\{{({'|'.join(parts)})\}}", lambda found: parts[found[1]], text)
 
 
 def _hash(text: str) -> str:

@@ -30,11 +30,6 @@ function keep() {
   }
 }
 
-function problem(text) {
-  $("problem").hidden = text === null;
-  $("problem").textContent = text ?? "";
-}
-
 function remember(shown) {
   const where = new URLSearchParams({ lesson: at.lesson + 1, variant: at.variant + 1, step: shown.film.frames[shown.frame].step });
   if (shown.chosen !== null) where.set("request", shown.film.requests[shown.chosen].id);

@@ -230,11 +230,6 @@ function setText(id, text) {
   if ($(id).textContent !== text) $(id).textContent = text;
 }
 
-function problem(text) {
-  $("problem").hidden = text === null;
-  $("problem").textContent = text ?? "";
-}
-
 const view = new LiveView($("live"), { onProblem: problem, onShow: () => tell() });
 let film = null; // that grows
 let counts = null; // of the newest S

@@ -8,11 +8,6 @@ const MOST_BYTES = 256 * 2 ** 20; // of a film: a browser holds all of it
 const panes = [{ root: "first", name: "" }, { root: "second", name: "" }]; // each with its view, once it has one
 const following = new Map(); // views that are being moved after the other one, and how often at once
 
-function problem(text) {
-  $("problem").hidden = text === null;
-  $("problem").textContent = text ?? "";
-}
-
 const other = (view) => panes.find((pane) => pane.view && pane.view !== view && pane.view.film !== null)?.view;
 
 function shown(view) {

@@ -15,11 +15,6 @@ let answer = null; // the newest
 let isChanged = false; // whether settings were typed and not applied
 let busy = Promise.resolve(); // one action after the other
 
-function problem(text) {
-  $("problem").hidden = text === null;
-  $("problem").textContent = text ?? "";
-}
-
 const view = new View($("player"), { onProblem: problem });
 
 // ------------------------------------------------------------------------------------------------------------ asking

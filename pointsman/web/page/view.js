@@ -54,6 +54,12 @@ function bar(...parts) {
   return found;
 }
 
+// Says what is wrong, at the place that every page has for it; null: nothing is.
+function problem(text) {
+  $("problem").hidden = text === null;
+  $("problem").textContent = text ?? "";
+}
+
 // What is written in base 64.
 function bytesOf(base64) {
   const text = atob(base64.trim());
