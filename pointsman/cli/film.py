@@ -19,10 +19,12 @@ from pointsman.core import RecordingError, ReplayDifference, replay
 from pointsman.core.observe.film import FilmRecorder
 from pointsman.core.observe.film_format import MAGIC, FilmError, Op
 from pointsman.web.film import Film
-from pointsman.web.story import Teller, counted, life_of
+from pointsman.web.story import Teller, counted, life_of, lives_of, meaning_of
 
 MOST_ROWS = 40
 """Requests that a table names."""
+MOST_REASONS = 3
+"""Of a wait, in a table."""
 MAX_LINE = 1 << 26
 """Characters of a line of a recording; a prompt of a million tokens takes 7 million."""
 
@@ -37,11 +39,17 @@ def film(
         int | None, typer.Option(help="Print what was decided in this step, and what was true then.")
     ] = None,
     request: Annotated[str | None, typer.Option(help="Print the life of this request, and what it waited for.")] = None,
+    waits: Annotated[
+        int | None, typer.Option(min=1, help="Print the requests that waited longest, so many of them, and why.")
+    ] = None,
+    preemptions: Annotated[
+        bool, typer.Option("--preemptions", help="Print every preemption: when, for whose need, and why this request.")
+    ] = False,
 ) -> int:
     """Make a film from a recording: every decision, to be looked at step by step.
 
-    A film names no token of any prompt. Of a film, its extent is printed, one step (--step), or one request's life
-    (--request).
+    A film names no token of any prompt. Of a film, its extent is printed, one step (--step), one request's life
+    (--request), the longest waits (--waits), or the preemptions (--preemptions).
     """
     path = Path(file)
     if not is_film(path):
@@ -56,7 +64,11 @@ def film(
             _print_step(found, step)
         if request is not None:
             _print_life(found, request)
-        if step is None and request is None:
+        if waits is not None:
+            _print_waits(found, waits)
+        if preemptions:
+            _print_preemptions(found)
+        if step is None and request is None and waits is None and not preemptions:
             _print_extent(path, found)
     if not found.is_complete:
         print("The film was cut off: what came later is not in it.")
@@ -150,7 +162,8 @@ def _print_extent(path: Path, found: Film) -> None:
         f"{counted(evicted, 'evicted block')}, {counts[Op.FINISHED]:,} finished, {counts[Op.REFUSED]:,} refused"
     )
     if found.frames:
-        print(f"Next: pointsman film {path} --step {found.frames[0].step_id}, or --request ID")
+        first = found.frames[0].step_id
+        print(f"Next: pointsman film {path} --waits 10, --preemptions, --step {first}, or --request ID")
 
 
 def _print_step(found: Film, step: int) -> None:
@@ -214,7 +227,42 @@ def _print_life(found: Film, request_id: str) -> None:
         life = life_of(found, number)
         for time, sentence in life.moments:
             print(f"{time:10.3f} s  {one_line(sentence)}")
-        waited = sum(life.waited.values())
-        longest_first = sorted(life.waited.items(), key=lambda item: -item[1])
-        reasons = "; ".join(f"{reason.replace('_', ' ')} {seconds:.3f} s" for reason, seconds in longest_first)
-        print(f"ran {life.ran:.3f} s, waited {waited:.3f} s" + (f": {reasons}" if reasons else ""))
+        print(f"ran {life.ran:.3f} s, waited {life.total_waited:.3f} s" + (":" if life.waited else ""))
+        width = max(map(len, life.waited), default=0)
+        for reason, seconds in life.waited.items():
+            print(f"{seconds:10.3f} s  {_shown(reason):{width}}  {meaning_of(reason)}")
+
+
+def _shown(reason: str) -> str:
+    return reason.replace("_", " ")
+
+
+def _print_waits(found: Film, most: int) -> None:
+    """The requests that waited longest, with what they waited for most."""
+    lives = sorted(lives_of(found), key=lambda life: -life.total_waited)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for header in ("request", "waited, s", "ran, s", "most of it for"):
+        table.add_column(header, justify="right" if header.endswith(" s") else "left", overflow="fold")
+    for life in lives[:most]:
+        if not life.waited:
+            break
+        parts = [f"{_shown(reason)} {seconds:.3f}" for reason, seconds in list(life.waited.items())[:MOST_REASONS]]
+        name = Text(one_line(found.requests[life.number].request_id))
+        table.add_row(name, f"{life.total_waited:.3f}", f"{life.ran:.3f}", "; ".join(parts))
+    if not table.row_count:
+        print("No request waited.")
+        return
+    Console(markup=False).print(table)
+    print("Next: --request ID says how each of them came to wait")
+
+
+def _print_preemptions(found: Film) -> None:
+    teller, frame, count = Teller(found), 0, 0
+    for event in found.events(0, None):
+        if event.op is Op.STEP or event.op is Op.STEPS:
+            frame += 1
+        elif event.op is Op.PREEMPTED:
+            count += 1
+            step = f"step {found.frames[frame].step_id}" if frame < len(found.frames) else "after the last step"
+            print(f"{event.time:10.3f} s  {step}  {one_line(teller.sentence(event) or '')}")
+    print(f"{counted(count, 'preemption')} in {counted(found.num_steps, 'step')}")

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, CommandError
 from pointsman.core import SchedulerStats
+from pointsman.core.observe.explain import lacking
 from pointsman.integrations.vllm.client import Connection, ControlUnavailable, Refused, connect
 
 COLUMNS = ("request", "state", "place", "age", "prompt", "output", "computed", "blocks", "preempted", "why it waits")
@@ -163,7 +164,8 @@ def _row(request: Mapping[str, Any]) -> tuple[str, ...]:
 def _why(request: Mapping[str, Any]) -> str:
     if request["reason"] is None:
         return ""
-    lacks = f", {request['missing']} more {request['resource']}" if request["missing"] and request["resource"] else ""
+    is_counted = request["missing"] and request["resource"]
+    lacks = f", {lacking(request['missing'], request['resource'])}" if is_counted else ""
     waiting = f" for {_duration(request['waiting_for'])}" if request["waiting_for"] is not None else ""
     return f"{request['reason']}{waiting}{lacks}"
 

@@ -34,7 +34,7 @@ from pointsman.core.observe.request_log import RequestLog
 from pointsman.core.observe.stats import SchedulerStats, Statistics
 from pointsman.core.observe.watchdog import Stall, Watchdog
 from pointsman.core.recording import Recorder
-from pointsman.core.state.events import Call, Events, Listener, send
+from pointsman.core.state.events import Call, Events, Listener, Need, send
 from pointsman.core.state.inputs import EncoderInput
 from pointsman.core.state.numbers import MAX_INT, checked_priority
 from pointsman.core.state.output import Integers, SchedulerOutput, StepResult, StepUpdate
@@ -371,7 +371,7 @@ class Scheduler:
         head = table.queue.peek()
         displaced = self._displacement.choose(head)
         for request in displaced:
-            table.preempt(request, PreemptionCause.DISPLACED)
+            table.preempt(request, PreemptionCause.DISPLACED, Need(head, 0, ""))
         if displaced and self._budget.policies:  # what they would have computed is left to the others
             self._budget.open_step(self._view)
         step.displacer = head if displaced else None

@@ -251,7 +251,7 @@ class Film:
                 numbers, plus = chunk.events[name], name in _PLUS_ONE
                 if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self.header["names"][what]) + plus:
                     raise FilmError(f"column {name!r} has a number that names nothing; the film is broken")
-            for name in ("deferred_holder", "step_blocker", "key_flight_request"):
+            for name in ("deferred_holder", "preempted_by", "step_blocker", "key_flight_request"):
                 numbers = chunk.events[name]
                 if len(numbers) and not 0 <= numbers.min() <= numbers.max() <= len(self.requests):
                     raise FilmError(f"column {name!r} names a request that is not in the film; it is broken")
@@ -395,6 +395,8 @@ class _Cursor:
             fields["why"] = self._strings[fields["why"]]
         elif op is Op.FINISHED:
             fields["detail"] = self._strings[fields["detail"] - 1] if fields["detail"] else ""
+        elif op is Op.PREEMPTED:
+            fields["chooser"] = self._strings[fields["chooser"] - 1] if fields["chooser"] else ""
         elif op is Op.STEP:
             count = fields.pop("exceptions")
             names = ("exception_row", "exception_tokens", "exception_flags")
@@ -422,6 +424,9 @@ _FIELDS: dict[Op, tuple[tuple[str, str], ...]] = {
         ("preempted_", "lost"),
         ("preempted_", "cached"),
         ("preempted_", "recovery"),
+        ("preempted_", "by"),
+        ("preempted_", "missing"),
+        ("preempted_", "chooser"),
     ),
     Op.FINISHED: (("finished_", "reason"), ("finished_", "generated"), ("finished_", "detail")),
     Op.STEP: (*_OF_STEPS, ("step_", "exceptions")),

@@ -51,7 +51,32 @@ def test_one_step(pointsman: Run, recording: Path) -> None:
 
 def test_one_life(pointsman: Run, recording: Path) -> None:
     shown = pointsman("film", recording, "--request", "[bold]second[/bold]")
-    assert shown.out.splitlines()[-1] == "ran 2.000 s, waited 2.000 s: sequence limit 2.000 s"
+    assert shown.out.splitlines()[-2:] == [
+        "ran 2.000 s, waited 2.000 s:",
+        "     2.000 s  sequence limit  all sequence slots are taken",
+    ]
+
+
+def test_the_longest_waits_and_the_preemptions(pointsman: Run, recording: Path) -> None:
+    shown = pointsman("film", recording, "--waits", "5")
+    rows = [" ".join(line.split()) for line in shown.out.splitlines()]
+    assert rows[2] == "[bold]second[/bold] 2.000 2.000 sequence limit 2.000"
+    assert "first" not in shown.out and rows[-1].startswith("Next: --request ID")
+    film = recording.with_suffix(".film")
+    assert pointsman("film", film, "--preemptions").out == "0 preemptions in 4 steps\n"
+    check_refused(pointsman("film", film, "--waits", "0"), "--waits", "greater than or equal to 1")
+    path = recording.with_name("short.jsonl")
+    with path.open("w") as file:
+        config = SchedulerConfig(num_blocks=5, block_size=4, max_model_len=16, full_sequence_must_fit=False)
+        scheduler = Scheduler(config, recorder=Recorder(file))
+        for name in ("first", "second"):
+            scheduler.add(Request(name, range(ord(name[0]), ord(name[0]) + 8), arrival_time=1.0, max_tokens=8), 1.0)
+        for step in range(6):
+            output = scheduler.schedule(1.0 + step)
+            scheduler.update(output, StepResult([7] * int(output.samples.sum())), 2.0 + step)
+    *_, last, count = pointsman("film", path, "--preemptions").out.splitlines()
+    assert "second is preempted: it needs a block, and none is free; second was admitted last" in last, last
+    assert count == "1 preemption in 6 steps"
 
 
 def test_nothing_was_scheduled(pointsman: Run, tmp_path: Path) -> None:
@@ -87,8 +112,8 @@ def test_what_is_refused(pointsman: Run, recording: Path, tmp_path: Path) -> Non
     check_refused(pointsman("film", tmp_path / "nothing"), "cannot read")
     check_refused(pointsman("film", recording, "-o", tmp_path / "none" / "x.film"), "cannot write")
     broken = tmp_path / "broken.film"
-    broken.write_bytes(film.read_bytes().replace(b'"format_version":2', b'"format_version":9'))
-    check_refused(pointsman("film", broken), "format version 9, and this library reads 2")
+    broken.write_bytes(film.read_bytes().replace(b'"format_version":3', b'"format_version":9'))
+    check_refused(pointsman("film", broken), "format version 9, and this library reads 3")
     recording.write_text("no recording\n")
     check_refused(pointsman("film", recording), "line 1 is not JSON")
     assert film.exists() and len(list(recording.parent.glob("*.part"))) == 0

@@ -52,7 +52,7 @@ def test_all_requests_are_a_table(host: Operated, run: Run) -> None:
     assert [row.split()[0] for row in rows] == ["cmpl-a-0-x", "cmpl-a-1-y", "cmpl-b-0-z", "cmpl-c-0-w"]
     assert re.fullmatch(r"cmpl-a-0-x +running +0\.\ds +6 +1/8 +6 +2 +0", rows[0])
     assert re.fullmatch(
-        r"cmpl-b-0-z +waiting +1 +0\.\ds +6 +0/8 +0 +0 +0 +sequence_limit for 0\.\ds, 1 more sequence slots", rows[2]
+        r"cmpl-b-0-z +waiting +1 +0\.\ds +6 +0/8 +0 +0 +0 +sequence_limit for 0\.\ds, 1 more sequence slot", rows[2]
     )
     assert re.search(r"  behind for 0\.\ds$", rows[3])
 
@@ -73,7 +73,7 @@ def test_one_request_is_told_in_full(host: Operated, run: Run) -> None:
     lines = out.splitlines()
     assert code == 0
     assert lines[0] == (
-        "cmpl-b-0-z waits for 1 more sequence slots: all sequence slots are taken. "
+        "cmpl-b-0-z waits for 1 more sequence slot: all sequence slots are taken. "
         "Held by cmpl-a-0-x (1), cmpl-a-1-y (1)."
     )
     facts = dict(line.split(maxsplit=1) for line in lines[1:] if not line.startswith("held"))

@@ -45,7 +45,7 @@ def test_a_stall_is_told_once_with_its_reason_and_counted_while_it_lasts(caplog:
         watched.host.step()
         watched.dog.tick()
     told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 1 and told[0].startswith("no progress for ") and "waits for 1 more sequence slots" in told[0]
+    assert len(told) == 1 and told[0].startswith("no progress for ") and "waits for 1 more sequence slot" in told[0]
     assert "Held by runs" in told[0]
     assert watched.dog.num_stalled == 1
     watched.host.abort("runs")

@@ -7,11 +7,11 @@ const fs = require("fs");
 const path = require("path");
 const page = path.join(__dirname, "..", "..", "pointsman", "web", "page");
 const { Film, firstOf } = require(path.join(page, "film.js"));
-const { Counts, PLACES } = require(path.join(page, "counts.js"));
+const { BEHIND, Counts, PLACES } = require(path.join(page, "counts.js"));
 const { MOVES } = require(path.join(page, "diagram.js"));
 const { Teller } = require(path.join(page, "story.js"));
 
-globalThis.firstOf = firstOf; // a page has all of it in one script
+Object.assign(globalThis, { firstOf, BEHIND }); // a page has all of it in one script
 
 async function answer({ film: file, steps, requests }) {
   const bytes = fs.readFileSync(file);

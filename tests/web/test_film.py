@@ -30,7 +30,7 @@ from pointsman.sim.step_time import LinearStepTime
 from pointsman.sim.workload import OpenLoop
 from pointsman.traces import TraceRequest
 from pointsman.web.film import Film
-from pointsman.web.story import Teller, life_of
+from pointsman.web.story import Teller, life_of, lives_of
 from pointsman.web.timeline import timeline_of
 from tests.soak import short_or_long
 
@@ -117,10 +117,71 @@ def test_the_words_of_a_step(short_pool: bytes) -> None:
     teller = Teller(film)
     told = [sentence for frame in range(len(film.frames)) for sentence in teller.decided(frame)]
     assert told[0] == "r0 is added: 14 prompt tokens"
-    assert "r0 starts" in told and "r2 waits: budget, 1 missing" in told
+    assert "r0 starts" in told and "r2 waits for 1 more token of the step's budget: the step is full" in told
     preempted = [sentence for sentence in told if "is preempted" in sentence]
-    assert preempted and preempted[0].startswith("r2 is preempted: no block was free for a running request; it loses ")
+    assert preempted and preempted[0].startswith(
+        "r2 is preempted: r0 needs a block, and none is free; r2 was admitted last of those that run; it gives up the "
+        "KV of "
+    )
     assert any(sentence.startswith("r2 resumes, ") for sentence in told)
+
+
+def preemptions(data: bytes) -> list[str]:
+    """What is told of each, up to what it gives up."""
+    film = read(data)
+    told = [Teller(film).sentence(event) or "" for event in film.events(0, None) if event.op is Op.PREEMPTED]
+    return [sentence.partition("; it gives up the KV of ")[0] for sentence in told]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "r2 is preempted: r0 needs a block, and none is free; r2 was admitted last of those that run"),
+        (
+            {"victim": "lowest-priority"},
+            "r2 is preempted: r0 needs a block, and none is free; r2 is the least urgent of those that run",
+        ),
+        (
+            {"victim": "least-cost", "enable_prefix_caching": False},
+            "r2 is preempted: r0 needs a block, and none is free; r2 costs least to compute again, of those that free "
+            "enough",
+        ),
+    ],
+)
+def test_a_preemption_names_whose_need_it_is_and_why_this_request(settings: dict[str, Any], expected: str) -> None:
+    assert preemptions(run([(14, 20), (10, 20), (6, 20)], **settings)[0])[0] == expected
+
+
+def test_several_blocks_are_missing_at_once() -> None:
+    """All three need a block in the same step, and none is left; later the last that runs lacks one itself."""
+    told = preemptions(run([(16, 20), (16, 20), (16, 20)], max_num_batched_tokens=48, watermark=0.0)[0])
+    assert told[0] == (
+        "r2 is preempted: 3 blocks are missing, the first of them for r0; r2 was admitted last of those that run"
+    )
+    own = preemptions(run([(13, 20), (14, 20), (20, 20)], num_blocks=13, max_num_batched_tokens=48)[0])
+    assert own[0] == "r2 is preempted: it needs a block, and none is free; r2 was admitted last of those that run"
+
+
+def test_who_is_displaced_gives_way_to_a_named_request() -> None:
+    scheduler = Scheduler(SchedulerConfig(**{**CONFIG, "order": "priority"}))
+    film = FilmRecorder(file := io.BytesIO())
+    scheduler.start_film(film)
+    scheduler.add(Request("calm", range(40), arrival_time=0.0, max_tokens=8, priority=5), 0.0)
+    for step in range(3):
+        output = scheduler.schedule(float(step))
+        scheduler.update(output, StepResult([7] * int(output.samples.sum())), step + 0.5)
+    scheduler.add(Request("urgent", range(100, 140), arrival_time=3.0, max_tokens=8, priority=0), 3.0)
+    scheduler.schedule(3.0)
+    scheduler.remove_listener(film)
+    film.close()
+    assert preemptions(file.getvalue()) == ["calm is preempted: urgent is more urgent and takes its place"]
+
+
+def test_all_lives_together_are_each_of_them(short_pool: bytes) -> None:
+    film = read(short_pool)
+    for life in lives_of(film):
+        assert (life.waited, life.ran) == (life_of(film, life.number).waited, life_of(film, life.number).ran)
+        assert list(life.waited.values()) == sorted(life.waited.values(), reverse=True)
 
 
 def test_a_life_adds_up(short_pool: bytes) -> None:
@@ -269,7 +330,7 @@ def header_with(data: bytes, **changes: Any) -> bytes:
 
 
 def test_another_version_is_refused_by_its_number(short_pool: bytes) -> None:
-    with pytest.raises(FilmError, match="format version 7, and this library reads 2"):
+    with pytest.raises(FilmError, match="format version 7, and this library reads 3"):
         read(header_with(short_pool, format_version=7))
 
 
@@ -280,7 +341,7 @@ def test_another_version_is_refused_by_its_number(short_pool: bytes) -> None:
         (b'{"format":"pointsman-recording"}\n', "no film"),
         (MAGIC, "header is broken"),
         (MAGIC + struct.pack("<I", 2) + b"[]", "header is broken"),
-        (MAGIC + struct.pack("<I", 20) + b'{"format_version":2}', "lacks a configuration"),
+        (MAGIC + struct.pack("<I", 20) + b'{"format_version":3}', "lacks a configuration"),
         (MAGIC + struct.pack("<I", 1 << 31), "header is broken"),
     ],
 )

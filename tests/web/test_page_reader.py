@@ -264,4 +264,4 @@ def test_what_is_no_film_is_refused_with_a_sentence(tmp_path: Path) -> None:
     asked = [{"film": str(tmp_path / name), "steps": [], "requests": []} for name in cases]
     for name, answer in zip(cases, answers(asked), strict=True):
         assert answer["error"].startswith("Error: "), (name, answer)
-    assert "format version 7, and this page reads 2" in answers(asked)[list(cases).index("newer")]["error"]
+    assert "format version 7, and this page reads 3" in answers(asked)[list(cases).index("newer")]["error"]

@@ -19,7 +19,7 @@ from pointsman.sim.workload import OpenLoop
 from pointsman.traces import TraceRequest
 from pointsman.web.film import Film
 from pointsman.web.player import MAX_FILM, page_of
-from pointsman.web.story import Teller, life_of
+from pointsman.web.story import Teller, life_of, lives_of, meaning_of
 from pointsman.web.timeline import timeline_of
 from tests.web.test_page_reader import longest_itl
 
@@ -178,6 +178,75 @@ def test_following_a_request(visit: Callable[..., Any], film: bytes) -> None:
     playwright.expect(page.locator("#problem")).to_have_text("no request is called nobody")
 
 
+def test_preemptions_are_found_by_key_mark_and_list(visit: Callable[..., Any], film: bytes) -> None:
+    """Forth and back from one to the next; a mark on the time line leads to its step; all of them stand in a list."""
+    found, page = Film(io.BytesIO(film)), visit(film)
+    preempted = [event.op is Op.PREEMPTED for event in found.events(0, None)].count(True)
+    frames = [
+        index
+        for index in range(len(found.frames))
+        if any(event.op is Op.PREEMPTED for event in found.events(index, index + 1))
+    ]
+    steps = [found.frames[index].step_id for index in frames]
+    page.keyboard.press("p")
+    at_step(page, steps[0])
+    page.click("[data-part=preemption]")
+    at_step(page, steps[1])
+    page.keyboard.press("P")
+    at_step(page, steps[0])
+    page.keyboard.press("P")
+    playwright.expect(page.locator("#problem")).to_have_text("no preemption before this step")
+    line = page.locator("[data-part=line]").bounding_box()
+    last = frames[-1]
+    x = line["width"] * found.frames[last].time / found.end
+    page.mouse.move(line["x"] + x, line["y"] + 104)
+    assert " is preempted: " in page.locator("[data-part=line]").get_attribute("title")
+    page.mouse.click(line["x"] + x + 1, line["y"] + 104)
+    at_step(page, steps[-1])
+    page.click("[data-part=most] summary")
+    entries = page.locator("[data-part=preemptions] li")
+    playwright.expect(entries).to_have_count(preempted)
+    page.locator("[data-part=preemptions] button").nth(0).click()
+    at_step(page, steps[0])
+    assert any(" is preempted: " in one for one in told(page))
+
+
+def test_the_longest_waits_are_listed(visit: Callable[..., Any], film: bytes) -> None:
+    found, page = Film(io.BytesIO(film)), visit(film)
+    page.click("[data-part=most] summary")
+    rows = page.locator("[data-part=waits] tr")
+    longest = sorted(lives_of(found), key=lambda life: -life.total_waited)[:20]
+    playwright.expect(rows).to_have_count(21)
+    for place in (0, 1, 19):
+        cells = rows.nth(place + 1).locator("th, td").all_inner_texts()
+        assert cells[1] == f"{longest[place].total_waited:.3f} s"
+    page.locator("[data-part=waits] button").first.click()
+    playwright.expect(page.locator("[data-part=life]")).to_be_in_viewport()
+    name = found.requests[longest[0].number].request_id
+    playwright.expect(page.locator("[data-part=lifeTitle]")).to_have_text(f"The life of {name}")
+    reasons = page.locator("[data-part=reasons] li").all_inner_texts()
+    expected = [
+        f"{seconds:.3f} s {reason.replace('_', ' ')}: {meaning_of(reason)}"
+        for reason, seconds in longest[0].waited.items()
+    ]
+    assert reasons == expected
+
+
+def test_the_arrow_keys_go_from_block_to_block(visit: Callable[..., Any], film: bytes) -> None:
+    page = visit(film, "#step=30")
+    page.focus("[data-part=pool]")
+    block = page.locator("[data-part=block]")
+    page.keyboard.press("ArrowRight")
+    playwright.expect(block).to_contain_text("block 1: ")
+    page.keyboard.press("ArrowRight")
+    playwright.expect(block).to_contain_text("block 2: ")
+    page.keyboard.press("ArrowLeft")
+    playwright.expect(block).to_contain_text("block 1: ")
+    page.keyboard.press("ArrowDown")
+    playwright.expect(block).not_to_contain_text("block 1: ")
+    at_step(page, 30)
+
+
 def test_counters_and_what_was_before(visit: Callable[..., Any], film: bytes) -> None:
     """Counted up to the step; the sentences of the steps before lead to them."""
     found, page = Film(io.BytesIO(film)), visit(film)
@@ -211,7 +280,7 @@ def test_states_and_ladder(visit: Callable[..., Any], film: bytes) -> None:
     step, state = found.frames[index].step_id, found.state_at(index, found.frames[index].step_id)
     go_to(page, step)
     assert not page.locator(".state").first.is_visible()
-    page.locator("summary").press("Enter")
+    page.locator("[data-part=diagram] summary").press("Enter")
     playwright.expect(page.locator(".state.running .number")).to_have_text(str(len(state.running)))
     waiting = [state.requests[number].status for number in state.waiting]
     for name in ("waiting", "preempted"):
@@ -315,9 +384,9 @@ def test_a_film_is_opened_from_a_file(visit: Callable[..., Any], film: bytes, tm
 
 def test_a_newer_film_is_refused_in_words(visit: Callable[..., Any], film: bytes) -> None:
     file, newer = io.BytesIO(film), io.BytesIO()
-    write_header(newer, {**read_header(file), "format_version": 3})
+    write_header(newer, {**read_header(file), "format_version": 4})
     page = visit(newer.getvalue() + file.read())
-    playwright.expect(page.locator("#problem")).to_contain_text("format version 3, and this page reads 2")
+    playwright.expect(page.locator("#problem")).to_contain_text("format version 4, and this page reads 3")
 
 
 def test_markup_is_text(visit: Callable[..., Any]) -> None:
@@ -346,7 +415,7 @@ def test_it_fits_and_can_be_read(visit: Callable[..., Any], film: bytes, scheme:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     page = visit(film, "#step=60", color_scheme=scheme, viewport={"width": width, "height": 900}, bypass_csp=True)
     page.locator("[data-part=running] button").first.click()
-    page.locator("summary").click()
+    page.click("[data-part=diagram] summary")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     found = axe.Axe().run(page).response["violations"]
     serious = [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")]

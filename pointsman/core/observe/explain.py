@@ -6,6 +6,7 @@ here is computed only on request.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from pointsman.core.step.assembly import Parts
 
 MAX_HOLDERS = 8
 """Maximum number of holders named in an explanation."""
+_ENDING = re.compile(r"s\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,6 +336,11 @@ CAUSES: dict[Reason, Cause] = {
 }
 
 
+def lacking(missing: int, resource: str) -> str:
+    """ "3 more KV blocks", "1 more KV block"."""
+    return f"{missing:,} more {resource if missing != 1 else _ENDING.sub('', resource, count=1)}"
+
+
 def _sentence(request: Request, reason: Reason | None, missing: int, holders: list[Holder], parts: Parts) -> str:
     """Why a request does not advance, as text."""
     name = request.request_id
@@ -348,7 +355,7 @@ def _sentence(request: Request, reason: Reason | None, missing: int, holders: li
         before = parts.table.requests[holders[0].request_id]
         why = before._state.deferral.reason if before._state.deferral is not None else None
         return f"{name} waits behind {before.request_id}" + (f", which waits: {CAUSES[why].text}." if why else ".")
-    lacks = f" for {missing} more {cause.resource}" if missing and cause.resource else ""
+    lacks = f" for {lacking(missing, cause.resource)}" if missing and cause.resource else ""
     waits = f"{name} waits{lacks}: {text}"
     if not holders:
         return f"{waits}."

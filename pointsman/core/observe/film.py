@@ -309,6 +309,10 @@ class FilmRecorder(Listener):
         data["preempted_lost"].append(event.num_lost_tokens)
         data["preempted_cached"].append(event.num_cached_tokens)
         data["preempted_recovery"].append(0 if event.recovery is None else 1 + event.recovery.swaps)
+        need = event.need
+        data["preempted_by"].append(0 if need is None else self._numbers[need.request] + 1)
+        data["preempted_missing"].append(0 if need is None else need.num_missing_blocks)
+        data["preempted_chooser"].append(self._string(need.chosen_by) + 1 if need is not None and need.chosen_by else 0)
         self._leave(event.request)
         self._waiting[event.request] = None
 

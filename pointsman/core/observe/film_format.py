@@ -35,7 +35,7 @@ from pointsman.core.state.status import FinishReason, PreemptionCause, RequestSt
 
 Int64Array = npt.NDArray[np.int64]
 MAGIC: Final = b"pointsman film\n"
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 _CHUNK = struct.Struct("<cII")
 MAX_CHUNK: Final = 1 << 25
 """Bytes that a chunk may have before compression; a number is one at least, and ten times as much when it is read."""
@@ -147,6 +147,9 @@ COLUMNS: Final[Mapping[str, Mapping[str, bool]]] = {
         "preempted_lost": False,
         "preempted_cached": False,
         "preempted_recovery": False,  # 0: none was decided, 1: recompute, 2: swap
+        "preempted_by": False,  # the request that needs what it had, + 1; 0: none
+        "preempted_missing": False,  # blocks that all running requests lack together
+        "preempted_chooser": False,  # the victim policy's name, a string + 1; 0: none was asked
         "finished_reason": False,
         "finished_generated": False,
         "finished_detail": False,  # a string + 1

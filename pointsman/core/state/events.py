@@ -67,6 +67,17 @@ class Admitted(NamedTuple):
     now: float
 
 
+class Need(NamedTuple):
+    """For whom a running request is preempted, and why it is this one."""
+
+    request: Request
+    """Which lacks blocks, in admission order the first that runs; or the more urgent one that takes the place."""
+    num_missing_blocks: int
+    """That all running requests lack together; 0: a more urgent request takes the place."""
+    chosen_by: str
+    """The name of the victim policy; "": none was asked."""
+
+
 class Preempted(NamedTuple):
     """A running request lost its row and returned to the queue, or is parked."""
 
@@ -79,6 +90,8 @@ class Preempted(NamedTuple):
     now: float
     recovery: Recovery | None = None
     """How it gets back what is evicted of them; None: it computes it again (`preemption_mode`)."""
+    need: Need | None = None
+    """None: no other request's, see `cause`."""
 
 
 class LoadStarted(NamedTuple):

@@ -22,6 +22,7 @@ from pointsman.core.state.batch import Batch
 from pointsman.core.state.events import (
     Admitted,
     Events,
+    Need,
     Preempted,
     send,
 )
@@ -213,9 +214,9 @@ class RequestTable:
                 method(event)
         return row
 
-    def preempt(self, request: Request, cause: PreemptionCause = PreemptionCause.MEMORY) -> None:
+    def preempt(self, request: Request, cause: PreemptionCause, need: Need) -> None:
         """Move a request from its row to the front of its class in the queue."""
-        self._lose_rows([request], cause)
+        self._lose_rows([request], cause, need=need)
         self._queue_again(request)
 
     def preempt_all(self) -> None:
@@ -342,7 +343,14 @@ class RequestTable:
 
     # ------------------------------------------------------------------ parts of moves
 
-    def _lose_rows(self, requests: list[Request], cause: PreemptionCause | None, *, publish: bool = True) -> None:
+    def _lose_rows(
+        self,
+        requests: list[Request],
+        cause: PreemptionCause | None,
+        *,
+        publish: bool = True,
+        need: Need | None = None,
+    ) -> None:
         """`cause` None: the row had nothing more to do."""
         self.release_rows(requests, publish)
         self._num_losses += len(requests)
@@ -356,10 +364,10 @@ class RequestTable:
                 state.preemption_causes += (cause,)
             state.num_overtaken = 0
             if cause is not None:
-                self._report_preempted(request, cause)
+                self._report_preempted(request, cause, need)
         self.preempted += requests
 
-    def _report_preempted(self, request: Request, cause: PreemptionCause) -> None:
+    def _report_preempted(self, request: Request, cause: PreemptionCause, need: Need | None) -> None:
         """A request has lost its row; how it recovers is decided here."""
         state = request._state
         cached = min(state.lost_tokens, self._kv.num_findable_tokens(request))
@@ -367,7 +375,7 @@ class RequestTable:
         if self._swap is not None and cause is not PreemptionCause.RESET:
             state.recovery = self._swap.preempted(request, cached)
         if self._events.preempted:
-            event = Preempted(request, cause, state.lost_tokens, cached, self.now, state.recovery)
+            event = Preempted(request, cause, state.lost_tokens, cached, self.now, state.recovery, need)
             send(self._events.preempted, event)
 
     def _enqueue(self, request: Request) -> None:

@@ -30,10 +30,12 @@ from pointsman.core.policy.budget import StepBudget
 from pointsman.core.policy.gate import Limit
 from pointsman.core.policy.view import SchedulerView
 from pointsman.core.state.batch import PREFILLING, Batch, Members
+from pointsman.core.state.events import Need
 from pointsman.core.state.interfaces import Victim
 from pointsman.core.state.numbers import ONE
 from pointsman.core.state.output import IntArray
 from pointsman.core.state.request import Request
+from pointsman.core.state.status import PreemptionCause
 from pointsman.core.state.tokens import NO_TOKENS
 from pointsman.core.step.drafts import Drafts
 
@@ -43,9 +45,9 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class Preempt(Protocol):
-    """Preempts a running request for memory."""
+    """Preempts a running request."""
 
-    def __call__(self, request: Request, /) -> None: ...
+    def __call__(self, request: Request, cause: PreemptionCause, need: Need, /) -> None: ...
 
 
 @dataclass(slots=True)
@@ -244,8 +246,10 @@ class Running:
         `num_missing` are missing in all. Returns the victim's row."""
         self._view.num_missing_blocks = num_missing
         members = self._batch.members  # without those that this step preempted before
-        victim = self._victim.choose(self._view, int((members.rows == asking).argmax()))
-        preempt(members.requests[victim])
+        index = int((members.rows == asking).argmax())
+        victim = self._victim.choose(self._view, index)
+        need = Need(members.requests[index], num_missing, self._victim.name)
+        preempt(members.requests[victim], PreemptionCause.MEMORY, need)
         return int(members.rows[victim])
 
     def _advance_drafts(self) -> Advance | None:

@@ -8,6 +8,7 @@
 
 "use strict";
 
+const BEHIND = "behind others"; // waiting before it was asked for
 const PLACES = ["new", "waiting", "parked", "running", "preempted", "finished", "refused"];
 // Reasons to wait that more memory would remove.
 const OF_MEMORY = new Set(["watermark", "full_sequence", "decode_reserve", "reserve", "bypass", "blocks", "preemption"]);
@@ -24,6 +25,7 @@ class Counts {
     // the token before, their inter-token latency; 0: no request had one before.
     Object.assign(this, { begins: [], ends: [], itl: [] });
     this.ofRequest = []; // its events, and the frame that each led to
+    this.preemptions = []; // these events, in order, and their frames
     this.firstToken = []; // when it came, by request; NaN: never, or before the film
     this.finishes = []; // these events, in order, and their frames
     this.told = []; // frames to which something led that can be told, or a request
@@ -60,9 +62,81 @@ class Counts {
     return { now: until - firstOf(frames, (one) => one >= frame), until };
   }
 
+  // How long a request ran and waited, and why: {ran, waited: reason -> seconds, the longest first, total}.
+  lifeOf(number) {
+    return this.counting.lives.of(number, this.film.end);
+  }
+
+  // Those that waited longest, at most so many: {number, ran, waited, total}.
+  longestWaits(most) {
+    const all = this.ofRequest.map((_, number) => ({ number, ...this.lifeOf(number) })).filter((one) => one.total > 0);
+    return all.sort((one, other) => other.total - one.total).slice(0, most);
+  }
+
   // Frames before one to which something led, the last one first.
   *toldBefore(frame) {
     for (let index = firstOf(this.told, (one) => one >= frame) - 1; index >= 0; index--) yield this.told[index];
+  }
+}
+
+// How long requests ran and waited, and for what. What they wait behind others is counted for all of them together, by what
+// the first of the queue lacks, and each takes the difference between the beginning of its wait and the end.
+class Lives {
+  constructor(names) {
+    this.names = names;
+    this.now = NaN;
+    this.behind = new Map();
+    this.blocked = BEHIND;
+    this.doing = new Map(); // of each unfinished request: {reason, since, behind}
+    this.past = []; // of each request, by number: {ran, waited}
+  }
+
+  pass(now) {
+    if (now !== this.now && !Number.isNaN(this.now)) this.behind.set(this.blocked, (this.behind.get(this.blocked) ?? 0) + now - this.now);
+    this.now = now;
+  }
+
+  block(reason) {
+    this.blocked = reason ? `${BEHIND}, ${this.names.reasons[reason - 1]}` : BEHIND;
+  }
+
+  begin(number, reason) {
+    this.doing.set(number, { reason, since: this.now, behind: reason === BEHIND ? new Map(this.behind) : null });
+  }
+
+  change(event) {
+    const { request: number, op } = event;
+    const { names } = this;
+    if (["queued", "preempted", "rolled_back"].includes(op)) this._become(number, BEHIND);
+    else if (op === "parked") this._become(number, names.statuses[event.status]);
+    else if (op === "deferred") this._become(number, names.reasons[event.reason]);
+    else if (op === "admitted") this._become(number, "running");
+    else if (op === "finished" || op === "refused") this._become(number, null);
+  }
+
+  _become(number, reason) {
+    this.past[number] = this.of(number, this.now);
+    this.doing.delete(number);
+    if (reason !== null) this.begin(number, reason);
+  }
+
+  // Up to a time that is not before the newest event.
+  of(number, now) {
+    let { ran, waited } = this.past[number] ?? { ran: 0, waited: new Map() };
+    const doing = this.doing.get(number);
+    if (doing !== undefined) {
+      waited = new Map(waited);
+      const add = (name, time) => time && waited.set(name, (waited.get(name) ?? 0) + time);
+      const more = Math.max(0, now - this.now);
+      if (doing.reason === "running") ran += this.now + more - doing.since;
+      else if (doing.reason !== BEHIND) add(doing.reason, this.now + more - doing.since);
+      else {
+        for (const [name, time] of this.behind) add(name, time - (doing.behind.get(name) ?? 0));
+        add(this.blocked, more);
+      }
+      waited = new Map([...waited].sort((one, other) => other[1] - one[1]));
+    }
+    return { ran, waited, total: [...waited.values()].reduce((sum, time) => sum + time, 0) };
   }
 }
 
@@ -82,6 +156,7 @@ class Counting {
     this.running = []; // replaced, not changed: steps in flight keep theirs
     this.before = new Set(); // requests that may have had a token that is not in the film
     this.numIn = PLACES.map(() => 0);
+    this.lives = new Lives(this.names);
   }
 
   walk() {
@@ -96,6 +171,7 @@ class Counting {
       const key = this.film.beginning(this.chunk);
       if (this.chunk === 0 || !this._agreesWith(key)) this._begin(key);
       for (const event of this.film.chunks[this.chunk].list) {
+        this.lives.pass(event.time);
         if (event.request === null) this[`_${event.op}`]?.(event);
         else this._ofRequest(event, event.request);
       }
@@ -115,6 +191,8 @@ class Counting {
     this.numIn = this.numIn.map((count, place) => (isOver(place) ? count : 0));
     this.lastToken.fill(NaN);
     this.running = [...key.running];
+    this.lives.now = key.time;
+    this.lives.doing.clear(); // what was missed is not known
     this.computing = new Set(); // running requests whose prompt, or what a preemption lost, is not computed
     for (const one of key.requests.values()) {
       this.before.add(one.number);
@@ -122,6 +200,8 @@ class Counting {
       if (one.status === "running" && one.computed < known - 1) this.computing.add(one.number);
       this.places[one.number] = PLACES.indexOf(key.parked.includes(one.number) ? "parked" : one.status);
       this.admissions[one.number] = one.admission;
+      const isParked = key.parked.includes(one.number);
+      this.lives.begin(one.number, one.status === "running" ? "running" : one.reason ?? (isParked ? one.status : BEHIND));
       this.numIn[this.places[one.number]]++;
     }
     this.flight = key.inFlight.map(({ rows }) => ({
@@ -132,6 +212,7 @@ class Counting {
   _ofRequest(event, number) {
     const { counts, total } = this;
     counts.ofRequest[number].push({ event, frame: this.frame });
+    this.lives.change(event);
     this._tell();
     switch (event.op) {
       case "rolled_back":
@@ -151,6 +232,7 @@ class Counting {
         break;
       case "preempted":
         this._move(number, "preempted");
+        counts.preemptions.push({ event, frame: this.frame });
         total.preempted++;
         total.outOfMemory += this.names.causes[event.cause] === "memory" ? 1 : 0;
         break;
@@ -280,6 +362,7 @@ class Counting {
     const { counts, total } = this;
     const { num_blocks: numBlocks, num_reserved_blocks: numReserved } = this.film.header.config;
     total.evicted += event.evicted;
+    this.lives.block(event.blocked);
     if (event.blocked && OF_MEMORY.has(this.names.reasons[event.blocked - 1])) total.waited += count;
     for (const [name, value] of Object.entries(total)) counts[name].push(value);
     counts.running.push(this.running.length);
@@ -290,4 +373,4 @@ class Counting {
   }
 }
 
-if (typeof module !== "undefined") module.exports = { Counts, PLACES };
+if (typeof module !== "undefined") module.exports = { BEHIND, Counts, PLACES };

@@ -11,7 +11,7 @@
 "use strict";
 
 const MAGIC = "pointsman film\n";
-const FORMAT_VERSION = 2;
+const FORMAT_VERSION = 3;
 const MAX_CHUNK = 2 ** 25;
 const MOST_UNPACKED = 16; // chunks that keep their blocks, and how far their events are applied
 
@@ -24,8 +24,8 @@ const COLUMNS = {
     key_prompt key_preemptions key_admissions key_flight key_flight_request key_flight_tokens key_flight_flags op +time
     +request
     refused_why parked_status deferred_reason deferred_missing deferred_holder admitted_resumed admitted_cached
-    admitted_external preempted_cause preempted_lost preempted_cached preempted_recovery finished_reason
-    finished_generated finished_detail +step_id step_blocked +step_free step_evicted
+    admitted_external preempted_cause preempted_lost preempted_cached preempted_recovery preempted_by
+    preempted_missing preempted_chooser finished_reason finished_generated finished_detail +step_id step_blocked +step_free step_evicted
     +step_blocker step_skipped +skipped_request step_exceptions exception_row exception_tokens exception_flags
     update_exceptions update_row update_count
     steps_count steps_ends +steps_micros failed_steps failed_rows failed_computed load_tokens load_failed priority
@@ -42,7 +42,8 @@ const FIELDS = {
   added: [], refused: ["refused_why"], queued: [], parked: ["parked_status"],
   deferred: ["deferred_reason", "deferred_missing", "deferred_holder"],
   admitted: ["admitted_resumed", "admitted_cached", "admitted_external"],
-  preempted: ["preempted_cause", "preempted_lost", "preempted_cached", "preempted_recovery"],
+  preempted: ["preempted_cause", "preempted_lost", "preempted_cached", "preempted_recovery", "preempted_by",
+    "preempted_missing", "preempted_chooser"],
   rolled_back: [], finished: ["finished_reason", "finished_generated", "finished_detail"],
   step: [...OF_STEPS, "step_exceptions"], update: ["update_exceptions"],
   steps: [...OF_STEPS, "steps_count", "steps_ends"], failed: ["failed_steps", "failed_rows"],
@@ -291,6 +292,11 @@ class Film {
           event.why = String(chunk.strings[event.why]);
         } else if (op === "finished") {
           event.detail = event.detail ? String(chunk.strings[event.detail - 1]) : "";
+        } else if (op === "preempted") {
+          event.chooser = event.chooser ? String(chunk.strings[event.chooser - 1]) : "";
+          if (event.by && !(event.by - 1 in this.requests)) {
+            throw new FilmError("an event names a request that is not in the film; it is broken");
+          }
         }
         if (op === "step" || op === "steps") {
           const numSteps = op === "step" ? 1 : event.count;

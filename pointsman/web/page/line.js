@@ -5,6 +5,7 @@
 const LINE_HEIGHT = 156;
 const LOW = 98; // of the upper part: pool, waiting, running; below it the marks of preemptions
 const TOP_OF_ITL = 112;
+const MARK = 5; // pixels from the middle of a mark that are its own
 const LEAST_OF_ITL = 1e-5; // of the longest: a shorter one is drawn as this
 
 class TimeLine {
@@ -54,6 +55,19 @@ class TimeLine {
     this._marks(context, width);
     context.fillStyle = colour("--rule");
     context.fillRect(0, TOP_OF_ITL - 2, width, 1);
+  }
+
+  // The frame of the preemption whose mark is at a point, or next to it; null: none.
+  markAt(x, y, width) {
+    if (y < LOW || y > LOW + 12) return null;
+    let found = null;
+    let nearest = MARK + 1;
+    for (const { frame } of this.counts.preemptions) {
+      if (frame >= this.begins.length) break;
+      const away = Math.abs(Math.round(this.shareOf(this.begins[frame]) * width) - x);
+      if (away < nearest) [found, nearest] = [frame, away];
+    }
+    return found;
   }
 
   legend() {

@@ -130,6 +130,7 @@ function renumber(chunk, numbers) {
   for (const event of chunk.list) {
     if (event.request !== null) event.request = of(event.request);
     if ("holder" in event) event.holder = orNone(event.holder);
+    if ("by" in event) event.by = orNone(event.by);
     if ("blocker" in event) event.blocker = orNone(event.blocker);
     if (event.skipped) event.skipped = event.skipped.map(of);
   }
@@ -210,6 +211,7 @@ class LiveView extends View {
     this.drawLine();
     const life = this.part("life");
     if (this.chosen !== null && !life.contains(document.activeElement) && !this.isHeld) this.choose(this.chosen, false);
+    if (!this.part("most").contains(document.activeElement) && !this.isHeld) this.drawMost();
   }
 
   drawAbout() {

@@ -73,17 +73,6 @@ async function open(pane, buffer, name) {
 
 // ------------------------------------------------------------------------------------------------------ comparing
 
-function row(kind, ...cells) {
-  const found = document.createElement("tr");
-  cells.forEach((cell, index) => {
-    const made = document.createElement(kind === "th" || index === 0 ? "th" : "td");
-    if (made.tagName === "TH") made.scope = kind === "th" ? "col" : "row";
-    made.append(cell);
-    found.append(made);
-  });
-  return found;
-}
-
 function compare() {
   const [one, two] = panes.map((pane) => (pane.figures = new Figures(pane.view.film, pane.view.counts)));
   const differ = differences(one.film, two.film);
@@ -92,10 +81,10 @@ function compare() {
     ? `Settings that differ: ${differ.map(([name, before, after]) => `${name} ${before} and ${after}`).join("; ")}.`
     : "Both have the same settings.");
   const others = two.rows();
-  $("figures").replaceChildren(row("th", "", panes[0].name, panes[1].name, "change"), ...one.rows().map(([name, value, write], index) => {
+  $("figures").replaceChildren(tableRow("th", "", panes[0].name, panes[1].name, "change"), ...one.rows().map(([name, value, write], index) => {
     const second = others[index][1];
     const text = (number) => (Number.isNaN(number) ? "none" : write(number));
-    return row("td", name, text(value), text(second), change(value, second));
+    return tableRow("td", name, text(value), text(second), change(value, second));
   }));
   const found = gains(one, two);
   $("gained").textContent = found.count === 0 ? "No request finished in both."
@@ -103,11 +92,11 @@ function compare() {
       `${panes[1].name} and ${thousands(found.numLater)} later${found.most.length ? "; those that gained and lost most:" : "."}`;
   $("gains").hidden = !found.most.length;
   const pair = (values) => values.map((value) => (Number.isNaN(value) ? "none" : value.toFixed(3))).join(" → ");
-  $("gains").replaceChildren(row("th", "request", "TTFT, s", "end to end, s"), ...found.most.map((each) => {
+  $("gains").replaceChildren(tableRow("th", "request", "TTFT, s", "end to end, s"), ...found.most.map((each) => {
     const button = document.createElement("button");
     button.textContent = each.id;
     button.addEventListener("click", () => panes[0].view.choose(one.numbers.get(each.id)));
-    return row("td", button, pair(each.ttft), pair(each.e2e));
+    return tableRow("td", button, pair(each.ttft), pair(each.e2e));
   }));
 }
 

@@ -3,17 +3,57 @@
 "use strict";
 
 const CAUSES = {
-  memory: "no block was free for a running request",
-  displaced: "a more urgent request takes its place",
   parked: "the host parked it",
   reset: "the prefix cache was reset, and what runs is computed again",
   unsampled: "no token came for it from a step that samples",
 };
-const BEHIND = "behind others";
+const CHOICES = {
+  latest: "was admitted last of those that run",
+  "lowest-priority": "is the least urgent of those that run",
+  "least-cost": "costs least to compute again, of those that free enough",
+};
+const RECOVERIES = ["", ", and what is evicted of it is computed again", ", and what is evicted of it is swapped"];
+// What is short, or null, and the words: as CAUSES in pointsman/core/observe/explain.py.
+const REASONS = {
+  watermark: ["KV blocks", "the KV blocks left are headroom for what runs (watermark)"],
+  full_sequence: ["KV blocks", "its whole sequence does not fit beside what partial prefills are owed"],
+  decode_reserve: ["KV blocks", "the output that is expected of it would not fit"],
+  reserve: ["KV blocks", "the KV blocks left are kept for what runs, by a reserve"],
+  bypass: ["KV blocks", "the KV blocks released are kept for a request before it"],
+  step_time: [null, "it would make the step longer than its target time"],
+  blocks: ["KV blocks", "the KV cache is full"],
+  sequence_limit: ["sequence slots", "all sequence slots are taken"],
+  budget: ["tokens of the step's budget", "the step is full"],
+  preemption: [null, "running requests ran out of KV blocks; a step that preempts admits no request"],
+  displacement: [null, "a more urgent request is admitted alone into what was preempted for it"],
+  static_batch: [null, "the static batch still runs"],
+  adapter_slots: ["adapter slots", "other adapters hold them, or a request that waited longer has claimed the next"],
+  prefill_first: [null, "prompts go before decoding, and the step is theirs"],
+  partial_prefills: ["places", "as many prefills as allowed are partial"],
+  encoder_budget: ["embeddings", "the step's budget for its encoder inputs is spent"],
+  encoder_cache: ["embeddings", "others hold the encoder cache"],
+  paused: [null, "the scheduler is paused"],
+  in_flight: ["samples", "steps in flight sample for it, and what they sample has to come back first"],
+  kv_connector: [null, "the connector has yet to say what KV it could load"],
+  kv_room: ["KV blocks", "the blocks that transfers may own are taken, and it is next"],
+  kv_load: [null, "its KV is being loaded"],
+  behind: [null, "it is not its turn"],
+  parked: [null, "it is parked"],
+};
 
 const words = (name) => name.replaceAll("_", " ");
 const thousands = (count) => String(count).replace(/\B(?=(\d{3})+$)/g, ",");
 const counted = (count, what) => `${thousands(count)} ${what}${count === 1 ? "" : "s"}`;
+
+// "3 more KV blocks", "1 more KV block"
+const lacking = (missing, resource) => `${thousands(missing)} more ${missing === 1 ? resource.replace(/s\b/, "") : resource}`;
+
+// A reason for waiting, as the keys of a life's `waited` have it, in words.
+function meaningOf(reason) {
+  const [first, blocked] = reason.split(", ");
+  if (first === BEHIND) return blocked ? `it was not its turn; of the first in the queue: ${meaningOf(blocked)}` : "it was not its turn";
+  return REASONS[reason]?.[1] ?? words(reason);
+}
 
 class Teller {
   constructor(film, counts = new Counts(film)) {
@@ -49,18 +89,21 @@ class Teller {
       case "parked":
         return `${who} is parked: ${words(names.statuses[event.status])}`;
       case "deferred": {
-        const missing = event.missing ? `, ${event.missing} missing` : "";
+        const reason = names.reasons[event.reason];
+        const resource = REASONS[reason]?.[0];
+        const lacks = event.missing && resource ? ` for ${lacking(event.missing, resource)}` : "";
         const holder = event.holder ? `; ${this.name(event.holder - 1)} holds most` : "";
-        return `${who} waits: ${words(names.reasons[event.reason])}${missing}${holder}`;
+        return `${who} waits${lacks}: ${meaningOf(reason)}${holder}`;
       }
       case "admitted": {
         const cached = event.cached ? `, ${counted(event.cached, "token")} of it cached` : "";
         return `${who} ${event.resumed ? "resumes" : "starts"}${cached}`;
       }
       case "preempted": {
-        const recovery = ["", ", to be computed again", ", to be swapped"][event.recovery];
-        const lost = `it loses ${counted(event.lost, "token")}, ${event.cached} of them still cached`;
-        return `${who} is preempted: ${CAUSES[names.causes[event.cause]]}; ${lost}${recovery}`;
+        const { lost, cached } = event;
+        const share = !cached ? "none" : cached === lost ? "all" : thousands(cached);
+        const kept = lost ? `, ${share} of it still cached` : "";
+        return `${who} is preempted: ${this.causeOf(event)}; it gives up the KV of ${counted(lost, "token")}${kept}${RECOVERIES[event.recovery]}`;
       }
       case "rolled_back":
         return `${who} waits again, since its step failed`;
@@ -80,6 +123,18 @@ class Teller {
       default:
         return null;
     }
+  }
+
+  // Whose need a preemption was, and why it is this request.
+  causeOf(event) {
+    const cause = this.names.causes[event.cause];
+    if (!event.by) return CAUSES[cause] ?? cause;
+    const by = event.by - 1;
+    if (!event.missing) return `${this.name(by)} is more urgent and takes its place`;
+    const isOwn = by === event.request;
+    const need = event.missing === 1 ? `${isOwn ? "it" : this.name(by)} needs a block, and none is free`
+      : `${thousands(event.missing)} blocks are missing, the first of them for ${isOwn ? "itself" : this.name(by)}`;
+    return `${need}; ${this.name(event.request)} ${CHOICES[event.chooser] ?? `is the choice of the policy ${event.chooser}`}`;
   }
 
   decided(frame) {
@@ -111,52 +166,14 @@ class Teller {
     return state.blocker === null ? "not asked yet" : `behind ${this.name(state.blocker)}`;
   }
 
-  // Everything about a request, with the frame that each moment led to; how long it waited, and why: behind others, what
-  // these lacked.
+  // What happened to a request, with the frame that each moment led to; how long it ran and waited, and why.
   life(number) {
-    const { reasons } = this.names;
-    const { frames, end } = this.film;
     const moments = [];
-    const waited = new Map();
-    let ran = 0;
-    const begin = this.film.beginning();
-    const there = begin.requests.get(number);
-    let since = begin.time;
-    let reason = "";
-    let blocked = ""; // the queue, by what its first request lacked
-    let passed = 0; // frames
-    if (there !== undefined) {
-      if (begin.running.includes(number)) reason = "running";
-      else reason = there.reason ?? (begin.parked.includes(number) ? there.status : BEHIND);
-    }
-    const count = (until) => {
-      if (reason === "running") ran += until - since;
-      else if (reason && until !== since) {
-        const name = reason === BEHIND && blocked ? `${BEHIND}, ${blocked}` : reason;
-        waited.set(name, (waited.get(name) ?? 0) + until - since);
-      }
-      since = until;
-    };
-    const wait = (until, frame) => {
-      for (; passed < frame; passed++) {
-        if (reason === BEHIND) count(frames[passed].time);
-        const by = passed + 1 === frame || reason === BEHIND ? this.film.eventOf(passed).blocked : 0;
-        blocked = by ? reasons[by - 1] : "";
-      }
-      count(until);
-    };
     for (const { event, frame } of this.counts.ofRequest[number]) {
-      wait(event.time, frame);
       const told = this.sentence(event);
       if (told !== null) moments.push([event.time, told, frame]);
-      if (["queued", "preempted", "rolled_back"].includes(event.op)) reason = BEHIND;
-      else if (event.op === "parked") reason = this.names.statuses[event.status];
-      else if (event.op === "deferred") reason = reasons[event.reason];
-      else if (event.op === "admitted") reason = "running";
-      else if (event.op === "finished" || event.op === "refused") reason = "";
     }
-    wait(end, frames.length);
-    return { moments, waited, ran };
+    return { moments, ...this.counts.lifeOf(number) };
   }
 }
 

@@ -19,6 +19,8 @@ const COUNTERS = [
   ["preempted", "preemptions"], ["evicted", "blocks evicted"], ["finished", "finished"], ["refused", "refused"],
 ];
 const MOST_IDS = 2000; // ids that are offered while one is typed
+const MOST_WAITS = 20; // requests that waited longest
+const MOST_REASONS = 3; // of a wait, in their table
 
 const $ = (id) => document.getElementById(id);
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -51,6 +53,18 @@ function bar(...parts) {
     part.style.width = `${100 * Math.min(1, Math.max(0, share))}%`;
     found.append(part);
   }
+  return found;
+}
+
+// kind: "th" for a head. The first cell of a row is its head.
+function tableRow(kind, ...cells) {
+  const found = document.createElement("tr");
+  cells.forEach((cell, index) => {
+    const made = document.createElement(kind === "th" || index === 0 ? "th" : "td");
+    if (made.tagName === "TH") made.scope = kind === "th" ? "col" : "row";
+    made.append(cell);
+    found.append(made);
+  });
   return found;
 }
 
@@ -94,6 +108,8 @@ class View {
     this.timer = null;
     this.plays = 0; // counts calls of play: a slow step of before does not go on
     this.shown = 0; // counts calls of show: a slower one of before is dropped
+    this.opens = 0; // likewise of open
+    this.cell = 0; // of the pool, that the keyboard is at
     this.cells = null; // of the pool: {columns, size, perCell, count}
     this.part("ids").id = `ids-${++numViews}`;
     this.part("find").setAttribute("list", this.part("ids").id);
@@ -117,12 +133,15 @@ class View {
     on("back", "click", to(() => this.place - 1));
     on("step", "click", to(() => this.place + 1));
     on("play", "click", () => this.play());
+    on("preemption", "click", () => this.toPreemption(1));
     on("number", "change", () => this.showStep(Number(this.part("number").value)));
     on("find", "change", () => this.part("find").value && this.find(this.part("find").value));
-    on("line", "pointerdown", (event) => { this.stop(); this.part("line").setPointerCapture(event.pointerId); this.scrub(event); });
-    on("line", "pointermove", (event) => event.buttons && this.scrub(event));
+    on("line", "pointerdown", (event) => { this.stop(); this.part("line").setPointerCapture(event.pointerId); this.press(event); });
+    on("line", "pointermove", (event) => (event.buttons ? this.scrub(event) : this.point(event)));
     on("pool", "pointermove", (event) => this.hover(event));
+    on("pool", "keydown", (event) => this.moveCell(event));
     on("diagram", "toggle", () => this.film !== null && this.redraw());
+    on("most", "toggle", () => this.film !== null && this.drawMost());
     const again = () => { if (this.film !== null) { this.drawLine(); this.redraw(); } };
     window.addEventListener("resize", again);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
@@ -131,18 +150,21 @@ class View {
   // Shows a film at its beginning; false: it is none, and what was shown before stays.
   async open(buffer, name) {
     this.stop();
+    const call = ++this.opens;
+    let film;
     try {
-      this.film = await Film.read(buffer);
+      film = await Film.read(buffer);
+      if (call !== this.opens) return false; // another one was opened since
+      const counts = new Counts(film);
+      const line = new TimeLine(film, counts);
+      Object.assign(this, { film, counts, line, teller: new Teller(film, counts) });
     } catch (error) {
+      if (call !== this.opens) return false;
       this.problem(error instanceof FilmError ? `${name}: ${error.message}` : `${name} cannot be shown: ${error.message}`);
       return false;
     }
     this.problem(null);
-    const { film } = this;
-    this.counts = new Counts(film);
-    this.teller = new Teller(film, this.counts);
-    this.line = new TimeLine(film, this.counts);
-    this.frame = 0;
+    this.frame = this.cell = 0;
     this.step = film.frames[0].step;
     this.choose(null, false);
     const { config } = film.header;
@@ -157,6 +179,7 @@ class View {
     this.part("number").max = last.step + last.numSteps - 1;
     this.part("number").min = film.frames[0].step;
     this.part("line").setAttribute("aria-valuemax", film.numSteps - 1);
+    this.drawMost();
     return true;
   }
 
@@ -181,6 +204,35 @@ class View {
     this.part("lineLegend").replaceChildren(...legend);
   }
 
+  // On the mark of a preemption: to its step. Else to the step under the pointer.
+  press(event) {
+    const frame = this.markAt(event);
+    if (frame === null) this.scrub(event);
+    else this.show(frame);
+  }
+
+  point(event) {
+    if (this.film === null) return;
+    const frame = this.markAt(event);
+    this.part("line").title = frame === null ? "" : this.teller.decided(frame).find((told) => told.includes(" is preempted: ")) ?? "";
+    this.part("line").style.cursor = frame === null ? "" : "pointer";
+  }
+
+  markAt(event) {
+    const box = this.part("line").getBoundingClientRect();
+    return this.line.markAt(event.clientX - box.left, event.clientY - box.top, box.width);
+  }
+
+  // To the next step that preempted, or with -1 the one before.
+  toPreemption(by) {
+    this.stop();
+    const { preemptions } = this.counts;
+    const isAfter = ({ frame }) => (by > 0 ? frame > this.frame : frame >= this.frame);
+    const found = preemptions[firstOf(preemptions, isAfter) - (by > 0 ? 0 : 1)];
+    if (found !== undefined && found.frame < this.film.frames.length) this.show(found.frame);
+    else this.problem(`no preemption ${by > 0 ? "after" : "before"} this step`);
+  }
+
   scrub(event) {
     const box = this.part("line").getBoundingClientRect();
     const share = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
@@ -196,6 +248,33 @@ class View {
     const { step: first, numSteps } = frames[this.frame];
     this.step = index >= frames.length ? first + numSteps - 1 : step ?? first;
     if (await this.redraw()) this.onShow(this);
+  }
+
+  // Where the whole film is listed, if that is open.
+  drawMost() {
+    if (!this.part("most").open) return;
+    const waits = this.counts.longestWaits(MOST_WAITS);
+    this.part("noWait").textContent = waits.length ? "" : "No request waited.";
+    this.part("waits").replaceChildren(...(waits.length ? [tableRow("th", "request", "waited", "ran", "most of it for")] : []), ...waits.map((one) => {
+      const reasons = [...one.waited].slice(0, MOST_REASONS).map(([why, time]) => `${words(why)} ${seconds(time)}`);
+      return tableRow("td", this.chooser(one.number), seconds(one.total), seconds(one.ran), reasons.join("; "));
+    }));
+    const { preemptions } = this.counts;
+    this.part("preemptionsTitle").textContent = counted(preemptions.length, "preemption");
+    this.list("preemptions", preemptions, ({ event, frame }) => {
+      const button = document.createElement("button");
+      button.textContent = seconds(event.time);
+      button.addEventListener("click", () => { this.stop(); this.show(frame); });
+      return item(button, this.teller.sentence(event));
+    });
+  }
+
+  // A button that follows a request.
+  chooser(number) {
+    const button = document.createElement("button");
+    button.textContent = this.teller.name(number);
+    button.addEventListener("click", () => this.choose(number));
+    return button;
   }
 
   // What is shown, in the size and colours of now; false: it was not drawn, since something else is shown by now.
@@ -384,6 +463,9 @@ class View {
     const columns = Math.max(1, Math.floor(width / size));
     const { context } = this.canvasOf("pool", Math.ceil(count / columns) * size);
     this.cells = { columns, size, perCell, count };
+    this.cell = Math.min(this.cell, count - 1);
+    canvas.setAttribute("aria-valuemax", count - 1);
+    canvas.setAttribute("aria-valuenow", this.cell);
     const totals = [0, 0, 0, 0]; // blocks that are blank, cached, owned, shared
     const cellsOf = ["--none", "--green", "--blue", "--purple", "--red"].map((name) => ({ name, cells: [] }));
     for (let cell = 0; cell < count; cell++) {
@@ -409,7 +491,8 @@ class View {
     const about = `${thousands(inUse)} of ${thousands(numBlocks - reserved)} blocks in use, ${thousands(totals[3])} shared, ` +
       `${thousands(totals[1])} free with cached content`;
     this.part("poolTitle").textContent = `KV pool: ${about}`;
-    canvas.setAttribute("aria-label", about);
+    canvas.setAttribute("aria-label", `KV pool, ${about}; the arrow keys go from block to block`);
+    if (document.activeElement === canvas) this.sayCell(this.cell);
   }
 
   hover(event) {
@@ -417,17 +500,39 @@ class View {
     const box = this.part("pool").getBoundingClientRect();
     const column = Math.floor((event.clientX - box.left) / this.cells.size);
     const cell = Math.floor((event.clientY - box.top) / this.cells.size) * this.cells.columns + column;
-    if (column >= this.cells.columns || cell < 0 || cell >= this.cells.count) {
-      this.part("block").textContent = "";
-      return;
-    }
+    const isOn = column < this.cells.columns && cell >= 0 && cell < this.cells.count;
+    this.part("block").textContent = isOn ? this.aboutCell(cell) : "";
+  }
+
+  moveCell(event) {
+    if (this.cells === null || this.film === null || !this.film.hasBlocks) return;
+    const { columns, count } = this.cells;
+    const by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns, ArrowUp: -columns }[event.key];
+    if (by === undefined || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    event.stopPropagation(); // the page's own arrows go from step to step
+    if (this.cell + by >= 0 && this.cell + by < count) this.cell += by;
+    this.redraw();
+  }
+
+  // A cell that the keyboard is at: its frame, and what is in it.
+  sayCell(cell) {
+    const { columns, size } = this.cells;
+    const context = this.part("pool").getContext("2d");
+    context.strokeStyle = colour("--ink");
+    context.lineWidth = 2;
+    context.strokeRect((cell % columns) * size, Math.floor(cell / columns) * size, size - 1, size - 1);
+    this.part("block").textContent = this.aboutCell(cell);
+    this.part("pool").setAttribute("aria-valuetext", this.part("block").textContent);
+  }
+
+  aboutCell(cell) {
     const state = this.film.stateAt(this.frame, this.step);
     const first = cell * this.cells.perCell;
     if (this.cells.perCell > 1) {
       const last = Math.min(state.references.length, first + this.cells.perCell) - 1;
       const used = state.references.slice(first, last + 1).filter((one) => one > 0).length;
-      this.part("block").textContent = `blocks ${first} to ${last}: ${used} in use`;
-      return;
+      return `blocks ${first} to ${last}: ${used} in use`;
     }
     const size = this.film.header.config.block_size;
     const owners = state.running.flatMap((number) => {
@@ -437,7 +542,7 @@ class View {
     const references = state.references[first];
     const what = references ? `${counted(references, "reference")}: ${owners.join(", ") || "a transfer"}`
       : first < this.film.header.config.num_reserved_blocks ? "reserved" : state.isCached[first] ? "free, with cached content" : "blank";
-    this.part("block").textContent = `block ${first}: ${what}`;
+    return `block ${first}: ${what}`;
   }
 
   // ---------------------------------------------------------------------------------------------------- one request
@@ -447,10 +552,9 @@ class View {
     this.part("life").hidden = this.chosen === null;
     if (this.chosen !== null) {
       const life = this.teller.life(this.chosen);
-      const total = [...life.waited.values()].reduce((sum, one) => sum + one, 0);
-      const reasons = [...life.waited].sort((one, other) => other[1] - one[1]).map(([why, time]) => `${words(why)} ${seconds(time)}`);
       this.part("lifeTitle").textContent = `The life of ${this.teller.name(this.chosen)}`;
-      this.part("waited").textContent = `It ran ${seconds(life.ran)} and waited ${seconds(total)}${reasons.length ? `: ${reasons.join("; ")}` : ""}.`;
+      this.part("waited").textContent = `It ran ${seconds(life.ran)} and waited ${seconds(life.total)}${life.total ? ":" : "."}`;
+      this.list("reasons", [...life.waited], ([why, time]) => item(span("name", `${seconds(time)} ${words(why)}`), span("why", `: ${meaningOf(why)}`)));
       this.list("moments", life.moments, ([time, text, frame]) => {
         const button = document.createElement("button");
         button.textContent = seconds(time);
@@ -480,10 +584,12 @@ class View {
     const speed = () => Number(this.part("speed").value);
     const wait = () => 1000 / Math.min(speed(), MOST_DRAWS);
     const mine = ++this.plays;
+    let due = performance.now() + wait(); // of the next step: what drawing takes is part of it
     const next = async () => {
       if (this.place + 1 >= this.film.numSteps) return this.stop();
       await this.showPlace(this.place + Math.max(1, Math.round(speed() / MOST_DRAWS)));
-      if (this.timer !== null && mine === this.plays) this.timer = setTimeout(next, wait());
+      due = Math.max(due + wait(), performance.now());
+      if (this.timer !== null && mine === this.plays) this.timer = setTimeout(next, due - performance.now());
     };
     this.timer = setTimeout(next, wait());
     return undefined;
@@ -509,6 +615,7 @@ class View {
     const actions = {
       ArrowRight: () => this.showPlace(this.place + by), ArrowLeft: () => this.showPlace(this.place - by),
       Home: () => this.showPlace(0), End: () => this.showPlace(this.film.numSteps - 1), "/": () => this.part("find").focus(),
+      p: () => this.toPreemption(1), P: () => this.toPreemption(-1),
       " ": () => (event.target.tagName === "BUTTON" ? null : this.play()),
     };
     const action = actions[event.key];

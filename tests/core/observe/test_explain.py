@@ -222,7 +222,7 @@ def test_seats_are_held_by_those_who_run_the_one_that_came_first_in_front() -> N
     host.step()
     told = host.explain("c")
     assert (told.resource, told.missing, told.holders) == ("sequence slots", 1, (Holder("a", 1), Holder("b", 1)))
-    assert told.sentence == "c waits for 1 more sequence slots: all sequence slots are taken. Held by a (1), b (1)."
+    assert told.sentence == "c waits for 1 more sequence slot: all sequence slots are taken. Held by a (1), b (1)."
 
 
 def test_the_budget_is_held_by_what_the_last_step_computed() -> None:
@@ -291,7 +291,7 @@ def test_a_row_for_which_no_budget_is_left_names_those_who_took_it() -> None:
         host.step()
     assert host.explain("a").since is None
     told = host.explain("c")
-    assert told.sentence == "c waits for 1 more tokens of the step's budget: the step is full. Held by a (1), b (1)."
+    assert told.sentence == "c waits for 1 more token of the step's budget: the step is full. Held by a (1), b (1)."
     assert host.explain("a").sentence == "a runs."
 
 

@@ -58,7 +58,7 @@ def test_who_holds_what_it_lacks_is_told_by_the_names_that_clients_know() -> Non
     assert (state.id, state.blocker, state.resource, state.missing) == ("mine-2", "mine-1", "sequence slots", 1)
     assert [(holder.id, holder.amount) for holder in state.holders] == [("mine-1", 1)] and state.num_holders == 1
     assert (
-        state.explanation == "mine-2 waits for 1 more sequence slots: all sequence slots are taken. Held by mine-1 (1)."
+        state.explanation == "mine-2 waits for 1 more sequence slot: all sequence slots are taken. Held by mine-1 (1)."
     )
 
 
