@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from pointsman.cli.options import KNOBS
@@ -12,6 +13,9 @@ from pointsman.core import SchedulerConfig
 from pointsman.core.presets import SYSTEMS
 from pointsman.integrations.vllm.settings import FLAGS
 from pointsman.integrations.vllm.settings import KNOBS as ADDITIONAL
+
+_SIZES = frozenset({"num_blocks", "block_size", "max_model_len"})
+"""Of which `pointsman serve` has options beside the knobs."""
 
 
 def serve_command(model: str, config: SchedulerConfig, names: Iterable[str], others: Mapping[str, Any]) -> str:
@@ -48,6 +52,25 @@ def vllm_command(
         command += ["--scheduler-cls", "pointsman.integrations.vllm.Scheduler"]
         command += ["--additional-config", json.dumps({"pointsman": additional})]
     return shlex.join(command)
+
+
+def change_commands(model: str, config: SchedulerConfig, base: SchedulerConfig) -> tuple[str, str] | None:
+    """`vllm serve` with this scheduler, and `pointsman serve`, with what differs from another configuration and nothing
+    else, to be put into a command line that has the rest; None: nothing differs that they have."""
+    names = [field.name for field in fields(config) if getattr(config, field.name) != getattr(base, field.name)]
+    changed = {name: getattr(config, name) for name in names}
+    ours = {name: value for name, value in changed.items() if value is not None and (name in KNOBS or name in _SIZES)}
+    native = {FLAGS[name]: value for name, value in changed.items() if FLAGS.get(name)}
+    if "num_blocks" in changed:
+        native[FLAGS["num_blocks"]] = config.num_usable_blocks + 1  # vLLM keeps one for itself
+    flags = _flags({flag.removeprefix("--").replace("-", "_"): value for flag, value in native.items()})
+    additional = {name: value for name, value in changed.items() if name in ADDITIONAL}
+    if not ours and not flags and not additional:
+        return None
+    vllm = ["vllm", "serve", model, *flags, "--scheduler-cls", "pointsman.integrations.vllm.Scheduler"]
+    if additional:
+        vllm += ["--additional-config", json.dumps({"pointsman": additional})]
+    return shlex.join(vllm), shlex.join(["pointsman", "serve", "--model", model, *_flags(ours)])
 
 
 def _for_vllm(config: SchedulerConfig, names: Iterable[str], preset: str) -> tuple[list[str], dict[str, Any] | None]:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
-from pointsman.cli.commands import serve_command, vllm_command
+from pointsman.cli.commands import change_commands, serve_command, vllm_command
 from pointsman.cli.errors import CommandError
 from pointsman.cli.film import broken_films, film_recording, is_film
 from pointsman.core import ConfigError, SchedulerConfig
+from pointsman.core.observe.film_format import Op
 from pointsman.web.film import Film
 from pointsman.web.local import LocalServer
-from pointsman.web.remake import remake
+from pointsman.web.remake import Remade, remake
 from pointsman.web.sandbox import MAX_PROMPTS, MAX_REQUESTS, Sandbox, SandboxError
 from pointsman.web.sandbox_page import sandbox_server
-from pointsman.web.scene import Scene
+from pointsman.web.scene import Scene, play
 
 MODEL = "MODEL"
 """What stands in the command lines for a model: the sandbox has none."""
@@ -36,30 +37,49 @@ def open_sandbox(file: str | None, port: int) -> LocalServer:
     """
     if not 0 <= port < 1 << 16:
         raise CommandError(f"--port is {port}; it must be between 0 (one that is free) and 65535")
-    scene = None if file is None else _scene_of(Path(file))
+    scene, about = (None, "") if file is None else scene_of(Path(file))
     try:
-        return sandbox_server(Sandbox(scene, commands=commands), title=_title(file), port=port)
+        return sandbox_server(Sandbox(scene, commands=commands, about=about), title=_title(file), port=port)
     except (SandboxError, ConfigError) as error:
         raise CommandError(str(error)) from None
     except OSError as error:
         raise CommandError(f"cannot listen on port {port}: {error.strerror}; choose another --port") from None
 
 
-def commands(config: SchedulerConfig) -> Mapping[str, str]:
-    """The command lines that serve with these settings, by program."""
+def commands(config: SchedulerConfig, base: SchedulerConfig) -> Mapping[str, str]:
+    """The command lines that serve with these settings: under "change" with those that differ from `base`, under "all"
+    with all of them. Lines that begin with # say what is to be known."""
+    changed = change_commands(MODEL, config, base)
+    if changed is None:
+        change = "# no setting that a server has differs from the beginning\n"
+    else:
+        change = "# what differs from the beginning: put it into the command that you serve with\n" + "\n\n".join(
+            changed
+        )
+    return {"change": change, "all": _every_setting(config)}
+
+
+def _every_setting(config: SchedulerConfig) -> str:
     blocks = config.num_usable_blocks + 1  # vLLM keeps one for itself
     theirs = {
         "block_size": config.block_size,
         "max_model_len": config.max_model_len,
         "num_gpu_blocks_override": blocks,
     }
-    return {
-        "vllm": vllm_command(MODEL, config, _NAMES, theirs, "default"),
-        "pointsman": serve_command(MODEL, config, _NAMES, {"max_model_len": config.max_model_len}),
-    }
+    capacity = config.num_usable_blocks * config.block_size
+    notes = ["# every setting; MODEL must allow so long a sequence, and its KV blocks must fit into memory"]
+    if config.max_model_len > capacity:
+        notes.append(
+            f"# the pool holds {capacity:,} tokens, and --max-model-len is {config.max_model_len:,}: vLLM does not "
+            "start so; lower it, or give more blocks"
+        )
+    vllm = vllm_command(MODEL, config, _NAMES, theirs, "default")
+    ours = serve_command(MODEL, config, _NAMES, {"max_model_len": config.max_model_len})
+    return "\n".join(notes) + f"\n{vllm}\n\n{ours}"
 
 
-def _scene_of(path: Path) -> Scene:
+def scene_of(path: Path) -> tuple[Scene, str]:
+    """The scene of a film, or of a recording, and how near to it this comes."""
     if is_film(path):
         data = path.read_bytes()
     else:
@@ -67,10 +87,37 @@ def _scene_of(path: Path) -> Scene:
         film_recording(path, made, with_blocks=False)
         data = made.getvalue()
     with broken_films(path):
-        found = remake(Film(io.BytesIO(data), with_blocks=False), MAX_REQUESTS, MAX_PROMPTS)
+        film = Film(io.BytesIO(data), with_blocks=False)
+        found = remake(film, MAX_REQUESTS, MAX_PROMPTS)
     if found.num_left_out:
         print(f"{path} has {found.num_left_out} more requests than a sandbox takes: it has the first ones.")
-    return found.scene
+    return found.scene, _about(path.name, film, found)
+
+
+def _about(name: str, film: Film, found: Remade) -> str:
+    """What the page says of a scene that is a film's."""
+    scene, count = found.scene, len(found.scene.arrivals)
+    clock = (
+        f"From {name}: the same requests and settings. A step takes {1e3 * scene.seconds_per_step:.3g} ms and "
+        f"{1e3 * scene.seconds_per_token:.3g} ms for each of its tokens, fitted to the steps of {name}"
+    )
+    if found.num_left_out:
+        return (
+            f"{clock}. It has {found.num_left_out:,} more requests than a sandbox takes; the first {count:,} are here."
+        )
+    try:
+        played = play(replace(scene, to_the_end=True))
+    except ConfigError:
+        return f"{clock}."  # which the sandbox will say
+    if not played.is_over:
+        return f"{clock}. Prefixes that requests shared are not in a film."
+    preemptions = sum(event.op is Op.PREEMPTED for event in film.events(0, None))
+    return (
+        f"{clock}; what the fit leaves out differs, and so do prefixes that requests shared, which no film has. Run to "
+        f"the end, this takes {played.now:,.1f} s and {played.num_steps:,} steps with "
+        f"{played.scheduler.stats().num_preemptions:,} preemptions, where {name} took {film.end:,.1f} s and "
+        f"{film.num_steps:,} steps with {preemptions:,}."
+    )
 
 
 def _title(file: str | None) -> str:

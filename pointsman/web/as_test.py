@@ -103,7 +103,7 @@ def _lines(played: Played, done: Done) -> list[str]:
     prompt = runs[0] if len(runs) == 1 else f"[*chain({', '.join(runs)})]"
     hints = f", priority={given.priority}" if given.priority else ""
     hints += f", tenant={given.tenant!r}" if given.tenant else ""
-    text = played.scene.text_of(given.request_id) + given.num_prompt_tokens
+    text = played.scene.texts()[given.request_id] + given.num_prompt_tokens
     call = (
         f"add({given.request_id!r}, {prompt}, output={given.num_output_tokens}, text={text}, "
         f"arrival={given.at!r}, max_tokens={played.scene.max_tokens(given)}{hints})"

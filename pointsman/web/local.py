@@ -86,7 +86,9 @@ class LocalServer:
         handler: type[_Handler] = type("Handler", (_Handler,), own)
         self._server = _Server(("127.0.0.1", port), handler)
         self.port = self._server.server_port
-        handler.names = frozenset({f"127.0.0.1:{self.port}", f"localhost:{self.port}"})
+        names = {f"127.0.0.1:{self.port}", f"localhost:{self.port}"}
+        handler.names = frozenset(names | ({"127.0.0.1", "localhost"} if self.port == 80 else set()))
+        self._serves = False
 
     @property
     def url(self) -> str:
@@ -95,11 +97,13 @@ class LocalServer:
 
     def serve(self) -> None:
         """Answer until `close` is called in another thread; Ctrl-C goes to the caller."""
+        self._serves = True
         self._server.serve_forever(poll_interval=0.1)
 
     def close(self) -> None:
         """End `serve`, if it runs in another thread, and listen no more. Streams end with the process."""
-        self._server.shutdown()
+        if self._serves:  # else it would wait for the first time
+            self._server.shutdown()
         self._server.server_close()
 
 

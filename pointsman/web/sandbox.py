@@ -91,14 +91,13 @@ START = SchedulerConfig(num_blocks=32, max_model_len=2048, max_num_seqs=8, max_n
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
-    """A scene, what made it, and how it came out before the settings that it has."""
+    """A scene, and what made it."""
 
     scene: Scene
     what: str
+    base: Scene
+    """Has the settings that those of now are compared with: of the beginning, or of when this was asked for last."""
     situation: str | None = None
-    before: Mapping[str, float | None] | None = None
-    """Figures of the same requests under the settings before the last change."""
-    before_ttft: Mapping[str, float | None] | None = None
 
 
 class Sandbox:
@@ -106,7 +105,9 @@ class Sandbox:
 
     Args:
         scene: to begin with; None: no request, and `START`.
-        commands: gives the command lines that use a configuration, by program.
+        commands: gives the command lines that use a configuration, of now and of the beginning: under "change" with
+            what differs, under "all" with every setting.
+        about: where the scene is from, in words; "": nothing to say.
 
     Raises:
         SandboxError: the scene is larger than a sandbox may be.
@@ -116,15 +117,19 @@ class Sandbox:
         self,
         scene: Scene | None = None,
         *,
-        commands: Callable[[SchedulerConfig], Mapping[str, str]] = lambda config: {},
+        commands: Callable[[SchedulerConfig, SchedulerConfig], Mapping[str, str]] = lambda now, base: {},
+        about: str = "",
     ) -> None:
         self._commands = commands
+        self._about = about
         self._past: list[_Moment] = []
         self._future: list[_Moment] = []
-        self._now = _Moment(scene or Scene(START), "begin")
-        _check_size(self._now.scene)
-        self.played = self._play(self._now.scene)
+        first = scene or Scene(START)
+        self._now = _Moment(first, "begin", first)
+        _check_size(first)
+        self.played = self._play(first)
         """The scene, played."""
+        self._base_played: Played | None = None  # the newest
 
     @property
     def scene(self) -> Scene:
@@ -134,7 +139,8 @@ class Sandbox:
     # ------------------------------------------------------------------ what is done
 
     def do(self, action: Mapping[str, Any]) -> None:
-        """Do what "do" says: add, abort, priority, step, run, settings, situation, reset, clear, undo, redo.
+        """Do what "do" says: add, abort, priority, step, run, settings, compare_from_here, situation, what_if, reset,
+        clear, undo, redo.
 
         Raises:
             SandboxError: it cannot be done. Nothing has changed.
@@ -158,6 +164,7 @@ class Sandbox:
             "settings": (self._set, ("settings",), ()),
             "situation": (self._choose, ("name",), ()),
             "what_if": (self._what_if, (), ()),
+            "compare_from_here": (self._compare_from_here, (), ()),
             "reset": (self._reset, (), ()),
             "clear": (self._clear, (), ()),
         }
@@ -195,7 +202,7 @@ class Sandbox:
 
     def _next(self, what: str, **changes: Any) -> _Moment:
         """The scene as far as it was played, with changes."""
-        kept = {"num_steps": self.played.num_steps, "to_the_end": False}
+        kept = {"num_steps": self.played.num_steps, "to_the_end": False, "not_before": self.played.now}
         return replace(self._now, scene=replace(self.scene, **{**kept, **changes}), what=what)
 
     def _with(self, what: str, given: Input) -> _Moment:
@@ -251,12 +258,13 @@ class Sandbox:
 
     def _abort(self, id: object) -> _Moment:
         cast = self._unfinished("abort", id)
-        name, arrival = cast.arrival.request_id, cast.arrival
+        name = cast.arrival.request_id
         if cast.request is not None:
             return self._with(f"abort {name}", Abortion(name, self.played.now))
         if any(each.starts_like == name for each in self.scene.arrivals):
             raise SandboxError(f"{name} has not arrived, and another request starts like it; take that away first")
-        return self._next(f"take away {name}", inputs=tuple(each for each in self.scene.inputs if each is not arrival))
+        kept = tuple(each for each in self.scene.inputs if each.request_id != name)
+        return self._next(f"take away {name}", inputs=kept)
 
     def _set_priority(self, id: object, priority: object) -> _Moment:
         cast = self._unfinished("priority", id)
@@ -300,12 +308,12 @@ class Sandbox:
 
     def _reset(self) -> _Moment:
         """All requests from the beginning, without what was done to them since."""
-        return self._next("reset", inputs=tuple(self.scene.arrivals), num_steps=0)
+        return self._next("reset", inputs=tuple(self.scene.arrivals), num_steps=0, not_before=0.0)
 
     def _clear(self) -> _Moment:
         """No request."""
-        scene = replace(self.scene, inputs=(), num_steps=0, to_the_end=False)
-        return _Moment(scene, "remove all requests")
+        scene = replace(self.scene, inputs=(), num_steps=0, to_the_end=False, not_before=0.0)
+        return _Moment(scene, "remove all requests", scene)
 
     # ------------------------------------------------------------------ settings
 
@@ -313,24 +321,24 @@ class Sandbox:
         if not isinstance(settings, Mapping):
             raise SandboxError(f"settings is {settings!r}; give an object of settings and their values")
         scene = _with_settings(self.scene, settings)
-        if (scene.config, scene.seconds_per_step, scene.seconds_per_token) == (
-            self.scene.config,
-            self.scene.seconds_per_step,
-            self.scene.seconds_per_token,
-        ):
+        if _same_settings(scene, self.scene):
             raise SandboxError("these are the settings already; change one")
+        return replace(self._now, scene=self._as_far(scene), what="settings")
+
+    def _as_far(self, scene: Scene) -> Scene:
+        """A scene, to be played as far as the one that there is."""
         to_the_end = self.scene.to_the_end or (self.played.is_over and self.played.num_steps > 0)
-        return replace(
-            self._now,
-            scene=replace(scene, num_steps=self.played.num_steps, to_the_end=to_the_end),
-            what="settings",
-            before=self.played.figures(),
-            before_ttft={name: cast.ttft for name, cast in self.played.cast.items()},
-        )
+        return replace(scene, num_steps=self.played.num_steps, to_the_end=to_the_end, not_before=0.0)
+
+    def _compare_from_here(self) -> _Moment:
+        """From now on, compare with the settings of now."""
+        if _same_settings(self._now.base, self.scene):
+            raise SandboxError("these are the settings that are compared with already; change one first")
+        return replace(self._now, base=self.scene, what="compare from here")
 
     def _choose(self, name: object) -> _Moment:
         situation = _situation(name)
-        return _Moment(situation.scene, f"situation {situation.title}", situation.name)
+        return _Moment(situation.scene, f"situation {situation.title}", situation.scene, situation.name)
 
     def _what_if(self) -> _Moment:
         """The change of settings that the situation proposes."""
@@ -344,22 +352,35 @@ class Sandbox:
         """Python that does the same, and asserts the state."""
         return as_test(self.played)
 
+    def before(self) -> Played | None:
+        """The same requests under the settings that those of now are compared with, as far; None: these are those."""
+        base = self._now.base
+        if _same_settings(base, self.scene):
+            return None
+        scene = self._as_far(_with_settings_of(self.scene, base))
+        if self._base_played is None or self._base_played.scene != scene:
+            self._base_played = self._play(scene)
+        return self._base_played
+
     def answer(self) -> dict[str, Any]:
         """What a page shows, JSON-ready; the film is in base 64."""
-        played, now = self.played, self._now
-        before = now.before_ttft or {}
+        played, now, before = self.played, self._now, self.before()
+        ttft = {} if before is None else {name: cast.ttft for name, cast in before.cast.items()}
         return {
+            "about": self._about,
             "settings": settings_of(self.scene),
-            "requests": [_described(played, cast, before.get(name)) for name, cast in played.cast.items()],
+            "requests": [_described(played, cast, ttft.get(name)) for name, cast in played.cast.items()],
             "figures": played.figures(),
-            "before": now.before,
+            "before": None if before is None else before.figures(),
+            "before_is_over": before is not None and before.is_over,
+            "changed": _changed(now.base, self.scene),
             "situation": now.situation,
             "is_over": played.is_over,
             "problem": played.problem or self._bound(),
             "undo": now.what if self._past else None,
             "redo": self._future[-1].what if self._future else None,
             "test": self.as_test(),
-            "commands": dict(self._commands(self.scene.config)),
+            "commands": dict(self._commands(self.scene.config, now.base.config)),
             "film": base64.b64encode(played.film).decode() if played.num_steps else None,
         }
 
@@ -401,6 +422,32 @@ def settings_of(scene: Scene) -> dict[str, Any]:
     return {
         each.name: getattr(scene, each.name) if each.name in _OF_THE_SCENE else values[each.name] for each in SETTINGS
     }
+
+
+def _same_settings(one: Scene, other: Scene) -> bool:
+    return one.config == other.config and all(getattr(one, name) == getattr(other, name) for name in _OF_THE_SCENE)
+
+
+def _with_settings_of(scene: Scene, base: Scene) -> Scene:
+    return replace(scene, config=base.config, **{name: getattr(base, name) for name in _OF_THE_SCENE})
+
+
+def _changed(base: Scene, now: Scene) -> list[str]:
+    """The settings that differ, each with its values."""
+    before, after = settings_of(base), settings_of(now)
+    return [
+        f"{each.label} {_written(before[each.name])} → {_written(after[each.name])}"
+        for each in SETTINGS
+        if before[each.name] != after[each.name]
+    ]
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value)) or "none"
+    return "the default" if value is None else str(value)
 
 
 def _with_settings(scene: Scene, given: Mapping[str, Any]) -> Scene:
@@ -527,7 +574,7 @@ def _integer(name: str, value: object, low: int, high: int) -> int:
 
 
 def _number(name: str, value: object, low: float, high: float) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or abs(value) > MAX_INT or math.isnan(value):
         raise SandboxError(f"{name} is {value!r}; it must be a number between {low:g} and {high:g}")
     if not low <= value <= high:
         raise SandboxError(f"{name} is {value:g}; it must be between {low:g} and {high:g}")

@@ -2,6 +2,7 @@
 
 GET /state   what there is
 POST /do     an action (`Sandbox.do`), and then what there is, or "error": why it cannot be done
+GET /compared   the page that shows the run of now beside the one under the settings that it is compared with
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from pointsman.web.local import Ask, LocalServer, Refused
 from pointsman.web.page import assemble
+from pointsman.web.player import page_of
 from pointsman.web.sandbox import Sandbox, SandboxError, choices
 
 
@@ -43,5 +45,14 @@ def sandbox_server(sandbox: Sandbox, *, title: str = "Sandbox", port: int = 0) -
                 return {"error": str(error)}
             return sandbox.answer()
 
+    def compared(_: Ask) -> dict[str, Any]:
+        with lock:
+            before, now = sandbox.before(), sandbox.played
+        if before is None:
+            return {"error": "the settings are those that they are compared with; change one first"}
+        if not before.num_steps or not now.num_steps:
+            return {"error": "no step has been scheduled yet; step, or run"}
+        return {"page": page_of(before.film, "before", (now.film, "now"))}
+
     page = assemble("sandbox", title, data={"choices": json.dumps(choices()).encode()}, connects=True)
-    return LocalServer(page, {("GET", "/state"): state, ("POST", "/do"): do}, port=port)
+    return LocalServer(page, {("GET", "/state"): state, ("POST", "/do"): do, ("GET", "/compared"): compared}, port=port)

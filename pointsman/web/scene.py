@@ -9,6 +9,7 @@ virtual: a step takes `Scene.step_seconds`, which its tokens alone decide, so th
 from __future__ import annotations
 
 import io
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -87,6 +88,8 @@ class Scene:
     num_steps: int = 0
     to_the_end: bool = False
     """Whether it is played until nothing is left to do, or `MAX_STEPS` are done, whatever `num_steps` says."""
+    not_before: float = 0.0
+    """It was at least so late when its steps were done: it waited for requests that were refused."""
     seconds_per_step: float = 0.01
     seconds_per_token: float = 0.0001
 
@@ -104,17 +107,21 @@ class Scene:
         room = max(1, self.config.max_model_len - arrival.num_prompt_tokens)
         return room if arrival.max_tokens is None else arrival.max_tokens
 
-    def text_of(self, request_id: str) -> int:
-        """The token id at position 0 of a request's own text."""
-        return next(n for n, each in enumerate(self.arrivals, 1) if each.request_id == request_id) * TEXT_OF_A_REQUEST
+    def texts(self) -> dict[str, int]:
+        """For each request, the token id at position 0 of its own text."""
+        return {each.request_id: number * TEXT_OF_A_REQUEST for number, each in enumerate(self.arrivals, 1)}
 
     def segments(self, request_id: str, length: int) -> list[tuple[int, int]]:
         """(first, end) of the runs of token ids that a request's first `length` tokens are."""
-        arrival = next(each for each in self.arrivals if each.request_id == request_id)
-        base = self.text_of(request_id)
-        shared = min(arrival.num_shared_tokens, length)
-        found = [] if arrival.starts_like is None or not shared else self.segments(arrival.starts_like, shared)
-        return [*found, (base + shared, base + length)] if shared < length else found
+        arrivals, texts = {each.request_id: each for each in self.arrivals}, self.texts()
+        found: list[tuple[int, int]] = []
+        name: str | None = request_id
+        while name is not None and length > 0:  # from its own text back to those that it begins like
+            shared = min(arrivals[name].num_shared_tokens, length)
+            if shared < length:
+                found.insert(0, (texts[name] + shared, texts[name] + length))
+            name, length = arrivals[name].starts_like, shared
+        return found
 
     def prompt(self, arrival: Arrival) -> Int32Array:
         """[prompt tokens] its token ids."""
@@ -218,7 +225,7 @@ class _Player:
         self._scene = scene
         self._scheduler = Scheduler(scene.config)
         self._cast = {each.request_id: Cast(each) for each in scene.arrivals}
-        self._texts = {each.request_id: scene.text_of(each.request_id) for each in scene.arrivals}
+        self._texts = scene.texts()
         self._pending = deque(sorted(scene.inputs, key=lambda each: each.at))
         self._log: list[Done] = []
         self._now = 0.0
@@ -237,6 +244,8 @@ class _Player:
                 self._step()
                 num_steps += 1
                 self._happen()
+            while not self._scheduler.has_unfinished_requests() and self._next_arrival() <= self._scene.not_before:
+                self._wait_for_next()
         except PolicyError as error:
             problem = str(error)
         self._scheduler.remove_listener(recorder)
@@ -256,13 +265,19 @@ class _Player:
     def _wait(self) -> bool:
         """Until there is something to schedule; false: there never is."""
         while not self._scheduler.has_unfinished_requests():
-            arrival = next((each for each in self._pending if isinstance(each, Arrival)), None)
-            if arrival is None:
+            if self._next_arrival() == math.inf:
                 return False
-            self._now = arrival.at
-            self._log.append(Done("wait", self._now))
-            self._happen()
+            self._wait_for_next()
         return True
+
+    def _next_arrival(self) -> float:
+        """When; infinity: none is left."""
+        return next((each.at for each in self._pending if isinstance(each, Arrival)), math.inf)
+
+    def _wait_for_next(self) -> None:
+        self._now = self._next_arrival()
+        self._log.append(Done("wait", self._now))
+        self._happen()
 
     def _happen(self) -> None:
         """Everything that is due."""

@@ -10,13 +10,16 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pointsman.cli.sandbox import commands
+from pointsman.cli.sandbox import commands, scene_of
+from pointsman.core import SchedulerConfig
 from pointsman.integrations.vllm.settings import read_settings
 from pointsman.web.sandbox import Sandbox
+from pointsman.web.scene import play
 from pointsman.web.situations import SITUATIONS
 from tests.cli.conftest import Finished
 from tests.cli.test_bad_input import check_refused
@@ -60,6 +63,41 @@ def test_what_is_refused(pointsman: Run, tmp_path: Path) -> None:
         check_refused(pointsman("play", "--sandbox", "--port", taken.getsockname()[1]), "choose another --port")
 
 
+def lines_of(text: str) -> list[str]:
+    """The command lines of what is copied: of vLLM, of pointsman."""
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def test_what_is_copied_of_a_change_is_the_change() -> None:
+    """To put into one's own command; a setting that becomes the default again is in it, too."""
+    base = SchedulerConfig(num_blocks=1200, max_model_len=40960, watermark=0.04, reserves=("growth",))
+    assert commands(base, base)["change"].startswith("# no setting that a server has differs")
+    now = base.replace(watermark=0.0, reserves=("growth", "bypass:bound=4"), enable_chunked_prefill=False)
+    vllm, ours = lines_of(commands(now, base)["change"])
+    assert shlex.split(vllm) == [
+        *("vllm", "serve", "MODEL", "--no-enable-chunked-prefill", "--watermark", "0.0"),
+        *("--scheduler-cls", "pointsman.integrations.vllm.Scheduler"),
+        *("--additional-config", '{"pointsman": {"reserves": ["growth", "bypass:bound=4"]}}'),
+    ]
+    arguments = served(ours)
+    assert (arguments["watermark"], list(arguments["reserves"])) == (0.0, ["growth", "bypass:bound=4"])
+    assert arguments["enable_chunked_prefill"] is False and arguments.get("num_blocks") is None
+    vllm, ours = lines_of(commands(base.replace(num_blocks=1300), base)["change"])
+    assert "--num-gpu-blocks-override 1301" in vllm and "--num-blocks 1300" in ours
+    every = commands(base, base)["all"]
+    assert "# the pool holds 19,200 tokens, and --max-model-len is 40,960: vLLM does not start so" in every
+    assert "# the pool" not in commands(base.replace(num_blocks=2560), base)["all"]
+
+
+def test_what_is_said_of_a_film(pointsman: Run, tmp_path: Path) -> None:
+    film = tmp_path / "run.film"
+    assert pointsman("simulate", "--requests", 20, "--seed", 1, "--film", film).code == 0
+    scene, about = scene_of(film)
+    assert "From run.film: the same requests and settings. A step takes " in about
+    played = play(replace(scene, to_the_end=True))
+    assert f"this takes {played.now:,.1f} s and {played.num_steps:,} steps with 0 preemptions, where run.film" in about
+
+
 @pytest.mark.parametrize("name", [each.name for each in SITUATIONS])
 def test_the_servers_take_the_settings_that_are_copied(name: str) -> None:
     """Before and after the change that a situation proposes; further policies with it."""
@@ -72,13 +110,13 @@ def test_the_servers_take_the_settings_that_are_copied(name: str) -> None:
     ):
         sandbox.do(action)
         config = sandbox.scene.config
-        lines = commands(config)
-        arguments = served(lines["pointsman"])
+        vllm_line, line = lines_of(commands(config, config)["all"])
+        arguments = served(line)
         assert arguments["num_blocks"] == config.num_blocks
         for knob in arguments.keys() & config.to_dict().keys():
             value = arguments[knob]
             assert (tuple(value) if isinstance(value, list) else value) == getattr(config, knob), knob
-        vllm = shlex.split(lines["vllm"])
+        vllm = shlex.split(vllm_line)
         knobs = read_settings(json.loads(vllm[vllm.index("--additional-config") + 1])).knobs
         for knob, value in knobs.items():
             assert value == config.to_dict()[knob], knob

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import random
@@ -226,6 +227,70 @@ def test_other_settings_play_the_same_requests() -> None:
     assert sandbox.scene.inputs == situation("preemption").scene.inputs
 
 
+def test_settings_are_compared_with_those_of_the_beginning() -> None:
+    """However often they change, and with the same requests and steps; until it is asked for otherwise."""
+    sandbox = done({"do": "situation", "name": "preemption"}, {"do": "run"})
+    begin = sandbox.answer()
+    assert begin["before"] is None and begin["changed"] == []
+    for blocks in (40, 48):
+        sandbox.do({"do": "settings", "settings": {"num_blocks": blocks}})
+        assert sandbox.answer()["before"] == begin["figures"]
+    assert sandbox.answer()["changed"] == ["KV blocks in the pool 24 → 48"]
+    sandbox.do({"do": "add", "prompt": 64, "output": 300, "at": sandbox.played.now})
+    more = sandbox.answer()
+    assert more["before"]["steps"] == more["figures"]["steps"] and not more["before_is_over"]
+    sandbox.do({"do": "run"})
+    after = sandbox.answer()
+    assert (after["figures"]["finished"], after["before"]["finished"]) == (7, 7) and after["before_is_over"]
+    sandbox.do({"do": "compare_from_here"})
+    assert sandbox.answer()["before"] is None
+    sandbox.do({"do": "settings", "settings": {"num_blocks": 24}})
+    assert sandbox.answer()["before"] == after["figures"]
+    for _ in range(2):
+        sandbox.do({"do": "undo"})
+    assert sandbox.answer()["before"] == after["before"]
+    sandbox.do({"do": "clear"})
+    assert sandbox.answer()["before"] is None
+
+
+def test_time_does_not_go_back_after_waiting_for_a_refused_request() -> None:
+    sandbox = done({"do": "add", "prompt": 20, "output": 2}, {"do": "add", "prompt": 3000, "output": 2, "at": 9})
+    sandbox.do({"do": "run"})
+    assert sandbox.played.now == 9 and sandbox.played.cast["B"].refusal
+    sandbox.do({"do": "add", "prompt": 20, "output": 2})
+    assert sandbox.played.now == 9 and sandbox.scene.arrivals[-1].at == 9
+    run_copied(sandbox.as_test())
+    sandbox.do({"do": "reset"})
+    assert sandbox.played.now == 0
+
+
+def test_who_is_taken_away_leaves_nothing_behind() -> None:
+    """What was done to it under other settings does not meet the next request of its id."""
+    sandbox = done(
+        {"do": "add", "prompt": 20, "output": 40},
+        {"do": "add", "prompt": 20, "output": 40, "at": 0.2},
+        {"do": "step", "count": 25},
+        {"do": "priority", "id": "B", "priority": 5},
+        {"do": "settings", "settings": {"seconds_per_step": 0.001}},
+        {"do": "abort", "id": "B"},
+        {"do": "add", "prompt": 20, "output": 40, "at": 0.2, "id": "B"},
+        {"do": "run"},
+    )
+    request = sandbox.played.cast["B"].request
+    assert request is not None and request.priority == 0
+
+
+def test_a_chain_of_shared_prefixes_is_played_at_once() -> None:
+    """Each of 500 requests begins like the one before; a longer one has more of its own text."""
+    arrivals = [Arrival("r0", 4, 1)]
+    arrivals += [Arrival(f"r{n}", 4 + n, 1, starts_like=f"r{n - 1}", num_shared_tokens=3 + n) for n in range(1, 500)]
+    scene = Scene(START, tuple(arrivals))
+    prompts = [scene.prompt(each).tolist() for each in arrivals]
+    for sooner, later in itertools.pairwise(prompts):
+        assert later[:-1] == sooner and later[-1] != sooner[-1]
+    assert len({tuple(each) for each in prompts}) == 500
+
+
 def test_every_setting_can_be_set_to_what_it_is_and_to_its_bounds() -> None:
     """Whatever is refused is refused in words."""
     sandbox = done({"do": "add", "prompt": 30, "output": 3}, {"do": "run"})
@@ -261,6 +326,7 @@ OUT_OF_RANGE: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
     ([], {**A, "prompt": "many"}, "prompt is 'many'; it must be an integer between 1 and 100000"),
     ([], {**A, "output": 1.5}, "output is 1.5; it must be an integer"),
     ([], {**A, "at": math.nan}, "at is nan; it must be a number between 0 and 3600"),
+    ([], {**A, "at": 10**400}, "at is 1000.*it must be a number between 0 and 3600"),
     ([], {**A, "at": -1}, "at is -1; it must be between 0 and 3600"),
     ([A, {"do": "step"}], {**A, "at": 0.001}, "at is 0.001 s, and it is 0.0164 s; give that or later, or reset first"),
     ([A], {**A, "id": "A"}, "id is 'A', and a request has it; choose another one"),
@@ -277,6 +343,7 @@ OUT_OF_RANGE: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
     ([A], {"do": "abort", "id": "B"}, "no request is called 'B'; choose one of A"),
     ([A], {"do": "priority", "id": "A", "priority": "high"}, "priority is 'high'; it must be an integer"),
     ([], {"do": "situation", "name": "peace"}, "no situation is called 'peace'; choose one of static"),
+    ([], {"do": "compare_from_here"}, "compared with already; change one first"),
     ([], {"do": "what_if"}, "what_if belongs to a situation; choose one first"),
     ([], {"do": "settings", "settings": {}}, "these are the settings already; change one"),
     ([], {"do": "settings", "settings": 3}, "settings is 3; give an object"),

@@ -9,11 +9,14 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pointsman.cli.sandbox import commands
+from pointsman.core.observe.film_format import Op
+from pointsman.web.film import Film
 from pointsman.web.sandbox import Sandbox
 from pointsman.web.sandbox_page import sandbox_server
 
@@ -90,11 +93,12 @@ def test_other_settings_play_the_same_requests(visit: Callable[..., Any]) -> Non
     says(page, "After 0 steps")
     page.click("#do-run")
     says(page, "6 finished")
-    preempted = page.locator("#outcome tr", has_text="preemptions").locator("td")
+    preempted = page.locator("#outcome div", has_text="preemptions").locator("dd")
     assert int(preempted.first.inner_text()) > 0
     page.click("#do-what-if")
     playwright.expect(preempted.first).to_have_text("0")
-    assert int(preempted.nth(1).inner_text()) > 0
+    assert int(preempted.nth(1).inner_text().removeprefix("before: ")) > 0
+    playwright.expect(page.locator("#changes")).to_contain_text("KV blocks in the pool 24 → ")
     page.click("#settings summary")
     page.fill("[name=num_blocks]", "12")
     page.select_option("[data-setting=order] select", "shortest-prefill")
@@ -103,6 +107,37 @@ def test_other_settings_play_the_same_requests(visit: Callable[..., Any]) -> Non
     playwright.expect(page.locator("#changed")).to_have_text("")
     playwright.expect(page.locator("[data-part=about]")).to_contain_text("12 blocks of 16 tokens")
     playwright.expect(page.locator("[data-part=about]")).to_contain_text("order shortest-prefill")
+    assert int(preempted.nth(1).inner_text().removeprefix("before: ")) > 0  # those of the beginning
+    page.press("[name=num_blocks]", "Enter")  # nothing to apply
+    playwright.expect(page.locator("#changed")).to_have_text("")
+    playwright.expect(page.locator("#problem")).to_be_hidden()
+    page.click("#do-compare")
+    playwright.expect(page.locator("#comparing")).to_be_hidden()
+
+
+def test_what_came_out_is_saved(visit: Callable[..., Any], tmp_path: Path, open_page: Callable[..., Any]) -> None:
+    """As a film, and as a page with the run of before beside it, which needs no server."""
+    page = visit()
+    page.select_option("#situation", "preemption")
+    page.click("#do-situation")
+    says(page, "After 0 steps")
+    playwright.expect(page.locator("#save-film")).to_be_disabled()
+    page.click("#do-run")
+    says(page, "6 finished")
+    page.click("#do-what-if")
+    says(page, "6 finished")
+    with page.expect_download() as saved:
+        page.click("#save-film")
+    film = Film.read(saved.value.path())
+    assert len(film.requests) == 6 and not [event for event in film.events(0, None) if event.op is Op.PREEMPTED]
+    with page.expect_download() as saved:
+        page.click("#save-compared")
+    path = tmp_path / "compared.html"
+    saved.value.save_as(path)
+    compared = open_page(path.as_uri())
+    playwright.expect(compared.locator("#settings")).to_contain_text("num_blocks 24 and ")
+    row = compared.locator("#figures tr", has_text="preemptions").locator("td").all_inner_texts()
+    assert int(row[0]) > 0 and row[1] == "0"
 
 
 def test_what_cannot_be_is_said(visit: Callable[..., Any]) -> None:
@@ -130,6 +165,8 @@ def test_test_and_settings_are_copied(visit: Callable[..., Any], server: Any) ->
     exec(compile(text, "copied", "exec"), module)
     module["test_sandbox"]()
     page.click("#copy-settings")
+    playwright.expect(page.locator("#copy")).to_have_value(re.compile("no setting that a server has differs"))
+    page.click("#copy-all")
     lines = page.input_value("#copy")
     vllm = next(shlex.split(line) for line in lines.replace("\\\n", " ").splitlines() if line.startswith("vllm"))
     assert vllm[:2] == ["vllm", "serve"] and "pointsman.integrations.vllm.Scheduler" in vllm

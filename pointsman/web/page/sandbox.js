@@ -10,12 +10,16 @@ const FIGURES = [
   ["longest_gap", "longest gap between two tokens of a request", seconds], ["preemptions", "preemptions", String],
   ["recomputed_tokens", "tokens computed again", thousands], ["cached_tokens", "tokens found in the prefix cache", thousands],
 ];
+const IN_BRIEF = new Set(["seconds", "ttft_mean", "longest_gap", "preemptions"]); // where it is always seen
 
 let answer = null; // the newest
 let isChanged = false; // whether settings were typed and not applied
 let busy = Promise.resolve(); // one action after the other
 
 const view = new View($("player"), { onProblem: problem });
+view.part("reset").textContent = "⇤ Look at the first"; // beside the buttons that do a step, and reset
+view.part("back").textContent = "◀ Look back";
+view.part("step").textContent = "Look on ▶";
 
 // ------------------------------------------------------------------------------------------------------------ asking
 
@@ -68,7 +72,10 @@ async function take(found) {
   $("do-redo").textContent = found.redo === null ? "Redo" : `Redo: ${found.redo}`;
   drawRequests(found.requests);
   drawSituation(found.situation);
-  drawOutcome(now, found.before);
+  drawOutcome(now, found);
+  $("about").hidden = found.about === "";
+  $("about").textContent = found.about;
+  $("save-film").disabled = found.film === null;
   if (!isChanged) drawSettings(found.settings);
   $("copy-label").hidden = true;
   $("copied").textContent = "";
@@ -104,7 +111,7 @@ function requestItem(one) {
   if (one.state !== "arrives" && one.state !== "refused") parts.push(`${thousands(one.computed)} computed, ${thousands(one.generated)} generated`);
   if (one.preemptions) parts.push(`preempted ${one.preemptions === 1 ? "once" : `${one.preemptions} times`}`);
   if (one.ttft !== null) {
-    const before = one.ttft_before === null ? "" : ` (${seconds(one.ttft_before)} before the settings changed)`;
+    const before = one.ttft_before === null ? "" : ` (before: ${seconds(one.ttft_before)})`;
     parts.push(`first token after ${seconds(one.ttft)}${before}`);
   }
   const name = document.createElement("button");
@@ -157,17 +164,24 @@ function drawSituation(name) {
   $("do-what-if").textContent = found?.what_if ?? "";
 }
 
-function drawOutcome(now, before) {
-  $("before-title").hidden = before === null;
+// before: of the same requests, as far, under the settings of the beginning; null: the settings are those.
+function drawOutcome(now, { before, before_is_over: isOver, changed }) {
+  $("comparing").hidden = before === null;
+  $("changes").textContent = `Before: the same requests under the settings of the beginning, ` +
+    `${isOver ? "to their end" : `as many steps, where they are not at their end`}. Changed since: ${changed.join("; ")}.`;
   const text = (value, write) => (value === null ? "none yet" : write(value));
-  $("outcome").tBodies[0].replaceChildren(...FIGURES.map(([key, name, write]) => {
-    const row = document.createElement("tr");
-    row.append(Object.assign(document.createElement("th"), { scope: "row", textContent: name }));
-    for (const figures of before === null ? [now] : [now, before]) {
-      row.append(Object.assign(document.createElement("td"), { textContent: text(figures[key], write) }));
+  const differs = ([key]) => before !== null && IN_BRIEF.has(key) && now[key] !== before[key];
+  const brief = FIGURES.filter(differs).map(([key, name, write]) => `${name} ${text(before[key], write)} → ${text(now[key], write)}`);
+  $("brief").textContent = brief.length ? `Before and now: ${brief.join("; ")}.` : "";
+  $("outcome").replaceChildren(...FIGURES.map(([key, name, write]) => {
+    const box = document.createElement("div");
+    box.append(Object.assign(document.createElement("dt"), { textContent: name }));
+    box.append(Object.assign(document.createElement("dd"), { textContent: text(now[key], write) }));
+    if (before !== null) {
+      box.append(Object.assign(document.createElement("dd"), { className: "before", textContent: `before: ${text(before[key], write)}` }));
+      if (now[key] !== before[key]) box.className = "differs";
     }
-    if (before !== null && now[key] !== before[key]) row.className = "differs";
-    return row;
+    return box;
   }));
 }
 
@@ -246,7 +260,9 @@ function policiesField(setting, values) {
   const field = document.createElement("fieldset");
   field.append(Object.assign(document.createElement("legend"), { textContent: setting.label }));
   const given = new Map(values.map(parsed));
-  const fields = choices.policies[setting.policy].map((policy) => {
+  // The setting "watermark" is a reserve of this name: both would add up.
+  const policies = choices.policies[setting.policy].filter((one) => one.name !== "watermark" || given.has(one.name));
+  const fields = policies.map((policy) => {
     const box = Object.assign(document.createElement("input"), { type: "checkbox", checked: given.has(policy.name) });
     const [parameters, written] = parametersOf(policy, given.get(policy.name) ?? {});
     parameters.hidden = !box.checked;
@@ -309,7 +325,7 @@ async function apply() {
     if (JSON.stringify(value) !== JSON.stringify(answer.settings[name])) settings[name] = value;
   }
   noteChange(false);
-  if (!(await perform({ do: "settings", settings }))) noteChange(true);
+  if (Object.keys(settings).length && !(await perform({ do: "settings", settings }))) noteChange(true);
 }
 
 // ------------------------------------------------------------------------------------------------------------ copying
@@ -324,6 +340,23 @@ async function copy(text, what) {
     $("copy").focus();
     $("copy").select();
     $("copied").textContent = `The browser does not let a page copy; ${what} is selected below.`;
+  }
+}
+
+function save(parts, name) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob(parts));
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60e3);
+}
+
+async function saveCompared() {
+  await busy;
+  try {
+    save([(await ask("compared")).page], "before-now.html");
+  } catch (error) {
+    problem(error.message);
   }
 }
 
@@ -344,7 +377,8 @@ function handleKey(event) {
 function begin() {
   for (const one of choices.situations) $("situation").append(Object.assign(document.createElement("option"), { value: one.name, textContent: one.title }));
   const actions = { "do-step": { do: "step" }, "do-steps": { do: "step", count: 10 }, "do-run": { do: "run" }, "do-reset": { do: "reset" },
-    "do-undo": { do: "undo" }, "do-redo": { do: "redo" }, "do-clear": { do: "clear" }, "do-what-if": { do: "what_if" } };
+    "do-undo": { do: "undo" }, "do-redo": { do: "redo" }, "do-clear": { do: "clear" }, "do-what-if": { do: "what_if" },
+    "do-compare": { do: "compare_from_here" } };
   for (const [id, action] of Object.entries(actions)) $(id).addEventListener("click", () => perform(action));
   $("situation").addEventListener("change", () => drawSituation(null));
   $("do-situation").addEventListener("click", () => {
@@ -363,7 +397,10 @@ function begin() {
   $("settings").addEventListener("submit", (event) => { event.preventDefault(); apply(); });
   $("discard").addEventListener("click", () => drawSettings(answer.settings));
   $("copy-test").addEventListener("click", () => copy(answer.test, "The test"));
-  $("copy-settings").addEventListener("click", () => copy(Object.values(answer.commands).join("\n\n"), "The command lines"));
+  $("copy-settings").addEventListener("click", () => copy(answer.commands.change, "What differs"));
+  $("copy-all").addEventListener("click", () => copy(answer.commands.all, "Every setting"));
+  $("save-film").addEventListener("click", () => save([bytesOf(answer.film)], "sandbox.film"));
+  $("save-compared").addEventListener("click", saveCompared);
   document.addEventListener("keydown", handleKey);
   perform(null);
 }
