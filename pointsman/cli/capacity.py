@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.text import Text
 
 from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError
-from pointsman.cli.simulate import ProgressBar, print_setting, setting_as_json, stdout_console
+from pointsman.cli.progress_bar import ProgressBar
+from pointsman.cli.simulate import print_setting, setting_as_json, stdout_console
 from pointsman.cli.simulation import Arriving, Service, seconds, what_arrives, what_serves
 from pointsman.sim.capacity import (
     DENSE_GAP,

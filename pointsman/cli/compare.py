@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pointsman.cli.errors import EXIT_OK, CommandError
-from pointsman.cli.simulate import ProgressBar, stdout_console
+from pointsman.cli.progress_bar import ProgressBar
+from pointsman.cli.simulate import stdout_console
 from pointsman.cli.simulation import seconds
 from pointsman.core import ConfigError, SchedulerConfig
 from pointsman.core.policy.registry import check_policies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from rich.text import Text
 
 from pointsman.cli.display import one_line
 from pointsman.cli.errors import EXIT_OK, CommandError
+from pointsman.cli.progress_bar import ProgressBar
 from pointsman.core import RecordingError, ReplayDifference, replay
 from pointsman.core.observe.film import FilmRecorder
 from pointsman.core.observe.film_format import MAGIC, FilmError, Op
@@ -117,20 +119,27 @@ def film_recording(recording: Path, file: BinaryIO, *, with_blocks: bool = True)
     """
     recorder = FilmRecorder(file, with_blocks=with_blocks)
     try:
-        with recording.open(encoding="utf-8") as opened:
-            replay(_lines_of(opened), lambda scheduler: scheduler.start_film(recorder))
+        megabytes = recording.stat().st_size / 1e6
+        bar = ProgressBar(
+            f"of {recording.name} replayed", math.ceil(megabytes), noun="MB", figure="{task.fields[now]:,.0f} lines"
+        )
+        with recording.open(encoding="utf-8") as opened, bar:
+            replay(_lines_of(opened, bar), lambda scheduler: scheduler.start_film(recorder))
     except (RecordingError, ReplayDifference, UnicodeDecodeError) as error:
         raise CommandError(f"{recording}: {error}") from None
     recorder.close()
     return recorder
 
 
-def _lines_of(opened: TextIO) -> Iterator[str]:
+def _lines_of(opened: TextIO, bar: ProgressBar) -> Iterator[str]:
     """A line at a time, none of them so long that it fills the memory: that is no recording."""
+    num_characters = num_lines = 0
     while line := opened.readline(MAX_LINE + 1):
         if len(line) > MAX_LINE:
             raise RecordingError(f"a line has more than {MAX_LINE:,} characters; it is no recording, or a broken one")
         yield line
+        num_characters, num_lines = num_characters + len(line), num_lines + 1
+        bar.update(num_characters // 1_000_000, num_lines)
 
 
 def _make(recording: Path, out: Path, with_blocks: bool) -> Path:

@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError, check_writable
-from pointsman.cli.simulate import ProgressBar, check_seeds, stdout_console
+from pointsman.cli.progress_bar import ProgressBar
+from pointsman.cli.simulate import check_seeds, stdout_console
 from pointsman.cli.simulation import what_serves
 from pointsman.sim.errors import UnknownName
 from pointsman.sim.report.intervals import Estimate

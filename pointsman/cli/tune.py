@@ -14,7 +14,8 @@ from rich.text import Text
 from pointsman.cli.capacity import DEFAULT_TARGETS, replica_range, targets_text, time_text
 from pointsman.cli.commands import serve_command, vllm_command
 from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError
-from pointsman.cli.simulate import ProgressBar, print_setting, setting_as_json, stdout_console
+from pointsman.cli.progress_bar import ProgressBar
+from pointsman.cli.simulate import print_setting, setting_as_json, stdout_console
 from pointsman.cli.simulation import Arriving, Service, seconds, what_arrives, what_serves
 from pointsman.core import SchedulerConfig
 from pointsman.core.errors import PointsmanError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pointsman.cli.simulate import ProgressBar
+from pointsman.cli.progress_bar import ProgressBar
 from pointsman.sim.profile import EngineSettings, Hull, Profile
 from pointsman.sim.step_time import LinearStepTime, StepLoad
 from tests.cli.conftest import Finished

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pointsman.cli import scenario as command
-from pointsman.cli.simulate import ProgressBar
+from pointsman.cli.progress_bar import ProgressBar
 from pointsman.sim.scenarios import SCENARIOS
 from tests.cli.conftest import Finished
 from tests.cli.test_bad_input import check_refused

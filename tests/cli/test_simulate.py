@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import signal
 import subprocess
@@ -14,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from pointsman.cli.simulate import ProgressBar
 from pointsman.cli.simulation import seconds, what_arrives, what_serves
 from pointsman.sim.devices import DEVICES
 from pointsman.sim.fleet import ROUTINGS
@@ -298,20 +295,6 @@ def test_ctrl_c_prints_the_report_so_far() -> None:
     assert err == ""
     assert "The simulation was interrupted" in out
     assert "TTFT" in out
-
-
-def test_what_takes_long_shows_its_progress_and_the_time_that_is_left() -> None:
-    for is_terminal, quiet in ((True, 0.0), (True, 60.0), (False, 0.0)):
-        shown = io.StringIO()
-        console = Console(file=shown, force_terminal=is_terminal, width=100)
-        with ProgressBar("simulated", 1000, console, quiet) as bar:
-            bar.update(250, 12.5)
-        text = shown.getvalue()
-        if is_terminal and not quiet:
-            assert "250 requests simulated, 12 s of virtual time" in text
-            assert "-:--:--" in text  # after one reading the remaining time is not known
-        else:
-            assert text == ""
 
 
 SHORT_OF_BLOCKS = ("--device", "4090", "--num-blocks", "300", "--output-tokens", "lognormal:600,0.6", *FEW)

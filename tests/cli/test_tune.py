@@ -15,7 +15,7 @@ import typer
 from pointsman.cli.app import app
 from pointsman.cli.knobs import engine_arguments
 from pointsman.cli.options import KNOBS, given
-from pointsman.cli.simulate import ProgressBar
+from pointsman.cli.progress_bar import ProgressBar
 from pointsman.integrations.vllm.settings import read_settings
 from tests.cli.conftest import Finished
 from tests.cli.test_bad_input import check_refused

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pointsman.core import SchedulerConfig
+from pointsman.core import Request, Scheduler, SchedulerConfig, StepResult
 from pointsman.core.observe.film import FilmRecorder
 from pointsman.sim.simulator import Outcome, simulate
 from pointsman.sim.step_time import LinearStepTime
@@ -91,6 +91,64 @@ def test_figures_are_those_of_the_runs(visit: Callable[..., Any], static: Any, c
     assert page.inner_text("#gained").startswith("Of 40 requests that finished in both, ")
 
 
+def test_requests_are_ranked_by_the_time_that_is_chosen(
+    visit: Callable[..., Any], static: Any, continuous: Any
+) -> None:
+    page = visit()
+    timings = [outcome.timings for _, outcome in (static, continuous)]
+    names = [f"request-{index}" for index in range(40)]
+    times = {
+        "e2e": [each.last_token - each.arrival for each in timings],
+        "ttft": [each.first_token - each.arrival for each in timings],
+        "perToken": [(each.last_token - each.first_token) / (each.num_output_tokens - 1) for each in timings],
+    }
+    for by, (before, after) in times.items():
+        page.select_option("#rank", by)
+        first = page.locator("#gains tr").nth(1).locator("th, td").all_inner_texts()
+        best = int((after - before).argmin())
+        assert first[0] == names[best]
+        column = {"ttft": 1, "perToken": 2, "e2e": 3}[by]
+        assert first[column] == f"{before[best]:.3f} → {after[best]:.3f}"
+    assert page.inner_text("#alone") == ""
+
+
+def aborted(names: list[str], gone: str) -> bytes:
+    """A film of requests that come one after the other, an id more than once, and of which one is aborted."""
+    scheduler = Scheduler(SchedulerConfig(num_blocks=60, max_model_len=256))
+    recorder = FilmRecorder(file := io.BytesIO())
+    scheduler.start_film(recorder)
+    now = 0.0
+    for name in names:
+        scheduler.add(Request(name, range(8), arrival_time=now, max_tokens=4), now)
+        for _ in range(4):
+            output = scheduler.schedule(now)
+            now += 1
+            scheduler.update(output, StepResult([7] * int(output.samples.sum())), now)
+            if name == gone and scheduler.has_unfinished_requests():
+                scheduler.abort(name, now)
+                break
+    scheduler.remove_listener(recorder)
+    recorder.close()
+    return file.getvalue()
+
+
+def test_requests_of_one_run_alone_are_named(open_page: Callable[..., Any], tmp_path: Path) -> None:
+    """An id that comes again is another request; who is aborted has not finished."""
+    one, two = aborted(["a", "b", "a", "c"], "c"), aborted(["a", "b", "d"], "b")
+    path = tmp_path / "page.html"
+    path.write_text(page_of(one, "one", (two, "two")), encoding="utf-8")
+    page = open_page(path.as_uri())
+    playwright.expect(page.locator("#alone")).to_have_text("Finished in one alone: b, a. Finished in two alone: d. ")
+    rows = {
+        cells[0]: cells[1:]
+        for cells in (row.locator("th, td").all_inner_texts() for row in page.locator("#figures tr").all()[1:])
+    }
+    assert rows["requests finished"][:2] == ["3", "2"]
+    assert rows["requests aborted, refused, failed or late"][:2] == ["1", "1"]
+    assert rows["time per output token, mean of requests"][:2] == ["1.000 s", "1.000 s"]
+    assert page.inner_text("#gained").startswith("Of 1 request that finished in both, 0 finished sooner")
+
+
 def test_one_follows_the_other_in_step_and_in_time(visit: Callable[..., Any], static: Any, continuous: Any) -> None:
     films = {name: Film(io.BytesIO(data)) for name, (data, _) in (("first", static), ("second", continuous))}
     page = visit("#step=9&by=step")
@@ -100,7 +158,7 @@ def test_one_follows_the_other_in_step_and_in_time(visit: Callable[..., Any], st
         playwright.expect(page.locator(f"#{follower} [data-part=number]")).to_have_value(str(to))
     page.locator("#second [data-part=line]").press("ArrowRight")  # keys are of the view that has the focus
     playwright.expect(page.locator("#first [data-part=number]")).to_have_value("13")
-    assert "step=13" in page.url and "by=step" in page.url
+    playwright.expect(page).to_have_url(re.compile("step=13&by=step$"))
     page.select_option("#by", "time")
     move(page, "first", films["first"].num_steps - 1)
     last = films["second"].frames[-1]  # it is over before the first one is
@@ -124,7 +182,7 @@ def test_a_request_is_chosen_in_both(visit: Callable[..., Any]) -> None:
     name = button.inner_text()
     for which in ("first", "second"):
         playwright.expect(page.locator(f"#{which} [data-part=lifeTitle]")).to_have_text(f"The life of {name}")
-    assert f"request={name}" in page.url
+    playwright.expect(page).to_have_url(re.compile(f"request={name}&"))
     page.keyboard.press("Escape")
     for which in ("first", "second"):
         playwright.expect(page.locator(f"#{which} [data-part=life]")).to_be_hidden()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -102,6 +103,7 @@ def test_a_server_is_watched(visit: Callable[..., Any]) -> None:
             playwright.expect(page.locator("[data-part=waitingTitle]")).to_have_text("Waiting: 1")
             playwright.expect(page.locator("[data-part=runningTitle]")).to_have_text("Running: 2 of 2")
             playwright.expect(page.locator("[data-part=waiting]")).to_contain_text("sequence limit")
+            playwright.expect(page.locator("[data-part=line]")).to_have_attribute("aria-valuenow", re.compile(r"\d\d"))
             page.keyboard.press("ArrowLeft")
             page.keyboard.press("ArrowLeft")
             playwright.expect(page.locator("#link")).to_have_text("You look back; the scheduler goes on")

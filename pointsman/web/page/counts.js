@@ -27,6 +27,10 @@ class Counts {
     this.ofRequest = []; // its events, and the frame that each led to
     this.preemptions = []; // these events, in order, and their frames
     this.firstToken = []; // when it came, by request; NaN: never, or before the film
+    this.lastToken = []; // when it came; NaN: not known
+    this.tokens = []; // how many came, by request
+    this.longestGap = []; // between two of them, by request
+    this.generated = 0; // tokens that came, of all requests
     this.finishes = []; // these events, in order, and their frames
     this.told = []; // frames to which something led that can be told, or a request
     this.moves = new Map(); // "waiting running" -> the frame that each led to
@@ -151,7 +155,6 @@ class Counting {
     this.place = 0; // of the next step
     this.places = []; // of requests, by number
     this.admissions = [];
-    this.lastToken = []; // when it came; NaN: not known
     this.total = { prefill: 0, decode: 0, cached: 0, preempted: 0, finished: 0, evicted: 0, waited: 0, outOfMemory: 0, refused: 0 };
     this.running = []; // replaced, not changed: steps in flight keep theirs
     this.before = new Set(); // requests that may have had a token that is not in the film
@@ -163,9 +166,11 @@ class Counting {
     for (let number = this.places.length; number < this.film.requests.length; number++) {
       this.counts.ofRequest.push([]);
       this.counts.firstToken.push(NaN);
+      this.counts.lastToken.push(NaN);
+      this.counts.tokens.push(0);
+      this.counts.longestGap.push(0);
       this.places.push(0);
       this.admissions.push(0);
-      this.lastToken.push(NaN);
     }
     for (; this.chunk < this.film.chunks.length; this.chunk++) {
       const key = this.film.beginning(this.chunk);
@@ -189,7 +194,7 @@ class Counting {
     const isOver = (place) => PLACES[place] === "finished" || PLACES[place] === "refused";
     this.places = this.places.map((place) => (isOver(place) ? place : 0));
     this.numIn = this.numIn.map((count, place) => (isOver(place) ? count : 0));
-    this.lastToken.fill(NaN);
+    this.counts.lastToken.fill(NaN);
     this.running = [...key.running];
     this.lives.now = key.time;
     this.lives.doing.clear(); // what was missed is not known
@@ -248,7 +253,7 @@ class Counting {
         break;
       }
       case "extended":
-        this.lastToken[number] = NaN; // what comes next is the first token of another part
+        this.counts.lastToken[number] = NaN; // what comes next is the first token of another part
         break;
     }
   }
@@ -308,19 +313,23 @@ class Counting {
     for (let row = 0; row < numbers.length; row++) {
       let count = samples === null || samples[row] ? 1 : 0;
       if (odd < event.rows.length && event.rows[odd][0] === row) count = event.rows[odd++][1];
-      if (count) longest = Math.max(longest, this._token(numbers[row], event.time));
+      if (count) longest = Math.max(longest, this._token(numbers[row], event.time, count));
     }
     if (place === null) return;
     this.counts.ends[place] = event.time;
     this.counts.itl[place] = longest;
   }
 
-  // A token came; since when the one before was there.
-  _token(number, time) {
-    const gap = time - this.lastToken[number];
-    this.lastToken[number] = time;
-    if (Number.isNaN(this.counts.firstToken[number]) && !this.before.has(number)) this.counts.firstToken[number] = time;
-    return gap > 0 ? gap : 0; // NaN: it is the first
+  // So many tokens came at once; how long after the one before.
+  _token(number, time, count) {
+    const { counts } = this;
+    const gap = Math.max(0, time - counts.lastToken[number]) || 0; // NaN: it is the first
+    counts.lastToken[number] = time;
+    counts.longestGap[number] = Math.max(counts.longestGap[number], gap);
+    counts.tokens[number] += count;
+    counts.generated += count;
+    if (Number.isNaN(counts.firstToken[number]) && !this.before.has(number)) counts.firstToken[number] = time;
+    return gap;
   }
 
   _steps(event) {
@@ -332,9 +341,11 @@ class Counting {
       itl.push((passed[step + 1] - passed[step]) / 1e6);
     }
     let longest = 0;
+    const later = itl.slice(this.place + 1).reduce((most, gap) => Math.max(most, gap), 0);
     for (const number of this.running) {
-      longest = Math.max(longest, this._token(number, ends[this.place]));
-      this.lastToken[number] = time + passed[count] / 1e6;
+      longest = Math.max(longest, this._token(number, ends[this.place], count));
+      this.counts.longestGap[number] = Math.max(this.counts.longestGap[number], later);
+      this.counts.lastToken[number] = time + passed[count] / 1e6;
     }
     itl[this.place] = longest;
     this.total.decode += count * this.running.length;

@@ -4,15 +4,33 @@
 
 const MOST_GAINS = 8; // requests that gained most, and as many that lost most
 
+const NOT_DONE = new Set(["abort", "refused", "error", "deadline"]); // reasons to finish without an answer
+
 class Figures {
   constructor(film, counts) {
     this.film = film;
     this.counts = counts;
-    this.numbers = new Map(film.requests.map((one, number) => [one.id, number])); // of an id used twice, the last
+    const times = new Map();
+    this.keys = film.requests.map(({ id }) => { // an id may come again, once its request has finished
+      times.set(id, (times.get(id) ?? 0) + 1);
+      return JSON.stringify([id, times.get(id)]);
+    });
+    this.numbers = new Map(this.keys.map((key, number) => [key, number]));
+    const nothing = () => new Array(film.requests.length).fill(NaN);
     this.ttft = film.requests.map((one, number) => counts.firstToken[number] - one.arrival); // seconds; NaN: no token in the film
-    this.e2e = new Array(film.requests.length).fill(NaN);
-    for (const { event } of counts.finishes) this.e2e[event.request] = event.time - film.requests[event.request].arrival;
-    for (const number of film.beginning().requests.keys()) this.e2e[number] = NaN; // it came before the film begins
+    this.e2e = nothing();
+    this.perToken = nothing(); // seconds between two tokens, on average
+    this.numUndone = 0;
+    const names = film.header.names.finish_reasons;
+    const begun = film.beginning().requests; // came before the film begins
+    for (const { event: { request: number, reason, time } } of counts.finishes) {
+      if (NOT_DONE.has(names[reason])) this.numUndone++;
+      else if (!begun.has(number)) {
+        this.e2e[number] = time - film.requests[number].arrival;
+        const span = counts.lastToken[number] - counts.firstToken[number];
+        if (counts.tokens[number] > 1) this.perToken[number] = span / (counts.tokens[number] - 1);
+      }
+    }
   }
 
   // [name, value, how it is written], of the whole run.
@@ -20,20 +38,22 @@ class Figures {
     const { film, counts } = this;
     const last = film.frames.length - 1;
     const total = (name) => counts[name][last];
-    const ttft = this.ttft.filter((one) => !Number.isNaN(one));
-    const e2e = this.e2e.filter((one) => !Number.isNaN(one));
-    const gaps = [...counts.itl].filter((one) => one > 0);
+    const known = (values) => values.filter((one) => !Number.isNaN(one));
+    const [ttft, e2e, perToken] = [this.ttft, this.e2e, this.perToken].map(known);
+    const gaps = counts.longestGap.filter((one) => one > 0);
     const span = film.end - film.frames[0].time;
     return [
-      ["requests finished", this.e2e.filter((one) => !Number.isNaN(one)).length, whole],
+      ["requests finished", e2e.length, whole],
+      ["requests aborted, refused, failed or late", this.numUndone, whole],
       ["steps", film.numSteps, whole],
       ["seconds", span, seconds],
-      ["tokens scheduled for decoding, a second", span > 0 ? total("decode") / span : NaN, (one) => one.toFixed(1)],
+      ["tokens generated, a second", span > 0 ? counts.generated / span : NaN, (one) => one.toFixed(1)],
       ["TTFT, mean", mean(ttft), seconds],
       ["TTFT, 99th percentile", percentile(ttft, 0.99), seconds],
       ["end to end, mean", mean(e2e), seconds],
       ["end to end, 99th percentile", percentile(e2e, 0.99), seconds],
-      ["longest gap between tokens of a step, 99th percentile", percentile(gaps, 0.99), seconds],
+      ["time per output token, mean of requests", mean(perToken), seconds],
+      ["longest gap between tokens of a request, 99th percentile", percentile(gaps, 0.99), seconds],
       ["preemptions", total("preempted"), whole],
       ["tokens prefilled", total("prefill"), whole],
       ["tokens found in the cache", total("cached"), whole],
@@ -72,18 +92,29 @@ function differences(one, other) {
   return found;
 }
 
-// Of the requests that finished in both: those whose end came sooner in the second one, and those whose came later.
-function gains(one, other) {
+// Of the requests that finished in both: those for which a time (ttft, perToken or e2e) is shorter in the second one, and
+// those for which it is longer; and those that finished in one alone.
+function gains(one, other, by) {
   const both = [];
-  for (const [id, number] of one.numbers) {
-    const there = other.numbers.get(id);
-    if (there === undefined) continue;
-    const by = other.e2e[there] - one.e2e[number];
-    if (!Number.isNaN(by)) both.push({ id, by, ttft: [one.ttft[number], other.ttft[there]], e2e: [one.e2e[number], other.e2e[there]] });
+  const alone = [[], []];
+  const hasEnded = (figures, number) => number !== undefined && !Number.isNaN(figures.e2e[number]);
+  for (const [key, number] of one.numbers) {
+    const there = other.numbers.get(key);
+    const { id } = one.film.requests[number];
+    if (!hasEnded(one, number)) continue;
+    if (!hasEnded(other, there)) alone[0].push(id);
+    else {
+      const pair = (name) => [one[name][number], other[name][there]];
+      const [before, after] = pair(by);
+      both.push({ number, id, by: after - before, ttft: pair("ttft"), perToken: pair("perToken"), e2e: pair("e2e") });
+    }
   }
-  both.sort((first, second) => first.by - second.by);
-  const sooner = both.filter((each) => each.by < 0);
-  const later = both.filter((each) => each.by > 0).reverse();
-  return { count: both.length, numSooner: sooner.length, numLater: later.length,
+  for (const [key, there] of other.numbers) {
+    if (hasEnded(other, there) && !hasEnded(one, one.numbers.get(key))) alone[1].push(other.film.requests[there].id);
+  }
+  const known = both.filter((each) => !Number.isNaN(each.by)).sort((first, second) => first.by - second.by);
+  const sooner = known.filter((each) => each.by < 0);
+  const later = known.filter((each) => each.by > 0).reverse();
+  return { count: both.length, alone, numSooner: sooner.length, numLater: later.length,
     most: [...sooner.slice(0, MOST_GAINS), ...later.slice(0, MOST_GAINS)] };
 }

@@ -3,6 +3,9 @@
 
 "use strict";
 
+const REMEMBER_EACH = 400; // milliseconds
+const MOST_ALONE = 5; // ids that are named of the requests that finished in one run alone
+const RANKED = { e2e: "finished sooner", ttft: "had their first token sooner", perToken: "had less time between tokens" };
 const MOST_BYTES = 256 * 2 ** 20; // of a film: a browser holds all of it
 
 const panes = [{ root: "first", name: "" }, { root: "second", name: "" }]; // each with its view, once it has one
@@ -18,9 +21,19 @@ function shown(view) {
   }
 }
 
-// A link carries step and request, of the first film as the second one follows; and what they have in common.
+// A link carries step and request, of the first film as the second one follows; and what they have in common. Browsers
+// take few changes of it a second.
+let remembered = -Infinity;
+let toRemember = null;
+
 function remember(view) {
   if (view !== panes[0].view) return;
+  clearTimeout(toRemember);
+  toRemember = setTimeout(() => writeLink(view), Math.max(0, remembered + REMEMBER_EACH - performance.now()));
+}
+
+function writeLink(view) {
+  remembered = performance.now();
   const where = new URLSearchParams({ step: view.step });
   if (view.chosen !== null) where.set("request", view.film.requests[view.chosen].id);
   if (other(view) !== undefined) where.set("by", $("by").value);
@@ -38,6 +51,13 @@ async function follow(view, leader) {
   remember(panes[0].view);
 }
 
+// The number of one view's chosen request in the other; -1: it is not there.
+function sameIn(view, second) {
+  const figuresOf = (one) => panes.find((pane) => pane.view === one).figures;
+  const [mine, theirs] = [figuresOf(view), figuresOf(second)];
+  return mine && theirs ? theirs.numbers.get(mine.keys[view.chosen]) ?? -1 : -1;
+}
+
 let isChoosing = false;
 
 function chosen(view) {
@@ -45,7 +65,7 @@ function chosen(view) {
   if (second === undefined || isChoosing) return;
   isChoosing = true;
   const id = view.chosen === null ? null : view.film.requests[view.chosen].id;
-  second.choose(id === null ? null : second.film.requests.findIndex((one) => one.id === id), false);
+  second.choose(id === null ? null : sameIn(view, second), false);
   isChoosing = false;
 }
 
@@ -86,17 +106,28 @@ function compare() {
     const text = (number) => (Number.isNaN(number) ? "none" : write(number));
     return tableRow("td", name, text(value), text(second), change(value, second));
   }));
-  const found = gains(one, two);
+  rank();
+}
+
+// Who gained and lost most, by the time that is chosen.
+function rank() {
+  const [one, two] = panes.map((pane) => pane.figures);
+  const by = $("rank").value;
+  const found = gains(one, two, by);
   $("gained").textContent = found.count === 0 ? "No request finished in both."
-    : `Of ${counted(found.count, "request")} that finished in both, ${thousands(found.numSooner)} finished sooner in ` +
-      `${panes[1].name} and ${thousands(found.numLater)} later${found.most.length ? "; those that gained and lost most:" : "."}`;
+    : `Of ${counted(found.count, "request")} that finished in both, ${thousands(found.numSooner)} ${RANKED[by]} in ` +
+      `${panes[1].name}, and ${thousands(found.numLater)} in ${panes[0].name}${found.most.length ? "; those that gained and lost most:" : "."}`;
+  $("alone").textContent = found.alone.map((ids, index) => {
+    const more = ids.length > MOST_ALONE ? `, and ${thousands(ids.length - MOST_ALONE)} more` : "";
+    return ids.length ? `Finished in ${panes[index].name} alone: ${ids.slice(0, MOST_ALONE).join(", ")}${more}. ` : "";
+  }).join("");
   $("gains").hidden = !found.most.length;
   const pair = (values) => values.map((value) => (Number.isNaN(value) ? "none" : value.toFixed(3))).join(" → ");
-  $("gains").replaceChildren(tableRow("th", "request", "TTFT, s", "end to end, s"), ...found.most.map((each) => {
+  $("gains").replaceChildren(tableRow("th", "request", "TTFT, s", "per token, s", "end to end, s"), ...found.most.map((each) => {
     const button = document.createElement("button");
     button.textContent = each.id;
-    button.addEventListener("click", () => panes[0].view.choose(one.numbers.get(each.id)));
-    return tableRow("td", button, pair(each.ttft), pair(each.e2e));
+    button.addEventListener("click", () => panes[0].view.choose(each.number));
+    return tableRow("td", button, pair(each.ttft), pair(each.perToken), pair(each.e2e));
   }));
 }
 
@@ -120,6 +151,7 @@ async function begin() {
   $("file").addEventListener("change", () => take(panes[0], $("file").files[0]));
   $("other").addEventListener("change", () => take(panes[1], $("other").files[0]));
   $("by").addEventListener("change", () => shown(panes[0].view));
+  $("rank").addEventListener("change", rank);
   document.addEventListener("dragover", (event) => { event.preventDefault(); document.body.classList.add("drop"); });
   document.addEventListener("dragleave", () => document.body.classList.remove("drop"));
   document.addEventListener("drop", (event) => {

@@ -1,0 +1,72 @@
+"""A bar for what takes more than two seconds, with the time that is left."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+QUIET_SECONDS = 2.0
+"""A progress bar is shown after that time."""
+_REFRESH_SECONDS = 0.2
+
+
+class ProgressBar(AbstractContextManager["ProgressBar"]):
+    """A bar with the time that is left, on stderr if that is a terminal, of what takes over two seconds.
+
+    Args:
+        verb: what is done with requests, or with another `noun`.
+        expected: how many there are; None: not known.
+        console: where it is shown; None: on stderr.
+        quiet: seconds before it is shown.
+        figure: what the second number of `update` is, with its format.
+    """
+
+    def __init__(
+        self,
+        verb: str,
+        expected: int | None,
+        console: Console | None = None,
+        quiet: float = QUIET_SECONDS,
+        *,
+        noun: str = "requests",
+        figure: str = "{task.fields[now]:,.0f} s of virtual time",
+    ) -> None:
+        self._text, self._expected = f"{{task.completed:,.0f}} {noun} {verb}, {figure}", expected
+        self._shown = Console(stderr=True) if console is None else console
+        self._next = time.monotonic() + quiet if self._shown.is_terminal else math.inf
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+
+    def expect(self, expected: int) -> None:
+        """There are so many."""
+        self._expected = expected
+
+    def update(self, num_finished: int, now: float) -> None:
+        """Called often; redraws now and then."""
+        if time.monotonic() < self._next:
+            return
+        if self._bar is None:
+            columns = (TextColumn(self._text), BarColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self._shown, auto_refresh=False, transient=True)
+            self._task = self._bar.add_task("", total=self._expected, now=now)
+            self._bar.start()
+        self._bar.update(self._task, completed=num_finished, total=self._expected, now=now, refresh=True)
+        self._next = time.monotonic() + _REFRESH_SECONDS
+
+    def after(self, num_before: int) -> Callable[[int, float], None]:
+        """`update` for a simulation that follows others, of which `num_before` requests are done."""
+        return lambda num_finished, now: self.update(num_before + num_finished, now)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._bar is not None:
+            with suppress(OSError):  # the terminal is gone
+                self._bar.stop()
