@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -279,6 +280,17 @@ def test_a_model_that_is_not_there_is_an_error_in_one_line() -> None:
     with pytest.raises(ServerFailed) as caught:
         start_server("--model", "/nowhere", timeout=60)
     assert "/nowhere" in str(caught.value) and "Traceback" not in str(caught.value)
+
+
+def test_a_broken_tokenizer_is_the_only_error(tmp_path: Path) -> None:
+    """The engine process, which is ended for it, is no second one."""
+    model = tmp_path / "model"
+    shutil.copytree(model_directory("demo") or "", model)
+    (model / "tokenizer.json").write_text("{")
+    with pytest.raises(ServerFailed) as caught:
+        start_server("--model", str(model), timeout=60)
+    assert "tokenizer" in str(caught.value)
+    assert "SIGKILL" not in str(caught.value) and "out of memory" not in str(caught.value)
 
 
 def test_a_broken_chat_template_is_an_error_before_the_model_is_loaded(tmp_path: Path) -> None:

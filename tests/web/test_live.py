@@ -90,6 +90,7 @@ def is_live(page: Any) -> None:
 def test_a_server_is_watched(visit: Callable[..., Any]) -> None:
     """Key, what runs now, looking back while it goes on, now again, and a server that ends."""
     with start_server(*POOL) as server:
+        port = server.port
         page = visit(f"{server.url}/live")
         playwright.expect(page.locator("#ask")).to_be_visible()
         page.fill("#key", "wrong")
@@ -120,6 +121,11 @@ def test_a_server_is_watched(visit: Callable[..., Any]) -> None:
         assert page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
         assert KEY not in page.content() and page.input_value("#key") == ""
     playwright.expect(page.locator("#link")).to_contain_text("the next attempt is in", timeout=15000)
+    with start_server(*POOL, "--port", str(port)) as server:  # once more: the page has the key, and begins anew
+        playwright.expect(page.locator("#link")).to_have_text(re.compile("^Live"), timeout=40000)
+        with busy(server.url, "demo"):
+            playwright.expect(page.locator("[data-part=runningTitle]")).to_have_text("Running: 2 of 2")
+            assert page.locator("[data-part=finishedTitle]").inner_text() != ""
     page.close()
 
 

@@ -319,10 +319,12 @@ class EngineClient:
         self._process.kill()
 
     async def _kill(self) -> None:
-        """Make sure that the process is gone."""
+        """Make sure that the process is gone. If it runs, this is why it ends."""
+        is_ours = self._process.poll() is None and self._death is None
+        self._is_stopping = self._is_stopping or is_ours
         if self._transport is not None:
             self._transport.close()
-        if self._process.poll() is None and self._death is None:
+        if is_ours:
             self._process.kill()
         loop = asyncio.get_running_loop()
         try:

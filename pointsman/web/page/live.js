@@ -240,7 +240,7 @@ let isLinked = false;
 let note = ""; // why the film begins anew
 
 function tell() {
-  const isNow = view.film === film && view.follows;
+  const isNow = view.follows && (view.film === film || film === null); // null: nothing has come since the connection
   $("now").hidden = isNow;
   if (isLinked) setText("link", isNow ? `Live${note}` : "You look back; the scheduler goes on");
   if (counts === null) return;
