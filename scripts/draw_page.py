@@ -1,19 +1,24 @@
-"""Draw the moving picture of the README: a run in a short pool, stepped through on the page.
+"""Draw the pictures of the pages: the moving one of the README, a run in a short pool that is stepped through, and
+those of docs/films.md and docs/sandbox.md.
 
     python scripts/draw_page.py [--chromium PATH]
 
-It becomes docs/films/steps.webp. Pages are drawn by Chromium, driven by Playwright (both are there for the tests).
+They become docs/films/*.png and steps.webp. Pages are drawn by Chromium, driven by Playwright (both are there for the
+tests).
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import subprocess
+import sys
 import tempfile
+import threading
 from pathlib import Path
 
 from PIL import Image
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Browser, sync_playwright
 
 from pointsman.core import SchedulerConfig
 from pointsman.core.observe.film import FilmRecorder
@@ -23,9 +28,13 @@ from pointsman.sim.workload import OpenLoop
 from pointsman.traces import TraceRequest
 from pointsman.web.film import Film
 from pointsman.web.player import page_of
+from pointsman.web.sandbox import Sandbox
+from pointsman.web.sandbox_page import sandbox_server
 from pointsman.web.story import Teller
 
-OUT = Path(__file__).resolve().parent.parent / "docs" / "films" / "steps.webp"
+OUT = Path(__file__).resolve().parent.parent / "docs" / "films"
+COMPARED = ("--requests", "60", "--num-blocks", "400", "--max-num-seqs", "8")
+"""As docs/films.md compares static and continuous batching."""
 SIZE = {"width": 1200, "height": 880}
 WIDTH = 900
 """Of the picture, in pixels; the page is drawn larger, as on a screen."""
@@ -55,7 +64,7 @@ def film() -> bytes:
     return file.getvalue()
 
 
-def shots(data: bytes, chromium: str) -> list[Image.Image]:
+def shots(data: bytes, folder: Path, browser: Browser) -> list[Image.Image]:
     """Pictures of steps around the first preemption."""
     read = Film(io.BytesIO(data))
     teller = Teller(read)
@@ -64,32 +73,96 @@ def shots(data: bytes, chromium: str) -> list[Image.Image]:
     )
     first = max(0, preempted - FRAMES + 6)
     found = []
-    with sync_playwright() as tool, tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "page.html"
-        path.write_text(page_of(data, "Ten requests, a pool for four"), encoding="utf-8")
-        browser = tool.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport=SIZE)
-        page.goto(f"{path.as_uri()}#step={read.frames[first].step_id}")
+    path = folder / "steps.html"
+    path.write_text(page_of(data, "Ten requests, a pool for four"), encoding="utf-8")
+    page = browser.new_page(viewport=SIZE)
+    page.goto(f"{path.as_uri()}#step={read.frames[first].step_id}")
+    page.locator("[data-part=running] li").first.wait_for()
+    for _ in range(FRAMES):
+        page.wait_for_timeout(60)
+        shot = Image.open(io.BytesIO(page.screenshot()))
+        size = WIDTH, WIDTH * shot.height // shot.width
+        found.append(shot.convert("RGB").resize(size, Image.Resampling.LANCZOS))
+        page.click("[data-part=step]")
+    page.close()
+    return found
+
+
+def stills(folder: Path, browser: Browser) -> dict[str, bytes]:
+    """The pictures of docs/films.md and docs/sandbox.md, by name: the page of the runs described there."""
+    names = ("run", "static", "continuous")
+    options = {
+        "run": (
+            "--device",
+            "rtx-4090",
+            "--requests",
+            "300",
+            "--output-tokens",
+            "lognormal:300,0.8",
+            "--num-blocks",
+            "1200",
+        ),
+        "static": (*COMPARED, "--batching", "static"),
+        "continuous": COMPARED,
+    }
+    for name in names:
+        command = [sys.executable, "-m", "pointsman", "simulate", *options[name], "--film", f"{name}.film"]
+        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    films = {name: folder.joinpath(f"{name}.film").read_bytes() for name in names}
+    found = {}
+
+    def draw(name: str, html: str, fragment: str, height: int, choose: str) -> None:
+        path = folder / f"{name}.html"
+        path.write_text(html, encoding="utf-8")
+        page = browser.new_page(viewport={"width": 1400, "height": height})
+        page.goto(path.as_uri() + fragment)
         page.locator("[data-part=running] li").first.wait_for()
-        for _ in range(FRAMES):
-            page.wait_for_timeout(60)
-            shot = Image.open(io.BytesIO(page.screenshot()))
-            size = WIDTH, WIDTH * shot.height // shot.width
-            found.append(shot.convert("RGB").resize(size, Image.Resampling.LANCZOS))
-            page.click("[data-part=step]")
-        browser.close()
+        page.locator(choose).first.click()
+        page.wait_for_timeout(500)
+        found[name] = page.screenshot()
+        page.close()
+
+    draw("page", page_of(films["run"], "run.film"), "#step=10493&request=request-271", 1500, "[data-part=most] summary")
+    both = page_of(films["static"], "static.film", (films["continuous"], "continuous.film"))
+    draw("compare", both, "#step=120", 900, "h1")
+    server = sandbox_server(Sandbox())
+    threading.Thread(target=server.serve, daemon=True).start()
+    page = browser.new_page(viewport={"width": 1400, "height": 1000})
+    page.goto(server.url)
+    page.select_option("#situation", "preemption")
+    for button, count in (("#do-situation", "0 steps"), ("#do-run", "6 finished"), ("#do-what-if", "6 finished")):
+        page.click(button)
+        page.locator("#status", has_text=count).wait_for()
+    page.locator("#comparing").wait_for()
+    page.wait_for_timeout(500)
+    found["sandbox"] = page.screenshot()
+    page.close()
+    server.close()
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chromium", default="/usr/bin/chromium")
-    pictures = shots(film(), parser.parse_args().chromium)
+    with sync_playwright() as tool, tempfile.TemporaryDirectory() as name:
+        browser = tool.chromium.launch(executable_path=parser.parse_args().chromium, args=["--no-sandbox"])
+        folder = Path(name)
+        for name, data in stills(folder, browser).items():
+            picture = Image.open(io.BytesIO(data)).convert("RGB")
+            size = 1050, 1050 * picture.height // picture.width
+            out = OUT / f"{name}.png"
+            picture.resize(size, Image.Resampling.LANCZOS).quantize(
+                256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
+            ).save(out, optimize=True)
+            print(out, f"{out.stat().st_size:,} bytes")
+        pictures = shots(film(), folder, browser)
+        browser.close()
     times = [MILLISECONDS] * (len(pictures) - 1) + [LAST]
+    out = OUT / "steps.webp"
     pictures[0].save(
-        OUT, save_all=True, append_images=pictures[1:], duration=times, loop=0, lossless=True, quality=100, method=6
+        out, save_all=True, append_images=pictures[1:], duration=times, loop=0, lossless=True, quality=100, method=6
     )
-    print(OUT, f"{OUT.stat().st_size:,} bytes, {len(pictures)} frames")
+    print(out, f"{out.stat().st_size:,} bytes, {len(pictures)} frames")
 
 
 if __name__ == "__main__":
