@@ -26,8 +26,10 @@ import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import InvalidTransition, PolicyError, UnknownTransfer
+from pointsman.core.kv.cache import KVCache
 from pointsman.core.kv.connector import AnswerLog, KVConnector
 from pointsman.core.kv.events import KVEvent
+from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.observe.explain import Explanation, explain, find_holder
 from pointsman.core.observe.invariants import check
 from pointsman.core.observe.request_log import RequestLog
@@ -62,6 +64,7 @@ class Scheduler:
         recorder: where to write every call and every decision, so that they can be replayed; None: nowhere, until
             `start_recording`.
         connector: where KV comes from and goes to besides the pool, see `kv/connector.py`; None: nowhere.
+        kv_cache: who owns the KV blocks, see `kv/cache.py`; None: the scheduler, in one pool of equal blocks.
         listeners: are called for every decision, see `state/events.py`.
         start: where the numbers of steps and admissions begin; a replay takes them from the recording.
         check_horizons: after steps done at once, compare what the policies' horizons said with what they decide, and
@@ -85,6 +88,7 @@ class Scheduler:
         "_events",
         "_fast_forward",
         "_kv",
+        "_kv_cache",
         "_listeners",
         "_load_followers",
         "_loading",
@@ -110,6 +114,7 @@ class Scheduler:
         *,
         recorder: Recorder | None = None,
         connector: KVConnector | None = None,
+        kv_cache: KVCache | None = None,
         listeners: Iterable[Listener] = (),
         start: Start = NEW,
         check_horizons: bool = False,
@@ -120,6 +125,7 @@ class Scheduler:
         self._events = Events(lambda request, reason: find_holder(request, reason, self._parts))
         self._recorder = recorder
         self._listeners = tuple(listeners)
+        self._kv_cache = kv_cache
         answers = None if recorder is None or connector is None else AnswerLog(connector)
         if recorder is not None:
             self._listeners = (*self._listeners, recorder)
@@ -132,7 +138,9 @@ class Scheduler:
         config, events = self._config, self._events
         log = [RequestLog()] if config.log_request_events else []
         events.set([self._statistics, *log, *self._listeners])
-        self._parts = parts = assemble(config, start, connector, events, self._statistics.accepted_drafts)
+        self._parts = parts = assemble(
+            config, start, connector, events, self._statistics.accepted_drafts, self._kv_cache
+        )
         events.set([self._statistics, *log, *parts.policy_listeners, *self._listeners])
         self._batch, self._kv, self._table, self._steps = parts.batch, parts.kv, parts.table, parts.steps
         self._running, self._drafts, self._emission = parts.running, parts.drafts, parts.emission
@@ -205,7 +213,8 @@ class Scheduler:
         if not prefills.total and not step.admitted:
             in_flight = len(self._steps.records) > 0
             step.advance = running.advance_decodes(in_flight, table.preempt, was_preempted=prefills.preempted)
-        self._kv.publish_deferred(self._batch)
+        if self._kv.unpublished:
+            self._kv.publish_deferred(self._batch)
         self._emission.emit(step)
 
     def _paused_step(self, step: StepRecord) -> None:
@@ -389,7 +398,7 @@ class Scheduler:
         park = None if park is None else ParkReason(park)
         if request.status is not RequestStatus.WAITING or request.sequence_number:
             raise InvalidTransition(f"request {request.request_id!r} was added before; make a new Request")
-        why = settle_limits(self._config, request)
+        why = settle_limits(self._config, self._kv, request)
         if why is not None:
             for method in self._events.refused:
                 method(request, why, now)
@@ -632,9 +641,14 @@ class Scheduler:
         # One step number is left out, so that drafts for an earlier step are stale and not checked.
         start = Start(self._next_step_id + 1, self._table.next_serial)
         kv, pause = self._kv, self._admission.pause
+        if not isinstance(kv, KVCacheManager):
+            raise InvalidTransition(
+                f"the KV blocks of {type(kv).__name__} cannot be recorded, as a replay would need it; film the run"
+            )
         self._recorder = recorder
         self._listeners = (*self._listeners, recorder)
         self._assemble(start)
+        assert isinstance(self._kv, KVCacheManager)
         self._kv.continue_reports(kv)
         recorder.start(self._config, start, self.policies)
         if pause is not None:

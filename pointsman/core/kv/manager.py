@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv.block_pool import NO_BLOCKS, BlockPool
+from pointsman.core.kv.cache import Journal, KVCache, Match
 from pointsman.core.kv.content import block_keys
 from pointsman.core.kv.content_marks import ContentMarks
 from pointsman.core.kv.events import KVEvents
-from pointsman.core.kv.prefix_tree import Node, Place, PrefixCache, Root, Span
+from pointsman.core.kv.prefix_tree import Place, PrefixCache, Root, Span
 from pointsman.core.kv.retained import RetainingPool
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.interfaces import Eviction
@@ -32,22 +32,20 @@ from pointsman.core.state.tokens import NO_TOKENS
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 IntArray = npt.NDArray[np.integer]
-Journal = list[tuple[Request, Int64Array, list[Span]]]  # (publisher, its blocks, their nodes), in order
+# The entries of a journal: (publisher, its blocks, their nodes).
+Publication = tuple[Request, Int64Array, list[Span]]
 
 FINAL = -1  # of a block that no step in flight computes: a step before all others
 FEW_ROWS = 3  # for which a loop takes less time than NumPy
 NO_EPOCH = -1  # of a request whose prefix left the tree while it ran
 
 
-class Match(NamedTuple):
-    """The cached prefix of a request."""
+class KVCacheManager(KVCache):
+    """KV blocks whose tables are columns, each for `block_size` tokens in all layers. `eviction` chooses which cached
+    blocks are retained; None: none is."""
 
-    blocks: Int64Array
-    node: Node
-
-
-class KVCacheManager:
-    """The KV blocks of one scheduler. `eviction` chooses which cached blocks are retained; None: none is."""
+    pool: BlockPool
+    has_tables = True
 
     def __init__(self, config: SchedulerConfig, eviction: Eviction | None = None) -> None:
         self.block_size = config.block_size
@@ -58,30 +56,18 @@ class KVCacheManager:
         if eviction is not None and eviction.share > 0 and config.enable_prefix_caching:
             self.pool = self.retaining = RetainingPool(config.num_blocks, config.num_reserved_blocks, eviction.share)
         self.eviction = eviction
+        self.caches = config.enable_prefix_caching
         self.prefix = PrefixCache(config.num_blocks, config.block_size) if config.enable_prefix_caching else None
-        self.events: KVEvents | None = None
-        """What enters and leaves the prefix tree, if enabled in the configuration."""
         if config.enable_kv_cache_events and self.prefix is not None:
             self.events = self.prefix.listener = KVEvents(config.block_size)
-        self.journal: Journal | None = None
-        """Where publications are logged; None: no step is in flight, so what is published is computed."""
-        self.num_evictions = 0
         self._marks = ContentMarks()
-        self.num_returns = 0
-        """Changes whenever blocks that no row held are released."""
-        self.num_saves = 0
         self.saves: list[Save] | None = None
         """Evictions that no output has reported yet; None: they are not reported."""
         self.wanted: Counter[bytes] | None = None
         """Of which content evictions are reported: the keys, each with the number of preempted requests that want it;
         None: of all."""
         self._shares_within_step = config.share_within_step
-        self.unpublished: list[Request] = []
-        """Requests whose prompt blocks `publish_deferred` has to publish."""
-        self.has_connector = False
-        """Whether KV may come from a connector."""
-        self.returned: list[Int64Array] | None = None
-        """Blocks that requests released since the newest output; None: they are not tracked."""
+        self.unpublished = []
         self.shared: list[tuple[Request, int]] | None = None
         """Requests of which others may find the first blocks referenced since they did so, with the number of these;
         None: they are not tracked."""
@@ -90,6 +76,10 @@ class KVCacheManager:
         self._oldest_step = 0
         # Of each published block, if `saves` is used: its key, and the newest step that computes it.
         self._key_of: dict[int, tuple[bytes, int]] = {}
+
+    @property
+    def num_usable_tokens(self) -> int:
+        return self.pool.num_usable * self.block_size
 
     @property
     def num_publications(self) -> int:
@@ -132,23 +122,26 @@ class KVCacheManager:
         """
         state = request._state
         if state.holding is not None:
-            return Match(state.holding.blocks, state.prefix_node)
+            return Match(state.holding.blocks, state.prefix_node, len(state.holding.blocks) * self.block_size)
         root = Root.of(request)
         if self.prefix is None or not request.use_prefix_cache:
-            return Match(NO_BLOCKS, root)
+            return Match(NO_BLOCKS, root, 0)
         if state.encoder_inputs and self._marks.key(request):
             self.reset()  # earlier marks are invalid
         max_blocks = (state.num_tokens - 1) // self.block_size
         if max_blocks == 0:
-            return Match(NO_BLOCKS, root)
+            return Match(NO_BLOCKS, root, 0)
         needs_output = max_blocks * self.block_size > state.num_prompt_tokens
         token_bytes = state.known_bytes() if needs_output else state.prompt_bytes
         blocks, node = self.prefix.look_up(root, token_bytes, max_blocks)
-        return Match(blocks, node)
+        return Match(blocks, node, len(blocks) * self.block_size)
 
-    def admit(self, request: Request, match: Match, num_new_blocks: int, now: float) -> Int64Array:
-        """Acquire the matched blocks and `num_new_blocks` more; returns the request's block table."""
+    def num_blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def admit(self, request: Request, match: Match, num_tokens: int, now: float) -> Int64Array:
         state, cached = request._state, match.blocks
+        num_new_blocks = -(-num_tokens // self.block_size) - len(cached)
         if self.retaining is not None:
             self.retaining.expire(now)
             if len(cached) and self.eviction is not None and state.holding is None:
@@ -166,7 +159,18 @@ class KVCacheManager:
         state.prefix_epoch = self.prefix.epoch if self.prefix is not None else 0
         return np.concatenate([cached, new]) if len(cached) else new
 
+    def num_slots(self, request: Request, blocks: Int64Array) -> int:
+        return len(blocks) * self.block_size
+
     # ------------------------------------------------------------------ running rows
+
+    def num_blocks_to_grow(self, batch: Batch, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
+        short = batch.num_computed_tokens[rows] + num_tokens - batch.num_slots[rows]
+        needed: Int64Array = np.maximum(-(-short // self.block_size), 0)
+        return needed
+
+    def can_grow_by_one(self, batch: Batch, rows: Int64Array) -> bool:
+        return len(rows) <= self.pool.num_free
 
     def grow_by_one(self, batch: Batch, rows: Int64Array) -> Int32Array:
         """Append one new block to the table of each row. Returns them, in row order."""
@@ -184,7 +188,7 @@ class KVCacheManager:
         batch.num_slots[rows] = slots
         return blocks
 
-    def grow(self, batch: Batch, rows: Int64Array, counts: Int64Array) -> Int32Array:
+    def grow(self, batch: Batch, rows: Int64Array, counts: Int64Array, ends: Int64Array) -> Int32Array:
         """Append `counts[i]` (at least 1) new blocks to the table of `rows[i]`. Returns them all, in row order."""
         total = int(counts.dot(batch.ones[: len(counts)]))  # in half the time of a sum
         if total == len(rows):
@@ -247,11 +251,8 @@ class KVCacheManager:
         """A copy of a row's block table."""
         return batch.block_table[row, : int(batch.num_slots[row]) // self.block_size].astype(INT64)
 
-    def tables(self, batch: Batch, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """The concatenated block tables of some rows, and for each block the index of its row in `rows`."""
-        tables = [self.table(batch, row) for row in rows.tolist()]
-        counts = np.array([len(table) for table in tables], dtype=np.int64)
-        return np.concatenate([NO_BLOCKS, *tables]), batch.count_up[: len(rows)].repeat(counts)
+    def num_blocks_of(self, batch: Batch, rows: Int64Array) -> Int64Array:
+        return batch.num_slots[rows] // self.block_size
 
     # ------------------------------------------------------------------ publishing and freeing
 
@@ -376,7 +377,7 @@ class KVCacheManager:
             if isinstance(state.prefix_node, Place) and not state.prefix_node.is_alive:
                 state.prefix_epoch = NO_EPOCH
 
-    def continue_reports(self, before: KVCacheManager) -> None:
+    def continue_reports(self, before: KVCache) -> None:
         """Take over the eviction count and the events of the manager that this one replaces."""
         self.num_evictions = before.num_evictions
         if self.prefix is not None and before.events is not None:

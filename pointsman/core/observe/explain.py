@@ -215,7 +215,7 @@ def _no_request(request: Request, parts: Parts) -> list[Holder]:
 def _of_blocks(request: Request, parts: Parts) -> list[Holder]:
     """The other running requests, by the KV blocks in their tables, and the transfers; shared blocks count for each."""
     batch, members = parts.batch, parts.batch.members
-    blocks = batch.num_slots[members.rows] // batch.block_size
+    blocks = parts.kv.num_blocks_of(batch, members.rows)
     pairs = zip(members.requests, blocks.tolist(), strict=True)
     running = [Holder(other.request_id, n) for other, n in pairs if other is not request]
     return _most([*running, *_of_transfers(request, parts)])

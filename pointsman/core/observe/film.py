@@ -22,6 +22,8 @@ import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import InvalidTransition
+from pointsman.core.kv.block_pool import BlockPool
+from pointsman.core.kv.cache import Pool
 from pointsman.core.observe.film_format import (
     CAUSES,
     FINISH_REASONS,
@@ -112,6 +114,7 @@ class FilmRecorder(Listener):
             raise InvalidTransition("a film recorder films one scheduler, once; make another FilmRecorder")
         self._is_open = True
         self._parts = find_parts
+        self._with_blocks = self._with_blocks and find_parts().kv.has_tables
         header = {"format_version": FORMAT_VERSION, "library_version": __version__, "with_blocks": self._with_blocks}
         header |= {"config": config.to_dict(), "policies": policies, "names": NAMES}
         self.num_bytes["events"] += write_header(self._file, header)
@@ -515,7 +518,7 @@ class _Mirror:
         pool = parts.kv.pool
         self._parts = parts
         self.num_references[:] = pool.num_references
-        self.is_cached[:] = pool.is_cached & (pool.num_references == 0)
+        self.is_cached[:] = _is_cached(pool) & (pool.num_references == 0)
         self._num_free, self._num_cached = pool.num_free, pool.num_cached_free
         self._held = _held(parts)
 
@@ -605,7 +608,7 @@ class _Mirror:
                 # Blocks that have been taken again since are told with their table.
                 self.is_cached[freed] = True
                 self._num_cached += len(freed)
-                blank = freed[(pool.num_references[freed] == 0) & ~pool.is_cached[freed]]
+                blank = freed[(pool.num_references[freed] == 0) & ~_is_cached(pool)[freed]]
                 if len(blank):
                     self._set_blank(frame, blank)
 
@@ -631,13 +634,20 @@ class _Mirror:
         if len(changed):
             self._put(frame, BlockOp.HELD, 0, changed, held[changed].tolist())
         is_free = pool.num_references == 0
-        news = (self.num_references != 0) | (self.is_cached != pool.is_cached)
+        is_cached = _is_cached(pool)
+        news = (self.num_references != 0) | (self.is_cached != is_cached)
         news[taken] = True  # and given back since
         news &= is_free
-        for op, blocks in ((BlockOp.BLANK, news & ~pool.is_cached), (BlockOp.CACHED, news & pool.is_cached)):
+        for op, blocks in ((BlockOp.BLANK, news & ~is_cached), (BlockOp.CACHED, news & is_cached)):
             if blocks.any():
                 self._put(frame, op, 0, blocks.nonzero()[0])
         self._copy(parts)
+
+
+def _is_cached(pool: Pool) -> npt.NDArray[np.bool_]:
+    """[blocks] whether its content can be found."""
+    assert isinstance(pool, BlockPool)  # a film has blocks where tables are columns
+    return pool.is_cached
 
 
 def _held(parts: Parts) -> Int64Array:

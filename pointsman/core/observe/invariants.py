@@ -18,6 +18,7 @@ import numpy as np
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import InvariantError
+from pointsman.core.kv.cache import KVCache
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.kv.prefix_tree import TOKEN_BYTES, PrefixCache, Root
 from pointsman.core.kv.retained import SHARED, RetainingPool
@@ -38,7 +39,10 @@ def check(config: SchedulerConfig, parts: Parts, max_seen_active_seqs: int) -> N
     """
     batch, transfers = parts.batch, parts.transfers
     holdings = [] if transfers is None else transfers.holdings()
-    _check_blocks(batch, parts.kv, holdings)
+    if isinstance(parts.kv, KVCacheManager):
+        _check_blocks(batch, parts.kv, holdings)
+    broken = parts.kv.broken(batch)
+    _require(broken is None, 1, str(broken))
     _check_places(batch, parts.table)
     _require(len(batch) <= max_seen_active_seqs, 3, f"{len(batch)} requests run, of {max_seen_active_seqs}")
     if transfers is not None:
@@ -206,7 +210,7 @@ def _check_encoder(config: SchedulerConfig, parts: Parts) -> None:
         _require(len(set(entries)) == len(entries), 3, f"step {record.step_id} computes embeddings twice")
 
 
-def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager, verifying: dict[int, int]) -> None:
+def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCache, verifying: dict[int, int]) -> None:
     """`verifying`: drafts in flight, by serial."""
     prefilling = watched = not_ahead = no_sample = 0
     for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
@@ -218,7 +222,9 @@ def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCacheManager, ve
         drafts = verifying.get(request.serial, 0)
         most = tokens + drafts if drafts else tokens + pending
         _require(0 <= computed <= most, 2, f"{request} has computed {computed} of {tokens} + {most - tokens}")
-        _require(computed <= slots == len(kv.table(batch, row)) * kv.block_size, 1, f"{request} outgrew its blocks")
+        _require(computed <= slots, 1, f"{request} outgrew its blocks")
+        if kv.has_tables:
+            _require(slots == len(kv.table(batch, row)) * kv.block_size, 1, f"{request} has other blocks than slots")
         _require(batch.token_limit[row] == request.token_limit, 2, f"{request} has another limit in its row")
         _require(batch.least_left <= request.token_limit - tokens, 2, f"{request} is nearer to its limit than is known")
         _require(batch.priority[row] == request.priority, 2, f"{request} has another priority in its row")
@@ -288,7 +294,7 @@ def _check_drafts(config: SchedulerConfig, batch: Batch, drafts: Drafts) -> None
             _require(bool(decodes), 2, f"{request} has drafts and does not decode")
 
 
-def _check_contents(batch: Batch, kv: KVCacheManager) -> None:
+def _check_contents(batch: Batch, kv: KVCache) -> None:
     prefix = kv.prefix
     if prefix is None:
         return

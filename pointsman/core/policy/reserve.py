@@ -18,8 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
+from pointsman.core.kv.cache import KVCache
 from pointsman.core.policy.gate import Gate
 from pointsman.core.policy.policy import Parameter, Policy
+from pointsman.core.policy.view import SchedulerView
 from pointsman.core.state.events import Admitted, Preempted
 from pointsman.core.state.interfaces import View
 from pointsman.core.state.numbers import MAX_INT
@@ -124,9 +126,9 @@ class Reserves(Gate):
     blocks of its first chunk, or else the last reserve.
     """
 
-    def __init__(self, reserves: Sequence[Any], block_size: int, view: View) -> None:
+    def __init__(self, reserves: Sequence[Any], kv: KVCache, view: SchedulerView) -> None:
         self.policies = tuple(reserves)
-        self._block_size = block_size
+        self._num_blocks = kv.num_blocks_to_start
         self._view = view
         plain = (Watermark, FullSequence, DecodeReserve)
         self._adaptive = [reserve for reserve in reserves if type(reserve) not in plain]
@@ -155,9 +157,9 @@ class Reserves(Gate):
         return num_steps
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
-        size, shared = self._block_size, view.num_shared_blocks
-        first = -(-(start + want) // size) - shared
-        full = -(-request._state.num_tokens // size) - shared
+        match, shared = self._view.match, view.num_shared_blocks
+        first = self._num_blocks(request, match, start + want) - shared
+        full = self._num_blocks(request, match, request._state.num_tokens) - shared
         demand = Demand(first, full, view.num_owed_blocks, view.num_running > 0, view.num_waiting)
         num_free = view.num_free_blocks
         asked = [each.blocks(request, demand, view) for each in self.policies]

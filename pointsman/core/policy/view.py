@@ -7,7 +7,8 @@ from collections.abc import Sized
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.kv.manager import KVCacheManager
+from pointsman.core.kv.block_pool import NO_BLOCKS
+from pointsman.core.kv.cache import KVCache, Match
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.request import Request
 
@@ -22,6 +23,7 @@ class SchedulerView:
         "_kv",
         "_queue",
         "budget",
+        "match",
         "now",
         "num_before",
         "num_missing_blocks",
@@ -30,7 +32,7 @@ class SchedulerView:
         "num_shared_blocks",
     )
 
-    def __init__(self, batch: Batch, kv: KVCacheManager, queue: Sized) -> None:
+    def __init__(self, batch: Batch, kv: KVCache, queue: Sized) -> None:
         self._batch = batch
         self._kv = kv
         self._queue = queue
@@ -42,6 +44,8 @@ class SchedulerView:
         self.num_owed_blocks = 0
         self.num_missing_blocks = 0
         self.num_shared_blocks = 0
+        self.match = Match(NO_BLOCKS, None, 0)
+        """The cached prefix of the checked request."""
 
     @property
     def num_waiting(self) -> int:
@@ -65,12 +69,12 @@ class SchedulerView:
 
     @property
     def has_prefix_cache(self) -> bool:
-        return self._kv.prefix is not None
+        return self._kv.caches
 
     def num_cached_tokens(self, request: Request) -> int:
         if request._state.encoder_inputs:
             return 0  # whose lookup may withdraw what is cached
-        return len(self._kv.look_up(request).blocks) * self._batch.block_size
+        return self._kv.look_up(request).num_tokens
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -90,7 +94,7 @@ class SchedulerView:
 
     @property
     def num_blocks(self) -> Int64Array:
-        return self._batch.num_slots[self._batch.members.rows] // self._batch.block_size
+        return self._kv.num_blocks_of(self._batch, self._batch.members.rows)
 
     @property
     def num_own_blocks(self) -> Int64Array:
@@ -102,11 +106,10 @@ class SchedulerView:
 
     def own_blocks(self, index: int) -> int:
         batch, pool = self._batch, self._kv.pool
-        row = batch.members.rows.item(index)
-        num_blocks = batch.num_slots.item(row) // batch.block_size
+        table = self._kv.table(batch, batch.members.rows.item(index))
         if not self.has_prefix_cache:
-            return num_blocks
-        return int(np.count_nonzero(pool.num_references[batch.block_table[row, :num_blocks]] == 1))
+            return len(table)
+        return int(np.count_nonzero(pool.num_references[table] == 1))
 
     @property
     def num_kept_tokens(self) -> Int64Array:

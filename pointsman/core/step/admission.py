@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
-from pointsman.core.kv.manager import KVCacheManager, Match
+from pointsman.core.kv.cache import KVCache, Match
+from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.kv.transfers import NOTHING, External, Transfers
 from pointsman.core.policy.adapters import AdapterSlots
 from pointsman.core.policy.budget import StepBudget, TokenBudget
@@ -95,7 +96,7 @@ class Admission:
         budget: StepBudget,
         view: SchedulerView,
         batch: Batch,
-        kv: KVCacheManager,
+        kv: KVCache,
         running: Running,
         table: RequestTable,
         gates: Gates,
@@ -217,7 +218,8 @@ class Admission:
                 num_running += 1
                 if search is not None and skipped and search.is_spent(len(admitted)):
                     break
-                num_owed_blocks += max(0, self._kv.blocks_for(head._state.num_tokens) - len(entry.blocks))
+                if entry.grant.num_cached_tokens + entry.grant.num_tokens < head._state.num_tokens:
+                    num_owed_blocks += self._running.num_owed_of(entry.row)
                 if search is not None and skipped and len(queue):
                     popped = [request for request, _ in skipped]
                     if self._nobody_passes(search, popped, step, budget, num_running, num_owed_blocks):
@@ -309,14 +311,15 @@ class Admission:
         """Admit one request: blocks, a row, its first chunk."""
         kv, batch, state = self._kv, self._batch, request._state
         status, serial = state.status, state.serial
-        blocks = kv.admit(request, grant.match, grant.num_new_blocks, step.now)
+        blocks = kv.admit(request, grant.match, grant.num_cached_tokens + grant.num_tokens, step.now)
         for commit in self._commits:
             commit(request, grant.num_cached_tokens, grant.num_tokens)
         if grant.num_external_tokens or state.holding is not None:
             assert self._loading is not None
             self._loading.admit(request, grant, step, blocks)
-        row = self._table.admit(request, grant, len(blocks) * kv.block_size)
-        batch.block_table[row, : len(blocks)] = blocks
+        row = self._table.admit(request, grant, kv.num_slots(request, blocks))
+        if len(blocks):
+            batch.block_table[row, : len(blocks)] = blocks
         if grant.num_cached_tokens + grant.num_tokens == state.num_tokens:
             batch.num_pending[row] = 1
         else:
@@ -373,7 +376,12 @@ class Admission:
         needs = None
         has_others = self._transfers is not None or gates.partial_prefills is not None or not reserves.are_steady
         first = queue.first if isinstance(queue, FirstComeFirstServed) and queue.keeps_keys else None
-        if first is not None and not has_others and all(self._is_predictable(limit) for limit in gates.limits):
+        if (
+            first is not None
+            and isinstance(kv, KVCacheManager)
+            and not has_others
+            and all(self._is_predictable(limit) for limit in gates.limits)
+        ):
             must_fit = not config.enable_chunked_prefill or config.first_chunk_only or gates.budget.asks_whole
             needs = Needs(reserves.bypass, reserves, kv, self._view, self._depends_on_chunk or must_fit)
         return Search(reserves.bypass, kv.pool, self._table, needs, first)
@@ -523,11 +531,12 @@ class Admission:
         kv, view, state = self._kv, self._view, request._state
         self._lacking = None
         match = kv.look_up(request)
-        cached = len(match.blocks) * kv.block_size
+        cached = match.num_tokens
         external = NOTHING if self._transfers is None else self._transfers.ask(request, cached)
         if isinstance(external, Deferral):
             return external
         start = cached + external.num_tokens
+        view.match = match
         view.num_shared_blocks = 0 if self.gates.budget.asks_whole else kv.pool.num_in_use(match.blocks)
         if external.is_async:
             return self._judge_load(request, start, match, external, key)
@@ -543,7 +552,7 @@ class Admission:
         loaded = external.num_tokens
         if state.holding is not None:
             loaded = state.holding.num_external_blocks * kv.block_size
-        return Grant(match, want, start, kv.blocks_for(start + want) - len(match.blocks), charge, loaded)
+        return Grant(match, want, start, charge, loaded)
 
     def _judge_load(
         self, request: Request, start: int, match: Match, external: External, key: tuple[Any, ...]
@@ -554,8 +563,7 @@ class Admission:
         if isinstance(answer, Deferral):
             self._keep(request, reserves, key)
             return answer
-        num_new = self._kv.blocks_for(start) - len(match.blocks)
-        return Grant(match, 0, start, num_new, 0, external.num_tokens, True)
+        return Grant(match, 0, start, 0, external.num_tokens, True)
 
     def _keep(self, request: Request, gate: Gate, key: tuple[Any, ...]) -> None:
         """Keep the verdict of a gate whose answer is valid until the key changes."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pointsman.core.config import SchedulerConfig
+from pointsman.core.kv.cache import KVCache
 from pointsman.core.kv.connector import KVConnector
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.kv.transfers import Transfers, make_transfers
@@ -51,7 +52,7 @@ class Parts:
     """All parts of one scheduler."""
 
     batch: Batch
-    kv: KVCacheManager
+    kv: KVCache
     transfers: Transfers | None
     """Blocks that are held without a row; None: there is no connector."""
     swap: Swap | None
@@ -79,11 +80,17 @@ class Parts:
 
 
 def assemble(
-    config: SchedulerConfig, start: Start, connector: KVConnector | None, events: Events, accepted_drafts: list[int]
+    config: SchedulerConfig,
+    start: Start,
+    connector: KVConnector | None,
+    events: Events,
+    accepted_drafts: list[int],
+    kv_cache: KVCache | None = None,
 ) -> Parts:
     """New parts for a configuration.
 
     Args:
+        kv_cache: who owns the KV blocks; None: a new `KVCacheManager`.
         accepted_drafts: where acceptance is counted, see `Acceptance`.
 
     Raises:
@@ -92,10 +99,16 @@ def assemble(
     max_blocks = min(-(-config.max_model_len // config.block_size), config.num_usable_blocks)
     batch = Batch(config.block_size, max_blocks, accepted_drafts)
     eviction = make("eviction", config.eviction)
-    kv = KVCacheManager(config, eviction)
-    kv.returned = [] if events.wants_blocks else None
-    transfers = make_transfers(config, kv, connector)
-    swap = make_swap(config, kv)
+    kv: KVCache
+    transfers: Transfers | None = None
+    swap: Swap | None = None
+    own: KVCacheManager | None = None
+    if kv_cache is None:
+        kv = own = KVCacheManager(config, eviction)
+        kv.returned = [] if events.wants_blocks else None
+        transfers, swap = make_transfers(config, own, connector), make_swap(config, own)
+    else:
+        kv = kv_cache
     if swap is not None and transfers is not None and swap.compares:
         transfers.is_worth_loading = swap.is_worth_loading
     steps = StepsInFlight(config.max_steps_in_flight)
@@ -114,7 +127,7 @@ def assemble(
         TokenBudget(config, budget),
         limits,
         make_partial_prefills(config, batch),
-        Reserves(reserves, config.block_size, view),
+        Reserves(reserves, kv, view),
     )
     policies = (queue, victim, *reserves, *limits, eviction)
     for policy in policies:
@@ -124,13 +137,13 @@ def assemble(
     running = running_part(config, budget, batch, kv, gates.limits, victim, view, drafts)
     table = RequestTable(batch, kv, queue, gates.releases, steps, events, transfers, swap)
     table.next_serial = start.serial
-    loading = make_loading(config, kv, table, transfers, events)
+    loading = None if own is None else make_loading(config, own, table, transfers, events)
     admission = Admission(config, budget, view, batch, kv, running, table, gates, events, transfers, loading)
     displacement = None
     if displaces(config, queue):
         displacement = Displacement(config, batch, kv, running, admission, encoder, drafts)
     emission = Emission(config, batch, kv, table, encoder)
-    prompt_parts = PromptParts(config, table)
+    prompt_parts = PromptParts(config, kv, table)
     update = Update(batch, kv, table, steps, prompt_parts, encoder, transfers)
     fast_forward = FastForward(
         config, batch, kv, table, steps, running, drafts, transfers, admission, displacement, emission, update, events

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv.block_pool import NO_BLOCKS
-from pointsman.core.kv.manager import KVCacheManager, Match
+from pointsman.core.kv.cache import KVCache, Match
 from pointsman.core.policy.encoder_budget import EncoderCache
 from pointsman.core.policy.reserve import Demand
 from pointsman.core.state.batch import Batch, Members
@@ -35,7 +35,7 @@ class Displacement:
         self,
         config: SchedulerConfig,
         batch: Batch,
-        kv: KVCacheManager,
+        kv: KVCache,
         running: Running,
         admission: Admission,
         encoder: EncoderCache | None,
@@ -134,7 +134,7 @@ class Trial:
         self,
         config: SchedulerConfig,
         batch: Batch,
-        kv: KVCacheManager,
+        kv: KVCache,
         running: Running,
         admission: Admission,
         head: Request,
@@ -175,7 +175,7 @@ class Trial:
         blocks, dropped = self._references_of(batch.members.rows[gone])
         freed = int(np.count_nonzero(kv.pool.num_references[blocks] == dropped))
         free = kv.pool.num_free + freed - int(self._needed[stays].sum())
-        full = kv.blocks_for(head.num_tokens)
+        full = kv.num_blocks_to_start(head, self._match, head.num_tokens)
         full -= 0 if self._admission.gates.budget.asks_whole else self._still_held(blocks, dropped)
         # The first chunk is assumed to be the whole: blocks that victims publish may make it larger than it is now.
         demand = Demand(full, full, self._owed(stays), num_running > 0, self._num_waiting + len(gone))
@@ -214,9 +214,8 @@ class Trial:
         """Blocks that the remaining rows are owed once this step's share has been allocated."""
         batch = self._batch
         rows = batch.members.rows
-        size = self._config.block_size
-        short = batch.num_tokens[rows] - (batch.num_slots[rows] + self._needed * size)
-        return int(np.maximum(-(-short // size), 0)[stays].sum())
+        whole = self._kv.num_blocks_to_grow(batch, rows, batch.num_tokens[rows] - batch.num_computed_tokens[rows])
+        return int(np.maximum(whole - self._needed, 0)[stays].sum())
 
 
 def displaces(config: SchedulerConfig, queue: Order) -> bool:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import StepOrderError
-from pointsman.core.kv.manager import KVCacheManager
+from pointsman.core.kv.cache import KVCache
 from pointsman.core.policy.encoder_budget import EncoderCache
 from pointsman.core.state.batch import NO_SAMPLE, Batch, Members
 from pointsman.core.state.numbers import BOOL, INT32, set_writeable
@@ -47,7 +47,7 @@ class Emission:
         self,
         config: SchedulerConfig,
         batch: Batch,
-        kv: KVCacheManager,
+        kv: KVCache,
         table: RequestTable,
         encoder: EncoderCache | None,
     ) -> None:

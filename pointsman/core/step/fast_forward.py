@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import PolicyError, StepOrderError, StepResultError
-from pointsman.core.kv.manager import KVCacheManager
+from pointsman.core.kv.cache import KVCache
 from pointsman.core.kv.transfers import Transfers
 from pointsman.core.policy.gate import Gate
 from pointsman.core.state.batch import Batch, Members
@@ -54,7 +54,7 @@ class FastForward:
         self,
         config: SchedulerConfig,
         batch: Batch,
-        kv: KVCacheManager,
+        kv: KVCache,
         table: RequestTable,
         steps: StepsInFlight,
         running: Running,
@@ -94,6 +94,7 @@ class FastForward:
             limit <= 0
             or not num_rows
             or not self._is_allowed
+            or not self._kv.has_tables
             or self._steps.records
             or self._kv.saves
             or (self._transfers is not None and (self._transfers.num_open or self._table.has_reports))

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.errors import StepOrderError
-from pointsman.core.kv.manager import Journal, Match
+from pointsman.core.kv.cache import Journal, Match
 from pointsman.core.state.batch import Members
 from pointsman.core.state.events import StepDecision
 from pointsman.core.state.output import Load, SchedulerOutput
@@ -28,8 +28,6 @@ class Grant(NamedTuple):
     """Tokens it computes in this step, at least 1 unless `is_async`."""
     num_cached_tokens: int
     """Tokens it need not compute."""
-    num_new_blocks: int
-    """Blocks beyond the matched ones."""
     charge: int
     """Tokens that it takes from the step's budget, at least `num_tokens`."""
     num_external_tokens: int = 0

@@ -71,7 +71,7 @@ class Loading:
 
     def start(self, request: Request, grant: Grant, record: StepRecord) -> None:
         """Move the head of the queue to its parked state, with blocks."""
-        blocks = self._kv.admit(request, grant.match, grant.num_new_blocks, record.now)
+        blocks = self._kv.admit(request, grant.match, grant.num_cached_tokens, record.now)
         load = self._load(request, grant, blocks)
         self._table.park(request, ParkReason.REMOTE_KVS)
         self._transfers.start(request, load, blocks, record.now)

@@ -19,6 +19,7 @@ import numpy as np
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import InvalidTransition, RequestRefused
+from pointsman.core.kv.cache import KVCache
 from pointsman.core.state.inputs import EncoderInput, Part, read_encoder_inputs
 from pointsman.core.state.numbers import checked_integer
 from pointsman.core.state.request import Request
@@ -31,8 +32,9 @@ from pointsman.core.step.validation import encoder_inputs_fit, settle_limits, to
 class PromptParts:
     """Extends the requests of one scheduler."""
 
-    def __init__(self, config: SchedulerConfig, table: RequestTable) -> None:
+    def __init__(self, config: SchedulerConfig, kv: KVCache, table: RequestTable) -> None:
         self._config = config
+        self._kv = kv
         self._table = table
 
     def extend(
@@ -58,7 +60,7 @@ class PromptParts:
         if more and not len(part.token_ids):
             raise RequestRefused(f"request {name!r}: a part without tokens; give some, or say that it is the last")
         length = request.num_prompt_tokens + sum(len(one.token_ids) for one in [*request._state.parts, part])
-        why = too_long(self._config, request, length, part.max_tokens)
+        why = too_long(self._config, self._kv, request, length, part.max_tokens)
         why = why or encoder_inputs_fit(self._config, part.encoder_inputs, whole=False)
         if why is not None:
             raise RequestRefused(f"request {name!r} not extended: {why}")
@@ -114,7 +116,7 @@ class PromptParts:
             length += len(part.token_ids)
             max_tokens = part.max_tokens
         request._state.continue_with(np.concatenate(tokens), max_tokens, tuple(inputs))
-        why = settle_limits(self._config, request)
+        why = settle_limits(self._config, self._kv, request)
         if why is not None:
             self._table.finish([End(request, FinishReason.LENGTH, why)])
         elif request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:

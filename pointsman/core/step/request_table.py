@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from pointsman.core.errors import DuplicateRequest, InvalidTransition, UnknownRequest
-from pointsman.core.kv.manager import KVCacheManager
+from pointsman.core.kv.cache import KVCache
 from pointsman.core.kv.transfers import Transfers
 from pointsman.core.policy.swap import Swap
 from pointsman.core.state.batch import Batch
@@ -50,7 +50,7 @@ class RequestTable:
     def __init__(
         self,
         batch: Batch,
-        kv: KVCacheManager,
+        kv: KVCache,
         queue: Order,
         releases: Sequence[Callable[[Request], None]],
         steps: StepsInFlight,
@@ -425,7 +425,7 @@ class RequestTable:
             assert row is not None
             valid = self._steps.num_sound_tokens(request)
             table = self._kv.table(self._batch, row)
-            transfers.hold_if_sending(request, table[: self._kv.blocks_for(valid)], valid)
+            transfers.hold_if_sending(request, table[: -(-valid // self._kv.block_size)], valid)
 
 
 def _distinct(requests: Iterable[Request]) -> list[Request]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pointsman.core.kv.manager import KVCacheManager
+from pointsman.core.kv.cache import KVCache
 from pointsman.core.policy.encoder_budget import EncoderCache
 from pointsman.core.state.batch import Batch
 from pointsman.core.step.in_flight import StepRecord, StepsInFlight
@@ -14,7 +14,7 @@ def take_back(
     void: list[StepRecord],
     steps: StepsInFlight,
     batch: Batch,
-    kv: KVCacheManager,
+    kv: KVCache,
     table: RequestTable,
     encoder: EncoderCache | None,
     loading: Loading | None,
@@ -33,7 +33,7 @@ def take_back(
     batch.lower_fences(newest.step_id if newest is not None else None)
 
 
-def rewind(record: StepRecord, batch: Batch, kv: KVCacheManager, table: RequestTable) -> None:
+def rewind(record: StepRecord, batch: Batch, kv: KVCache, table: RequestTable) -> None:
     """Roll back one void step; later ones are rolled back already."""
     kv.undo(record.journal)
     for admission in reversed(record.admitted):

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv.block_pool import NO_BLOCKS
-from pointsman.core.kv.manager import KVCacheManager
+from pointsman.core.kv.cache import KVCache
 from pointsman.core.policy.budget import StepBudget
 from pointsman.core.policy.gate import Limit
 from pointsman.core.policy.view import SchedulerView
@@ -86,7 +86,7 @@ class Running:
         config: SchedulerConfig,
         budget: StepBudget,
         batch: Batch,
-        kv: KVCacheManager,
+        kv: KVCache,
         limits: list[Limit],
         victim: Victim,
         view: SchedulerView,
@@ -170,10 +170,13 @@ class Running:
 
     def blocks_needed(self, want: Int64Array, rows: Int64Array) -> Int64Array:
         """[rows] new blocks that each row needs to advance by `want` tokens."""
+        return self._kv.num_blocks_to_grow(self._batch, rows, want)
+
+    def num_owed_of(self, row: int) -> int:
+        """Blocks that a row still needs for tokens it already has."""
         batch = self._batch
-        short = batch.num_computed_tokens[rows] + want - batch.num_slots[rows]
-        needed: Int64Array = np.maximum(-(-short // self._block_size), 0)
-        return needed
+        rows = batch.count_up[row : row + 1]
+        return int(self.blocks_needed(batch.num_tokens[rows] - batch.num_computed_tokens[rows], rows)[0])
 
     def num_owed_blocks(self) -> int:
         """Blocks that rows with a partial prefill still need for tokens they already have."""
@@ -182,8 +185,7 @@ class Running:
             return 0
         rows = batch.members.rows
         rows = rows[(batch.flags[rows] & PREFILLING) != 0]
-        short = batch.num_tokens[rows] - batch.num_slots[rows]
-        return int(np.maximum(-(-short // self._block_size), 0).sum())
+        return int(self.blocks_needed(batch.num_tokens[rows] - batch.num_computed_tokens[rows], rows).sum())
 
     # ------------------------------------------------------------------ steady
 
@@ -195,9 +197,12 @@ class Running:
             return None
         computed = batch.num_computed_tokens[rows]
         lacking = (computed >= batch.num_slots[rows]).nonzero()[0]
-        if len(lacking) > self._kv.pool.num_free:
-            return None
-        block_ids = self._kv.grow_by_one(batch, rows[lacking]) if len(lacking) else NO_BLOCKS
+        block_ids: IntArray = NO_BLOCKS
+        if len(lacking):
+            short = rows[lacking]
+            if not self._kv.can_grow_by_one(batch, short):
+                return None
+            block_ids = self._kv.grow_by_one(batch, short)
         if span is not None:
             column = batch.num_computed_tokens[span]
             column += ONE
@@ -237,9 +242,9 @@ class Running:
     def _free_blocks(self, preempt: Preempt) -> None:
         """Every row decodes one token, and some rows lack a block: preempt one row."""
         batch, rows = self._batch, self._batch.members.rows
-        lacking = (batch.num_computed_tokens[rows] >= batch.num_slots[rows]).nonzero()[0]
+        end = np.add.accumulate(self.blocks_needed(batch.ones[: len(rows)], rows))
         free = self._kv.pool.num_free
-        self._preempt_for(int(rows[lacking[free]]), len(lacking) - free, preempt)
+        self._preempt_for(int(rows[end.searchsorted(free, side="right")]), int(end[-1]) - free, preempt)
 
     def _preempt_for(self, asking: int, num_missing: int, preempt: Preempt) -> int:
         """Preempt a request for the row `asking`, the first, in admission order, that does not get its blocks, where
@@ -264,9 +269,12 @@ class Running:
         computed = batch.num_computed_tokens[rows]
         end = computed + granted
         lacking = (end > batch.num_slots[rows]).nonzero()[0]
-        if len(lacking) > self._kv.pool.num_free:
-            return None
-        block_ids = self._kv.grow_by_one(batch, rows[lacking]) if len(lacking) else NO_BLOCKS
+        block_ids: IntArray = NO_BLOCKS
+        if len(lacking):
+            short = rows[lacking]
+            if not self._kv.can_grow_by_one(batch, short):
+                return None
+            block_ids = self._kv.grow_by_one(batch, short)
         batch.num_computed_tokens[rows] = end
         batch.num_pending[rows if members.span is None else members.span] = ONE
         return Advance(
@@ -309,7 +317,7 @@ class Running:
             end = np.add.accumulate(needed)
             free = self._kv.pool.num_free
             if not len(end) or end[-1] <= free:
-                return granted, needed, self._grow(members, needed), preempted
+                return granted, needed, self._grow(members, needed, granted), preempted
             if not preempted and self._give_up_drafts(members.rows, lacks, want):
                 continue
             asking = int(members.rows[end.searchsorted(free, side="right")])
@@ -328,10 +336,14 @@ class Running:
         want[lower] = (slots - computed)[lower]
         return bool(lower.any())
 
-    def _grow(self, members: Members, needed: Int64Array) -> IntArray:
-        """New blocks for the rows that need some, in row order; the pool has them."""
+    def _grow(self, members: Members, needed: Int64Array, granted: Int64Array) -> IntArray:
+        """New blocks for the rows that need some for what is granted, in row order; the pool has them."""
         short = needed.nonzero()[0]
-        return self._kv.grow(self._batch, members.rows[short], needed[short]) if len(short) else NO_BLOCKS
+        if not len(short):
+            return NO_BLOCKS
+        rows = members.rows[short]
+        ends = self._batch.num_computed_tokens[rows] + granted[short]
+        return self._kv.grow(self._batch, rows, needed[short], ends)
 
     def _within_budget(self, want: Int64Array) -> Int64Array:
         """[rows] `want`, cut to the token budget in admission order."""
@@ -402,7 +414,7 @@ class InOrder(Running):
         config: SchedulerConfig,
         budget: StepBudget,
         batch: Batch,
-        kv: KVCacheManager,
+        kv: KVCache,
         limits: list[Limit],
         victim: Victim,
         view: SchedulerView,
@@ -440,7 +452,7 @@ class InOrder(Running):
             beyond = ((want > 0) & (granted == 0)).nonzero()[0][:1]
             total += int(self.blocks_needed(want[beyond], members.rows[beyond]).sum())
         if total <= self._kv.pool.num_free:
-            return granted, needed, self._grow(members, needed), False
+            return granted, needed, self._grow(members, needed, granted), False
         if self._give_up_drafts(members.rows, lacks, want):
             return self._share_out(lacks, want, preempt)
         return self._walk(want, preempt)
@@ -472,7 +484,7 @@ class InOrder(Running):
                 break
             granted[index] = tokens[0]
             if needed[0]:
-                blocks[index] = kv.grow(batch, row, needed)
+                blocks[index] = kv.grow(batch, row, needed, batch.num_computed_tokens[row] + tokens)
             budget, slots = budget - int(tokens[0]), slots - 1
         counts = np.array([len(new) for new in blocks], dtype=np.int64)
         return granted, counts, np.concatenate([NO_BLOCKS, *blocks]), bool(gone)

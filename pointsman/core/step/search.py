@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pointsman.core.kv.block_pool import BlockPool
+from pointsman.core.kv.cache import Pool
 from pointsman.core.policy.reserve import LetsPass, Shortage
 from pointsman.core.state.numbers import MAX_INT
 from pointsman.core.state.reason import Deferral
@@ -48,7 +48,7 @@ class Search:
     def __init__(
         self,
         bypass: LetsPass,
-        pool: BlockPool,
+        pool: Pool,
         table: RequestTable,
         needs: Needs | None,
         first: Callable[[int], list[Request]] | None,

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.errors import StepResultError
-from pointsman.core.kv.manager import KVCacheManager
+from pointsman.core.kv.cache import KVCache
 from pointsman.core.kv.transfers import Transfers
 from pointsman.core.policy.encoder_budget import EncoderCache
 from pointsman.core.state.batch import WATCHED, Batch, Members
@@ -58,7 +58,7 @@ class Update:
     def __init__(
         self,
         batch: Batch,
-        kv: KVCacheManager,
+        kv: KVCache,
         table: RequestTable,
         steps: StepsInFlight,
         parts: PromptParts,

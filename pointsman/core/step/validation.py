@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import InvalidTransition, RequestRefused
+from pointsman.core.kv.cache import KVCache
 from pointsman.core.state.inputs import EncoderInput
 from pointsman.core.state.repetition import RepetitionWatch
 from pointsman.core.state.request import Request
@@ -14,7 +15,7 @@ from pointsman.core.state.status import FinishReason, RequestStatus
 _NO_ROOM = ", which leaves no room for a generated token"
 
 
-def too_long(config: SchedulerConfig, request: Request, length: int, max_tokens: int) -> str | None:
+def too_long(config: SchedulerConfig, kv: KVCache, request: Request, length: int, max_tokens: int) -> str | None:
     """Why a prompt of `length` tokens, and one generated token unless `max_tokens` is 0, would never fit; or None."""
     room = min(max_tokens, 1)
     if length + room > config.max_model_len:
@@ -22,7 +23,12 @@ def too_long(config: SchedulerConfig, request: Request, length: int, max_tokens:
             f"the prompt has {length} tokens and max_model_len is {config.max_model_len}"
             f"{_NO_ROOM if room else ''}; shorten the prompt to {config.max_model_len - room} tokens"
         )
-    if length > config.num_usable_tokens:
+    if length > kv.num_usable_tokens:
+        if not kv.has_tables:
+            return (
+                f"the prompt has {length} tokens, and the pool of {kv.pool.num_usable} KV blocks holds "
+                f"{kv.num_usable_tokens} of them; shorten the prompt or give the pool more blocks"
+            )
         needed = -(-length // config.block_size)
         return (
             f"the prompt has {length} tokens and needs {needed} KV blocks of {config.block_size}, and the pool has "
@@ -37,10 +43,10 @@ def too_long(config: SchedulerConfig, request: Request, length: int, max_tokens:
     return None
 
 
-def settle_limits(config: SchedulerConfig, request: Request) -> str | None:
+def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str | None:
     """Set the token limit of the request, and its repetition watch; why it can never run, or None."""
     prompt = request.num_prompt_tokens
-    why = too_long(config, request, prompt, request.max_tokens)
+    why = too_long(config, kv, request, prompt, request.max_tokens)
     if why is not None:
         return why
     is_new = request.serial == 0  # one admitted before may be computed in chunks
@@ -63,7 +69,7 @@ def settle_limits(config: SchedulerConfig, request: Request) -> str | None:
     if request.max_total_tokens is not None:
         bounds.append((request.max_total_tokens, "max_total_tokens"))
     # The last token is sampled but never computed, so it needs no slot.
-    bounds.append((config.num_usable_tokens + 1, "kv_capacity"))
+    bounds.append((kv.num_usable_tokens + 1, "kv_capacity"))
     request._state.token_limit, request._state.limit_detail = min(bounds, key=lambda bound: bound[0])
     if request.repetition_detection is not None:
         request._state.repetition_watch = RepetitionWatch(request.repetition_detection, request.token_limit - prompt)

@@ -1,0 +1,243 @@
+"""What does a step ask of a KV cache? The protocol between the parts of a step and whoever owns the KV blocks.
+
+Two implementations: `KVCacheManager` (`manager.py`), whose block tables are columns, for layers that all attend to the
+whole context; and that of a host over a manager of its own, for KV in several layouts.
+
+A row carries `num_slots`: the tokens that its blocks can hold, in every layout. So a step in which no row runs out of
+slots asks nothing, and otherwise it asks about the rows that do. Whatever is said in blocks is about the pool: how many
+free ones something takes. How many that are for a number of tokens only the implementation knows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.state.batch import Batch
+from pointsman.core.state.interfaces import Eviction
+from pointsman.core.state.output import Save
+from pointsman.core.state.request import Request
+
+if TYPE_CHECKING:
+    from pointsman.core.kv.events import KVEvents
+    from pointsman.core.kv.prefix_tree import PrefixCache
+    from pointsman.core.kv.retained import RetainingPool
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+Journal = list[Any]
+"""What entered the prefix cache while a step was the newest one, in order; its entries are the implementation's own."""
+
+
+class Match(NamedTuple):
+    """The cached prefix of a request."""
+
+    blocks: Int64Array
+    """Its blocks, of all layouts."""
+    node: Any
+    """Where it is, for the implementation."""
+    num_tokens: int
+
+
+class Pool(Protocol):
+    """The blocks of a KV cache, as far as all parts of a step know them."""
+
+    num_blocks: int
+    num_usable: int
+    """Blocks that requests can hold."""
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds, cached ones included."""
+
+    @property
+    def num_cached_free(self) -> int:
+        """Of these, blocks whose content can still be found."""
+
+    @property
+    def num_blank(self) -> int:
+        """And the others."""
+
+    @property
+    def num_references(self) -> Int64Array:
+        """[blocks] how many tables name each block; it may take time to make."""
+
+    @property
+    def usage(self) -> float:
+        """Share of the usable blocks that are held."""
+
+    def num_in_use(self, blocks: Int64Array) -> int:
+        """How many of these blocks somebody holds."""
+
+
+class KVCache(ABC):
+    """The KV blocks of one scheduler. What is None or 0 here is a feature that an implementation may have."""
+
+    block_size: int
+    """Tokens in a block; of several layouts, in the one that is addressed by the scheduler."""
+    pool: Pool
+    prefix: PrefixCache | None = None
+    """The prefix tree, of an implementation that has one."""
+    caches: bool = False
+    """Whether blocks stay cached after use."""
+    has_tables: bool = False
+    """Whether the blocks of a row are the columns `Batch.block_table`."""
+    retaining: RetainingPool | None = None
+    eviction: Eviction | None = None
+    events: KVEvents | None = None
+    """What enters and leaves the prefix cache, if enabled in the configuration."""
+    journal: Journal | None = None
+    """Where publications are logged; None: no step is in flight, so what is published is computed."""
+    saves: list[Save] | None = None
+    wanted: Counter[bytes] | None = None
+    returned: list[Int64Array] | None = None
+    """Blocks that requests released since the newest output; None: they are not tracked."""
+    shared: list[tuple[Request, int]] | None = None
+    has_connector: bool = False
+    num_evictions: int = 0
+    num_returns: int = 0
+    """Changes whenever blocks that no row held are released."""
+    num_saves: int = 0
+    unpublished: list[Request]
+    """Requests whose prompt blocks `publish_deferred` has to publish."""
+
+    @property
+    @abstractmethod
+    def num_usable_tokens(self) -> int:
+        """The longest sequence that the pool can hold."""
+
+    @property
+    @abstractmethod
+    def num_publications(self) -> int:
+        """Changes whenever a lookup may find more than before."""
+
+    @property
+    def num_held_publications(self) -> int:
+        """Changes whenever a lookup may find more referenced blocks than before."""
+        return self.num_publications
+
+    @property
+    def has_duplicates(self) -> bool:
+        """Whether a lookup may find more once a block is evicted."""
+        return False
+
+    @property
+    def reports_evictions(self) -> bool:
+        """Whether an eviction may have to be reported."""
+        return False
+
+    @abstractmethod
+    def open_step(self, step_id: int, journal: Journal, oldest: int) -> None:
+        """Step `step_id` is being scheduled; `oldest` is the first one that is not over."""
+
+    # ------------------------------------------------------------------ admission
+
+    @abstractmethod
+    def look_up(self, request: Request) -> Match:
+        """The cached prefix of the request's known tokens; at least one token is left to compute."""
+
+    @abstractmethod
+    def num_blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
+        """Free blocks that the request takes to hold its first `num_tokens`, if nobody held those of `match`."""
+
+    @abstractmethod
+    def admit(self, request: Request, match: Match, num_tokens: int, now: float) -> Int64Array:
+        """Acquire the matched blocks, and new ones for the first `num_tokens`; returns the request's block table, empty
+        without `has_tables`."""
+
+    @abstractmethod
+    def num_slots(self, request: Request, blocks: Int64Array) -> int:
+        """Tokens that the blocks of a request can hold that `admit` has just returned."""
+
+    # ------------------------------------------------------------------ running rows
+
+    @abstractmethod
+    def num_blocks_to_grow(self, batch: Batch, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
+        """[rows] free blocks that each row needs to advance by `num_tokens` of it."""
+
+    @abstractmethod
+    def can_grow_by_one(self, batch: Batch, rows: Int64Array) -> bool:
+        """Whether there are blocks for one more token of each of these rows, which have no slot left."""
+
+    @abstractmethod
+    def grow_by_one(self, batch: Batch, rows: Int64Array) -> Int32Array:
+        """As `grow`, of rows that have no slot left, each by one token."""
+
+    @abstractmethod
+    def grow(self, batch: Batch, rows: Int64Array, counts: Int64Array, ends: Int64Array) -> Int32Array:
+        """Give the rows `counts` new blocks, at least 1 each, which they need to hold `ends` tokens. Returns them, in
+        row order; none without `has_tables`."""
+
+    @abstractmethod
+    def grow_for_steps(
+        self, batch: Batch, rows: Int64Array, num_computed: Int64Array, num_steps: int
+    ) -> tuple[Int32Array, Int64Array, Int64Array]:
+        """The blocks with which each row decodes one token in each of `num_steps` steps: see `KVCacheManager`."""
+
+    @abstractmethod
+    def num_blocks_of(self, batch: Batch, rows: Int64Array) -> Int64Array:
+        """[rows] blocks that each row holds, shared ones included."""
+
+    @abstractmethod
+    def table(self, batch: Batch, row: int) -> Int64Array:
+        """The blocks that a row holds."""
+
+    def tables(self, batch: Batch, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """The concatenated block tables of some rows, and for each block the index of its row in `rows`."""
+        tables = [self.table(batch, row) for row in rows.tolist()]
+        counts = np.array([len(table) for table in tables], dtype=np.int64)
+        return np.concatenate([np.zeros(0, dtype=np.int64), *tables]), batch.count_up[: len(rows)].repeat(counts)
+
+    # ------------------------------------------------------------------ publishing and freeing
+
+    @abstractmethod
+    def publish_prompt(self, batch: Batch, request: Request) -> None:
+        """Publish the prompt blocks that the steps scheduled so far complete."""
+
+    def publish_deferred(self, batch: Batch) -> None:
+        """All admissions of the step are made; called if there is something `unpublished`."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def num_findable_tokens(self, request: Request) -> int:
+        """Computed tokens of a request that a lookup would still find."""
+
+    @abstractmethod
+    def release(
+        self,
+        batch: Batch,
+        request: Request,
+        now: float,
+        *,
+        num_valid_tokens: int,
+        publish: bool = True,
+        num_final_tokens: int = 0,
+        is_finished: bool = False,
+    ) -> None:
+        """Release a row's blocks, after publishing those that its first `num_valid_tokens` tokens fill. No step in
+        flight computes any of its first `num_final_tokens`. Those of a request that `is_finished` may be retained."""
+
+    @abstractmethod
+    def undo(self, journal: Journal) -> None:
+        """Undo the publications of a void step; those of later steps are undone already."""
+
+    @abstractmethod
+    def retract(self, journals: Iterable[Journal], publisher: Request, running: Iterable[Request]) -> None:
+        """Remove what `publisher` published since the oldest of these steps, and what was published after it."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Remove every cached prefix; running rows keep their blocks but publish no more."""
+
+    def broken(self, batch: Batch) -> str | None:
+        """What does not hold of its blocks between two calls, see `observe/invariants.py`; None: nothing is known."""
+        return None
+
+    def take_saves(self) -> Sequence[Save]:
+        """Evictions since the last call, for an output."""
+        return ()
