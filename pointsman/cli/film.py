@@ -21,7 +21,7 @@ from pointsman.core import RecordingError, ReplayDifference, replay
 from pointsman.core.observe.film import FilmRecorder
 from pointsman.core.observe.film_format import MAGIC, FilmError, Op
 from pointsman.web.film import Film
-from pointsman.web.story import Teller, counted, life_of, lives_of, meaning_of
+from pointsman.web.story import Teller, counted, life_of, lives_of, meaning_of, preemptions_of
 
 MOST_ROWS = 40
 """Requests that a table names."""
@@ -54,6 +54,10 @@ def film(
     (--request), the longest waits (--waits), or the preemptions (--preemptions).
     """
     path = Path(file)
+    asked = {"--step": step, "--request": request, "--waits": waits, "--preemptions": preemptions or None}
+    given = [name for name, value in asked.items() if value is not None]
+    if len(given) > 1:
+        raise CommandError(f"{given[0]} and {given[1]} print different things; give one of them")
     if not is_film(path):
         made = path.with_suffix(".film") if out is None else Path(out)
         check_is_other(path, made)
@@ -158,10 +162,7 @@ def _make(recording: Path, out: Path, with_blocks: bool) -> Path:
 
 
 def _print_extent(path: Path, found: Film) -> None:
-    print(
-        f"{path}: {counted(len(found.requests), 'request')}, {counted(found.num_steps, 'step')} in "
-        f"{counted(len(found.frames), 'frame')}, {found.end:,.1f} s"
-    )
+    print(f"{path}: {counted(len(found.requests), 'request')}, {counted(found.num_steps, 'step')}, {found.end:,.1f} s")
     counts, evicted = Counter[Op](), 0
     for event in found.events(0, None):
         counts[event.op] += 1
@@ -262,16 +263,18 @@ def _print_waits(found: Film, most: int) -> None:
         print("No request waited.")
         return
     Console(markup=False).print(table)
+    for reason in dict.fromkeys(reason for life in lives[:most] for reason in list(life.waited)[:MOST_REASONS]):
+        print(f"{_shown(reason)}: {meaning_of(reason)}")
     print("Next: --request ID says how each of them came to wait")
 
 
 def _print_preemptions(found: Film) -> None:
-    teller, frame, count = Teller(found), 0, 0
-    for event in found.events(0, None):
-        if event.op is Op.STEP or event.op is Op.STEPS:
-            frame += 1
-        elif event.op is Op.PREEMPTED:
-            count += 1
-            step = f"step {found.frames[frame].step_id}" if frame < len(found.frames) else "after the last step"
-            print(f"{event.time:10.3f} s  {step}  {one_line(teller.sentence(event) or '')}")
-    print(f"{counted(count, 'preemption')} in {counted(found.num_steps, 'step')}")
+    teller, all_of_them = Teller(found), preemptions_of(found)
+    for one in all_of_them:
+        step = f"step {found.frames[one.frame].step_id}" if one.frame < len(found.frames) else "after the last step"
+        print(f"{one.event.time:10.3f} s  {step}  {one_line(teller.sentence(one.event) or '')}; {one.cost()}")
+    recomputed = sum(one.num_recomputed_tokens or 0 for one in all_of_them)
+    print(
+        f"{counted(len(all_of_them), 'preemption')} in {counted(found.num_steps, 'step')}, "
+        f"{counted(recomputed, 'token')} computed again"
+    )

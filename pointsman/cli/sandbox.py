@@ -53,8 +53,10 @@ def commands(config: SchedulerConfig, base: SchedulerConfig) -> Mapping[str, str
     if changed is None:
         change = "# no setting that a server has differs from the beginning\n"
     else:
-        change = "# what differs from the beginning: put it into the command that you serve with\n" + "\n\n".join(
-            changed
+        change = (
+            "# what differs from the beginning: put it into the command that you serve with, and what it has under\n"
+            "# --additional-config into what you have there; tried with Pointsman's scheduler (--scheduler-cls)\n"
+            + "\n\n".join(changed)
         )
     return {"change": change, "all": _every_setting(config)}
 
@@ -116,7 +118,7 @@ def _about(name: str, film: Film, found: Remade) -> str:
         f"{clock}; what the fit leaves out differs, and so do prefixes that requests shared, which no film has. Run to "
         f"the end, this takes {played.now:,.1f} s and {played.num_steps:,} steps with "
         f"{played.scheduler.stats().num_preemptions:,} preemptions, where {name} took {film.end:,.1f} s and "
-        f"{film.num_steps:,} steps with {preemptions:,}."
+        f"{film.num_steps:,} steps with {preemptions:,}: read differences between runs of this page, not seconds."
     )
 
 

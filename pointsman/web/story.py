@@ -76,7 +76,7 @@ class Teller:
             case Op.PREEMPTED:
                 lost, cached = fields["lost"], fields["cached"]
                 share = "none" if not cached else "all" if cached == lost else f"{cached:,}"
-                kept = f", {share} of it still cached" if lost else ""
+                kept = f", {share} of it still cached then" if lost else ""
                 return (
                     f"{who} is preempted: {self._cause(event)}; it gives up the KV of {counted(lost, 'token')}{kept}"
                     f"{RECOVERIES[fields['recovery']]}"
@@ -109,7 +109,7 @@ class Teller:
         if not missing:
             return f"{self.name(by)} is more urgent and takes its place"
         asking = "it" if by == event.request else self.name(by)
-        need = f"{asking} needs a block, and none is free"
+        need = f"{asking} needs a block{' itself' if asking == 'it' else ''}, and none is free"
         if missing > 1:
             need = f"{missing:,} blocks are missing, the first of them for {'itself' if asking == 'it' else asking}"
         chooser = fields["chooser"]
@@ -133,6 +133,47 @@ class Teller:
 
 
 @dataclass(slots=True)
+class Preemption:
+    """A request that lost its row, and what that cost."""
+
+    event: Event
+    frame: int
+    """Which it led to; that behind the last one, if no step follows."""
+    resumed_after: float | None = None
+    """Seconds; None: it has not."""
+    num_recomputed_tokens: int | None = None
+    """Of the tokens whose KV it gave up, those that were not found in the cache when it resumed."""
+
+    def cost(self) -> str:
+        """In words."""
+        if self.resumed_after is None or self.num_recomputed_tokens is None:
+            return "it did not resume"
+        recomputed = counted(self.num_recomputed_tokens, "token")
+        return f"it resumed after {self.resumed_after:.3f} s, with {recomputed} to compute again"
+
+
+def preemptions_of(film: Film) -> list[Preemption]:
+    """All of a film, in order."""
+    found: list[Preemption] = []
+    open_ones: dict[int, Preemption] = {}
+    frame = 0
+    for event in film.events(0, None):
+        if event.op is Op.STEP or event.op is Op.STEPS:
+            frame += 1
+        elif event.request is None:
+            continue
+        elif event.op is Op.PREEMPTED:
+            open_ones[event.request] = Preemption(event, frame)
+            found.append(open_ones[event.request])
+        elif event.op is Op.ADMITTED:
+            before = open_ones.get(event.request)
+            if before is not None:
+                before.resumed_after = event.time - before.event.time
+                before.num_recomputed_tokens = max(0, before.event.fields["lost"] - event.fields["cached"])
+    return found
+
+
+@dataclass(slots=True)
 class Life:
     """One request from the first to the last that a film says of it."""
 
@@ -153,9 +194,14 @@ class Life:
 def life_of(film: Film, number: int) -> Life:
     """Everything about a request; how long it waited, and why: behind others, what these lacked."""
     teller, life = Teller(film), lives_of(film)[number]
+    num_lost = 0
     for event in film.events(0, None):
         if event.request == number:
             sentence = teller.sentence(event)
+            if event.op is Op.PREEMPTED:
+                num_lost = event.fields["lost"]
+            elif event.op is Op.ADMITTED and num_lost and sentence:
+                sentence += f", {counted(max(0, num_lost - event.fields['cached']), 'token')} to compute again"
             if sentence:
                 life.moments.append((event.time, sentence))
     return life

@@ -34,7 +34,7 @@ def recording(tmp_path: Path) -> Path:
 def test_a_recording_becomes_a_film_beside_it(pointsman: Run, recording: Path) -> None:
     made = pointsman("film", recording)
     assert made.code == 0 and recording.with_suffix(".film").stat().st_size < 4000
-    assert "2 requests, 4 steps in 4 frames, 4.0 s" in made.out
+    assert "2 requests, 4 steps, 4.0 s" in made.out
     assert "2 admissions, 0 preemptions, 0 evicted blocks, 2 finished, 0 refused" in made.out
     shorter = pointsman("film", recording, "--no-blocks", "-o", recording.with_name("other.film"))
     assert shorter.code == 0
@@ -61,9 +61,10 @@ def test_the_longest_waits_and_the_preemptions(pointsman: Run, recording: Path) 
     shown = pointsman("film", recording, "--waits", "5")
     rows = [" ".join(line.split()) for line in shown.out.splitlines()]
     assert rows[2] == "[bold]second[/bold] 2.000 2.000 sequence limit 2.000"
+    assert rows[3] == "sequence limit: all sequence slots are taken"
     assert "first" not in shown.out and rows[-1].startswith("Next: --request ID")
     film = recording.with_suffix(".film")
-    assert pointsman("film", film, "--preemptions").out == "0 preemptions in 4 steps\n"
+    assert pointsman("film", film, "--preemptions").out == "0 preemptions in 4 steps, 0 tokens computed again\n"
     check_refused(pointsman("film", film, "--waits", "0"), "--waits", "greater than or equal to 1")
     path = recording.with_name("short.jsonl")
     with path.open("w") as file:
@@ -75,8 +76,9 @@ def test_the_longest_waits_and_the_preemptions(pointsman: Run, recording: Path) 
             output = scheduler.schedule(1.0 + step)
             scheduler.update(output, StepResult([7] * int(output.samples.sum())), 2.0 + step)
     *_, last, count = pointsman("film", path, "--preemptions").out.splitlines()
-    assert "second is preempted: it needs a block, and none is free; second was admitted last" in last, last
-    assert count == "1 preemption in 6 steps"
+    assert "second is preempted: it needs a block itself, and none is free; second was admitted last" in last, last
+    assert last.endswith("; it did not resume") and count == "1 preemption in 6 steps, 0 tokens computed again"
+    check_refused(pointsman("film", film, "--waits", "1", "--preemptions"), "--waits and --preemptions", "one of them")
 
 
 def test_nothing_was_scheduled(pointsman: Run, tmp_path: Path) -> None:

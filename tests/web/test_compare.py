@@ -138,7 +138,9 @@ def test_requests_of_one_run_alone_are_named(open_page: Callable[..., Any], tmp_
     path = tmp_path / "page.html"
     path.write_text(page_of(one, "one", (two, "two")), encoding="utf-8")
     page = open_page(path.as_uri())
-    playwright.expect(page.locator("#alone")).to_have_text("Finished in one alone: b, a. Finished in two alone: d. ")
+    playwright.expect(page.locator("#alone")).to_have_text(
+        "Finished in “one” alone: b, a. Finished in “two” alone: d. "
+    )
     rows = {
         cells[0]: cells[1:]
         for cells in (row.locator("th, td").all_inner_texts() for row in page.locator("#figures tr").all()[1:])

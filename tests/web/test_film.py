@@ -30,7 +30,7 @@ from pointsman.sim.step_time import LinearStepTime
 from pointsman.sim.workload import OpenLoop
 from pointsman.traces import TraceRequest
 from pointsman.web.film import Film
-from pointsman.web.story import Teller, life_of, lives_of
+from pointsman.web.story import Teller, life_of, lives_of, preemptions_of
 from pointsman.web.timeline import timeline_of
 from tests.soak import short_or_long
 
@@ -159,7 +159,9 @@ def test_several_blocks_are_missing_at_once() -> None:
         "r2 is preempted: 3 blocks are missing, the first of them for r0; r2 was admitted last of those that run"
     )
     own = preemptions(run([(13, 20), (14, 20), (20, 20)], num_blocks=13, max_num_batched_tokens=48)[0])
-    assert own[0] == "r2 is preempted: it needs a block, and none is free; r2 was admitted last of those that run"
+    assert (
+        own[0] == "r2 is preempted: it needs a block itself, and none is free; r2 was admitted last of those that run"
+    )
 
 
 def test_who_is_displaced_gives_way_to_a_named_request() -> None:
@@ -175,6 +177,20 @@ def test_who_is_displaced_gives_way_to_a_named_request() -> None:
     scheduler.remove_listener(film)
     film.close()
     assert preemptions(file.getvalue()) == ["calm is preempted: urgent is more urgent and takes its place"]
+
+
+def test_what_a_preemption_cost(short_pool: bytes) -> None:
+    """Until the request resumes, and what was not found in the cache then; as its life says."""
+    film = read(short_pool)
+    for one in preemptions_of(film):
+        assert one.event.request is not None
+        after = [event for event in film.events(one.frame, None) if event.request == one.event.request]
+        resumed = next(event for event in after if event.op is Op.ADMITTED)
+        assert one.resumed_after == resumed.time - one.event.time > 0
+        assert one.num_recomputed_tokens == one.event.fields["lost"] - resumed.fields["cached"] >= 0
+        told = dict(life_of(film, one.event.request).moments)[resumed.time]
+        assert told.endswith(f" {one.num_recomputed_tokens} tokens to compute again")
+    assert any(one.num_recomputed_tokens for one in preemptions_of(film))
 
 
 def test_all_lives_together_are_each_of_them(short_pool: bytes) -> None:

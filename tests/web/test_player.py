@@ -19,7 +19,7 @@ from pointsman.sim.workload import OpenLoop
 from pointsman.traces import TraceRequest
 from pointsman.web.film import Film
 from pointsman.web.player import MAX_FILM, page_of
-from pointsman.web.story import Teller, life_of, lives_of, meaning_of
+from pointsman.web.story import Teller, life_of, lives_of, meaning_of, preemptions_of
 from pointsman.web.timeline import timeline_of
 from tests.web.test_page_reader import longest_itl
 
@@ -206,6 +206,11 @@ def test_preemptions_are_found_by_key_mark_and_list(visit: Callable[..., Any], f
     page.click("[data-part=most] summary")
     entries = page.locator("[data-part=preemptions] li")
     playwright.expect(entries).to_have_count(preempted)
+    costs = [one.cost() for one in preemptions_of(found)]
+    assert [text.rpartition("; ")[2] for text in entries.all_inner_texts()] == costs
+    recomputed = sum(one.num_recomputed_tokens or 0 for one in preemptions_of(found))
+    title = page.locator("[data-part=preemptionsTitle]")
+    playwright.expect(title).to_have_text(f"{preempted} preemptions, {recomputed:,} tokens computed again")
     page.locator("[data-part=preemptions] button").nth(0).click()
     at_step(page, steps[0])
     assert any(" is preempted: " in one for one in told(page))

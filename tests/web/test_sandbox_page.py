@@ -140,6 +140,43 @@ def test_what_came_out_is_saved(visit: Callable[..., Any], tmp_path: Path, open_
     assert int(row[0]) > 0 and row[1] == "0"
 
 
+def test_what_is_on_the_form_is_played_before_it_is_copied_or_saved(visit: Callable[..., Any]) -> None:
+    page = visit()
+    page.select_option("#situation", "preemption")
+    page.click("#do-situation")
+    page.click("#do-run")
+    says(page, "6 finished")
+    page.fill("[name=watermark]", "0.1")
+    for button in ("#copy-settings", "#copy-all", "#copy-test", "#save-film"):
+        page.click(button)
+        playwright.expect(page.locator("#problem")).to_contain_text("changed and not played yet")
+        assert page.locator("#copy-label").is_hidden()
+    page.click("#apply")
+    playwright.expect(page.locator("#changes")).to_contain_text("0.0 → 0.1")
+    page.click("#copy-settings")
+    playwright.expect(page.locator("#copy")).to_have_value(re.compile("--watermark 0.1"))
+
+
+def test_what_was_tried_is_kept_in_a_table(visit: Callable[..., Any]) -> None:
+    """For the same requests: one more, and the table begins anew."""
+    page = visit()
+    page.select_option("#situation", "preemption")
+    page.click("#do-situation")
+    page.click("#do-run")
+    says(page, "6 finished")
+    assert page.locator("#attempts").is_hidden()
+    for blocks in ("30", "48", "30"):
+        page.fill("[name=num_blocks]", blocks)
+        page.click("#apply")
+        playwright.expect(page.locator("#changes")).to_contain_text(f"24 → {blocks}")
+    rows = [row.locator("th, td").all_inner_texts() for row in page.locator("#tried tr").all()]
+    assert [row[0] for row in rows[1:]] == ["nothing", "KV blocks in the pool 24 → 48", "KV blocks in the pool 24 → 30"]
+    column = rows[0].index("preemptions")
+    assert int(rows[1][column]) > int(rows[3][column]) > int(rows[2][column]) == 0
+    add(page, 64, 2)
+    playwright.expect(page.locator("#attempts")).to_be_hidden()
+
+
 def test_what_cannot_be_is_said(visit: Callable[..., Any]) -> None:
     page = visit()
     add(page, 0, 3)

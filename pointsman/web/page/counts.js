@@ -25,7 +25,7 @@ class Counts {
     // the token before, their inter-token latency; 0: no request had one before.
     Object.assign(this, { begins: [], ends: [], itl: [] });
     this.ofRequest = []; // its events, and the frame that each led to
-    this.preemptions = []; // these events, in order, and their frames
+    this.preemptions = []; // {event, frame, resumedAfter, recomputed}, in order; the last two null: it has not resumed
     this.firstToken = []; // when it came, by request; NaN: never, or before the film
     this.lastToken = []; // when it came; NaN: not known
     this.tokens = []; // how many came, by request
@@ -155,6 +155,7 @@ class Counting {
     this.place = 0; // of the next step
     this.places = []; // of requests, by number
     this.admissions = [];
+    this.preempted = []; // the newest preemption of each request that had one
     this.total = { prefill: 0, decode: 0, cached: 0, preempted: 0, finished: 0, evicted: 0, waited: 0, outOfMemory: 0, refused: 0 };
     this.running = []; // replaced, not changed: steps in flight keep theirs
     this.before = new Set(); // requests that may have had a token that is not in the film
@@ -234,10 +235,16 @@ class Counting {
         this.admissions[number]++;
         this.computing.add(number);
         total.cached += event.cached;
+        if (number in this.preempted) {
+          const before = this.preempted[number];
+          before.resumedAfter = event.time - before.event.time;
+          before.recomputed = Math.max(0, before.event.lost - event.cached);
+        }
         break;
       case "preempted":
         this._move(number, "preempted");
-        counts.preemptions.push({ event, frame: this.frame });
+        this.preempted[number] = { event, frame: this.frame, resumedAfter: null, recomputed: null };
+        counts.preemptions.push(this.preempted[number]);
         total.preempted++;
         total.outOfMemory += this.names.causes[event.cause] === "memory" ? 1 : 0;
         break;

@@ -34,8 +34,9 @@ class TimeLine {
     return begin + share * (end - begin);
   }
 
-  // columns: of the canvas, in its own pixels; the context's scale is that of `width`.
-  draw(context, width, columns) {
+  // columns: of the canvas, in its own pixels; the context's scale is that of `width`. chosen: the number of a request whose
+  // time, from its arrival to its end, is marked; null: none.
+  draw(context, width, columns, chosen = null) {
     const { counts } = this;
     const perFrame = (values) => this._extremes(values, this.begins, this.ends, columns);
     const upper = (high) => (value) => LOW - (value / high) * (LOW - 6);
@@ -53,6 +54,12 @@ class TimeLine {
     }
     context.restore();
     this._marks(context, width);
+    const own = chosen === null ? [] : counts.ofRequest[chosen];
+    if (own.length) {
+      const [from, to] = [own[0].event.time, own.at(-1).event.op === "finished" ? own.at(-1).event.time : this.film.end].map((time) => this.shareOf(time) * width);
+      context.fillStyle = colour("--red");
+      context.fillRect(from, 0, Math.max(3, to - from), 3);
+    }
     context.fillStyle = colour("--rule");
     context.fillRect(0, TOP_OF_ITL - 2, width, 1);
   }

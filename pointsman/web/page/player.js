@@ -116,10 +116,10 @@ function rank() {
   const found = gains(one, two, by);
   $("gained").textContent = found.count === 0 ? "No request finished in both."
     : `Of ${counted(found.count, "request")} that finished in both, ${thousands(found.numSooner)} ${RANKED[by]} in ` +
-      `${panes[1].name}, and ${thousands(found.numLater)} in ${panes[0].name}${found.most.length ? "; those that gained and lost most:" : "."}`;
+      `“${panes[1].name}”, and ${thousands(found.numLater)} in “${panes[0].name}”${found.most.length ? "; those that gained and lost most:" : "."}`;
   $("alone").textContent = found.alone.map((ids, index) => {
     const more = ids.length > MOST_ALONE ? `, and ${thousands(ids.length - MOST_ALONE)} more` : "";
-    return ids.length ? `Finished in ${panes[index].name} alone: ${ids.slice(0, MOST_ALONE).join(", ")}${more}. ` : "";
+    return ids.length ? `Finished in “${panes[index].name}” alone: ${ids.slice(0, MOST_ALONE).join(", ")}${more}. ` : "";
   }).join("");
   $("gains").hidden = !found.most.length;
   const pair = (values) => values.map((value) => (Number.isNaN(value) ? "none" : value.toFixed(3))).join(" → ");

@@ -6,12 +6,19 @@ const choices = JSON.parse(new TextDecoder().decode(carriedBytes($("choices"))))
 const token = new URLSearchParams(location.hash.slice(1)).get("token") ?? "";
 const FIGURES = [
   ["steps", "steps", String], ["seconds", "time", seconds], ["finished", "requests finished", String],
-  ["ttft_mean", "time to first token, mean", seconds], ["ttft_max", "time to first token, longest", seconds],
+  ["tokens_per_second", "tokens generated, a second", (value) => value.toFixed(1)],
+  ["ttft_mean", "time to first token, mean", seconds], ["ttft_p99", "time to first token, 99th percentile", seconds],
+  ["ttft_max", "time to first token, longest", seconds],
   ["longest_gap", "longest gap between two tokens of a request", seconds], ["preemptions", "preemptions", String],
   ["recomputed_tokens", "tokens computed again", thousands], ["cached_tokens", "tokens found in the prefix cache", thousands],
 ];
+const IN_ATTEMPTS = new Set(["preemptions", "recomputed_tokens", "tokens_per_second", "ttft_mean", "ttft_p99", "longest_gap"]);
+const HAVE_A_SETTING = new Set(["watermark", "full-sequence"]); // reserves: as settings of their own, both would add up
+const MOST_ATTEMPTS = 50;
 const IN_BRIEF = new Set(["seconds", "ttft_mean", "longest_gap", "preemptions"]); // where it is always seen
 
+let attempts = []; // runs to the end with the same requests: {key, changed, figures}
+let attempted = ""; // these requests
 let answer = null; // the newest
 let isChanged = false; // whether settings were typed and not applied
 let busy = Promise.resolve(); // one action after the other
@@ -73,8 +80,15 @@ async function take(found) {
   drawRequests(found.requests);
   drawSituation(found.situation);
   drawOutcome(now, found);
+  noteAttempt(found);
   $("about").hidden = found.about === "";
   $("about").textContent = found.about;
+  if (found.about !== "" && !$("situations").hidden) { // a run that somebody brought: its settings first
+    $("situations").hidden = true;
+    $("requests-card").before($("settings-card"));
+  }
+  $("empty").textContent = found.requests.length ? "No step has been scheduled yet. Press Run, or Step."
+    : "No step has been scheduled yet. Begin with a situation, or add a request; then press Step, or Run.";
   $("save-film").disabled = found.film === null;
   if (!isChanged) drawSettings(found.settings);
   $("copy-label").hidden = true;
@@ -185,6 +199,22 @@ function drawOutcome(now, { before, before_is_over: isOver, changed }) {
   }));
 }
 
+// Keeps the outcome of each setting that was played to the end, for the requests that there are.
+function noteAttempt(found) {
+  const requests = JSON.stringify(found.requests.map((one) => [one.id, one.prompt, one.output, one.at, one.priority, one.state === "arrives"]));
+  if (requests !== attempted) [attempts, attempted] = [[], requests];
+  if (found.is_over && found.figures.steps > 0) {
+    const key = JSON.stringify(found.settings);
+    attempts = [...attempts.filter((one) => one.key !== key), { key, changed: found.changed, figures: found.figures }].slice(-MOST_ATTEMPTS);
+  }
+  $("attempts").hidden = attempts.length < 2;
+  const text = (value, write) => (value === null ? "none" : write(value));
+  $("tried").replaceChildren(
+    tableRow("th", "changed since the beginning", ...FIGURES.filter(([key]) => IN_ATTEMPTS.has(key)).map(([, name]) => name)),
+    ...attempts.map(({ changed, figures }) => tableRow("td", changed.join("; ") || "nothing",
+      ...FIGURES.filter(([key]) => IN_ATTEMPTS.has(key)).map(([key, , write]) => text(figures[key], write)))));
+}
+
 // ------------------------------------------------------------------------------------------------------------ settings
 
 const numberOf = (input) => (input.value.trim() === "" || Number.isNaN(input.valueAsNumber) ? input.value : input.valueAsNumber);
@@ -260,15 +290,16 @@ function policiesField(setting, values) {
   const field = document.createElement("fieldset");
   field.append(Object.assign(document.createElement("legend"), { textContent: setting.label }));
   const given = new Map(values.map(parsed));
-  // The setting "watermark" is a reserve of this name: both would add up.
-  const policies = choices.policies[setting.policy].filter((one) => one.name !== "watermark" || given.has(one.name));
+  const policies = choices.policies[setting.policy].filter((one) => !HAVE_A_SETTING.has(one.name) || given.has(one.name));
   const fields = policies.map((policy) => {
     const box = Object.assign(document.createElement("input"), { type: "checkbox", checked: given.has(policy.name) });
     const [parameters, written] = parametersOf(policy, given.get(policy.name) ?? {});
     parameters.hidden = !box.checked;
-    box.addEventListener("change", () => { parameters.hidden = !box.checked; });
+    const about = span("why", policy.about);
+    about.hidden = !box.checked;
+    box.addEventListener("change", () => { parameters.hidden = about.hidden = !box.checked; });
     const row = document.createElement("div");
-    row.append(labelled(policy.name, box, policy.about), parameters);
+    row.append(labelled(policy.name, box, policy.about), parameters, about);
     field.append(row);
     return [box, written];
   });
@@ -307,7 +338,7 @@ function drawSettings(settings) {
     readers.set(setting.name, read);
     return control;
   });
-  const isOther = (_, index) => choices.settings[index].kind.startsWith("polic") || choices.settings[index].name.startsWith("seconds");
+  const isOther = (_, index) => choices.settings[index].kind === "policy" || choices.settings[index].policy === "limit" || choices.settings[index].name.startsWith("seconds");
   $("others").replaceChildren(...rows.filter(isOther));
   $("knobs").replaceChildren(...rows.filter((row, index) => !isOther(row, index)));
   noteChange(false);
@@ -330,7 +361,14 @@ async function apply() {
 
 // ------------------------------------------------------------------------------------------------------------ copying
 
+// Whether what is on the form has been played; says so if not.
+function isPlayed() {
+  if (isChanged) problem("settings are changed and not played yet: press “Play again with these settings”, or discard them");
+  return !isChanged;
+}
+
 async function copy(text, what) {
+  if (!isPlayed()) return;
   $("copy-label").hidden = false;
   $("copy").value = text;
   try {
@@ -344,6 +382,7 @@ async function copy(text, what) {
 }
 
 function save(parts, name) {
+  if (!isPlayed()) return;
   const link = document.createElement("a");
   link.href = URL.createObjectURL(new Blob(parts));
   link.download = name;

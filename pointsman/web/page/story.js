@@ -102,7 +102,7 @@ class Teller {
       case "preempted": {
         const { lost, cached } = event;
         const share = !cached ? "none" : cached === lost ? "all" : thousands(cached);
-        const kept = lost ? `, ${share} of it still cached` : "";
+        const kept = lost ? `, ${share} of it still cached then` : "";
         return `${who} is preempted: ${this.causeOf(event)}; it gives up the KV of ${counted(lost, "token")}${kept}${RECOVERIES[event.recovery]}`;
       }
       case "rolled_back":
@@ -132,9 +132,15 @@ class Teller {
     const by = event.by - 1;
     if (!event.missing) return `${this.name(by)} is more urgent and takes its place`;
     const isOwn = by === event.request;
-    const need = event.missing === 1 ? `${isOwn ? "it" : this.name(by)} needs a block, and none is free`
+    const need = event.missing === 1 ? `${isOwn ? "it needs a block itself" : `${this.name(by)} needs a block`}, and none is free`
       : `${thousands(event.missing)} blocks are missing, the first of them for ${isOwn ? "itself" : this.name(by)}`;
     return `${need}; ${this.name(event.request)} ${CHOICES[event.chooser] ?? `is the choice of the policy ${event.chooser}`}`;
+  }
+
+  // What a preemption cost, of those in `counts.preemptions`.
+  costOf({ resumedAfter, recomputed }) {
+    return resumedAfter === null ? "it did not resume"
+      : `it resumed after ${resumedAfter.toFixed(3)} s, with ${counted(recomputed, "token")} to compute again`;
   }
 
   decided(frame) {
@@ -169,8 +175,11 @@ class Teller {
   // What happened to a request, with the frame that each moment led to; how long it ran and waited, and why.
   life(number) {
     const moments = [];
+    let lost = 0;
     for (const { event, frame } of this.counts.ofRequest[number]) {
-      const told = this.sentence(event);
+      let told = this.sentence(event);
+      if (event.op === "preempted") lost = event.lost;
+      else if (event.op === "admitted" && lost) told += `, ${counted(Math.max(0, lost - event.cached), "token")} to compute again`;
       if (told !== null) moments.push([event.time, told, frame]);
     }
     return { moments, ...this.counts.lifeOf(number) };

@@ -199,7 +199,7 @@ class View {
 
   drawLine() {
     const { context, width } = this.canvasOf("line", LINE_HEIGHT);
-    this.line.draw(context, width, this.part("line").width);
+    this.line.draw(context, width, this.part("line").width, this.chosen);
     const legend = this.line.legend().flatMap(([name, text]) => [swatch(name), ` ${text} `]);
     this.part("lineLegend").replaceChildren(...legend);
   }
@@ -260,12 +260,14 @@ class View {
       return tableRow("td", this.chooser(one.number), seconds(one.total), seconds(one.ran), reasons.join("; "));
     }));
     const { preemptions } = this.counts;
-    this.part("preemptionsTitle").textContent = counted(preemptions.length, "preemption");
-    this.list("preemptions", preemptions, ({ event, frame }) => {
+    const recomputed = preemptions.reduce((sum, one) => sum + (one.recomputed ?? 0), 0);
+    this.part("preemptionsTitle").textContent = `${counted(preemptions.length, "preemption")}, ${counted(recomputed, "token")} computed again`;
+    this.list("preemptions", preemptions, (one) => {
+      const { event, frame } = one;
       const button = document.createElement("button");
       button.textContent = seconds(event.time);
       button.addEventListener("click", () => { this.stop(); this.show(frame); });
-      return item(button, this.teller.sentence(event));
+      return item(button, `${this.teller.sentence(event)}; ${this.teller.costOf(one)}`);
     });
   }
 
@@ -562,6 +564,7 @@ class View {
         return item(button, text);
       });
     }
+    if (this.line !== null) this.drawLine();
     this.onChoose(this);
     if (redraw) this.show(this.frame, this.step);
   }
