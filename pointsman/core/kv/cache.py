@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -103,6 +103,8 @@ class KVCache(ABC):
     num_returns: int = 0
     """Changes whenever blocks that no row held are released."""
     num_saves: int = 0
+    num_sound_tokens: Callable[[Request], int]
+    """Of a running request, tokens whose KV no step in flight may yet change; set by the scheduler."""
     unpublished: list[Request]
     """Requests whose prompt blocks `publish_deferred` has to publish."""
 
@@ -145,6 +147,11 @@ class KVCache(ABC):
     def num_blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
         """Free blocks that the request takes to hold its first `num_tokens`, if nobody held those of `match`."""
 
+    def num_blocks_of_whole(self, request: Request, match: Match) -> int:
+        """The most that it holds at a time until all its known tokens are computed: as `num_blocks_to_start` for these,
+        unless blocks are given back meanwhile."""
+        return self.num_blocks_to_start(request, match, request._state.num_tokens)
+
     @abstractmethod
     def admit(self, request: Request, match: Match, num_tokens: int, now: float) -> Int64Array:
         """Acquire the matched blocks, and new ones for the first `num_tokens`; returns the request's block table, empty
@@ -160,13 +167,18 @@ class KVCache(ABC):
     def num_blocks_to_grow(self, batch: Batch, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
         """[rows] free blocks that each row needs to advance by `num_tokens` of it."""
 
-    @abstractmethod
-    def can_grow_by_one(self, batch: Batch, rows: Int64Array) -> bool:
-        """Whether there are blocks for one more token of each of these rows, which have no slot left."""
+    def num_blocks_owed(self, batch: Batch, rows: Int64Array) -> Int64Array:
+        """[rows] free blocks that each row still needs until all its known tokens are computed."""
+        return self.num_blocks_to_grow(batch, rows, batch.num_tokens[rows] - batch.num_computed_tokens[rows])
 
     @abstractmethod
-    def grow_by_one(self, batch: Batch, rows: Int64Array) -> Int32Array:
-        """As `grow`, of rows that have no slot left, each by one token."""
+    def can_grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> bool:
+        """Whether there are blocks for `num_tokens` more of each of these rows, which lack slots for at most a block of
+        them."""
+
+    @abstractmethod
+    def grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> Int32Array:
+        """Give them these blocks; see `grow`."""
 
     @abstractmethod
     def grow(self, batch: Batch, rows: Int64Array, counts: Int64Array, ends: Int64Array) -> Int32Array:

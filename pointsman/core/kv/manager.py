@@ -139,6 +139,9 @@ class KVCacheManager(KVCache):
     def num_blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def num_blocks_of_whole(self, request: Request, match: Match) -> int:
+        return -(-request._state.num_tokens // self.block_size)
+
     def admit(self, request: Request, match: Match, num_tokens: int, now: float) -> Int64Array:
         state, cached = request._state, match.blocks
         num_new_blocks = -(-num_tokens // self.block_size) - len(cached)
@@ -169,10 +172,10 @@ class KVCacheManager(KVCache):
         needed: Int64Array = np.maximum(-(-short // self.block_size), 0)
         return needed
 
-    def can_grow_by_one(self, batch: Batch, rows: Int64Array) -> bool:
+    def can_grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> bool:
         return len(rows) <= self.pool.num_free
 
-    def grow_by_one(self, batch: Batch, rows: Int64Array) -> Int32Array:
+    def grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> Int32Array:
         """Append one new block to the table of each row. Returns them, in row order."""
         blocks = self._take(len(rows)).astype(INT32)  # a scatter that converts takes longer
         if len(rows) <= FEW_ROWS:
@@ -192,7 +195,7 @@ class KVCacheManager(KVCache):
         """Append `counts[i]` (at least 1) new blocks to the table of `rows[i]`. Returns them all, in row order."""
         total = int(counts.dot(batch.ones[: len(counts)]))  # in half the time of a sum
         if total == len(rows):
-            return self.grow_by_one(batch, rows)
+            return self.grow_by_one(batch, rows, 1)
         blocks = self._take(total).astype(INT32)
         slots = batch.num_slots[rows]
         if len(rows) == 1:  # a prefill's next chunk, most often

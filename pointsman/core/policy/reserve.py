@@ -128,7 +128,7 @@ class Reserves(Gate):
 
     def __init__(self, reserves: Sequence[Any], kv: KVCache, view: SchedulerView) -> None:
         self.policies = tuple(reserves)
-        self._num_blocks = kv.num_blocks_to_start
+        self._num_blocks, self._num_blocks_of_whole = kv.num_blocks_to_start, kv.num_blocks_of_whole
         self._view = view
         plain = (Watermark, FullSequence, DecodeReserve)
         self._adaptive = [reserve for reserve in reserves if type(reserve) not in plain]
@@ -159,7 +159,7 @@ class Reserves(Gate):
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         match, shared = self._view.match, view.num_shared_blocks
         first = self._num_blocks(request, match, start + want) - shared
-        full = self._num_blocks(request, match, request._state.num_tokens) - shared
+        full = self._num_blocks_of_whole(request, match) - shared
         demand = Demand(first, full, view.num_owed_blocks, view.num_running > 0, view.num_waiting)
         num_free = view.num_free_blocks
         asked = [each.blocks(request, demand, view) for each in self.policies]

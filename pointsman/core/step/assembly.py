@@ -112,6 +112,7 @@ def assemble(
     if swap is not None and transfers is not None and swap.compares:
         transfers.is_worth_loading = swap.is_worth_loading
     steps = StepsInFlight(config.max_steps_in_flight)
+    kv.num_sound_tokens = steps.num_sound_tokens
     drafts = Drafts(config, batch, events)
     drafts.last_updated_step = start.step_id - 1
     encoder = EncoderCache(config) if config.encoder_budget else None

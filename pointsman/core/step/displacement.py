@@ -214,7 +214,7 @@ class Trial:
         """Blocks that the remaining rows are owed once this step's share has been allocated."""
         batch = self._batch
         rows = batch.members.rows
-        whole = self._kv.num_blocks_to_grow(batch, rows, batch.num_tokens[rows] - batch.num_computed_tokens[rows])
+        whole = self._kv.num_blocks_owed(batch, rows)
         return int(np.maximum(whole - self._needed, 0)[stays].sum())
 
 

@@ -176,7 +176,7 @@ class Running:
         """Blocks that a row still needs for tokens it already has."""
         batch = self._batch
         rows = batch.count_up[row : row + 1]
-        return int(self.blocks_needed(batch.num_tokens[rows] - batch.num_computed_tokens[rows], rows)[0])
+        return int(self._kv.num_blocks_owed(batch, rows)[0])
 
     def num_owed_blocks(self) -> int:
         """Blocks that rows with a partial prefill still need for tokens they already have."""
@@ -185,7 +185,7 @@ class Running:
             return 0
         rows = batch.members.rows
         rows = rows[(batch.flags[rows] & PREFILLING) != 0]
-        return int(self.blocks_needed(batch.num_tokens[rows] - batch.num_computed_tokens[rows], rows).sum())
+        return int(self._kv.num_blocks_owed(batch, rows).sum())
 
     # ------------------------------------------------------------------ steady
 
@@ -200,9 +200,9 @@ class Running:
         block_ids: IntArray = NO_BLOCKS
         if len(lacking):
             short = rows[lacking]
-            if not self._kv.can_grow_by_one(batch, short):
+            if not self._kv.can_grow_by_one(batch, short, 1):
                 return None
-            block_ids = self._kv.grow_by_one(batch, short)
+            block_ids = self._kv.grow_by_one(batch, short, 1)
         if span is not None:
             column = batch.num_computed_tokens[span]
             column += ONE
@@ -272,9 +272,9 @@ class Running:
         block_ids: IntArray = NO_BLOCKS
         if len(lacking):
             short = rows[lacking]
-            if not self._kv.can_grow_by_one(batch, short):
+            if not self._kv.can_grow_by_one(batch, short, granted[lacking]):
                 return None
-            block_ids = self._kv.grow_by_one(batch, short)
+            block_ids = self._kv.grow_by_one(batch, short, granted[lacking])
         batch.num_computed_tokens[rows] = end
         batch.num_pending[rows if members.span is None else members.span] = ONE
         return Advance(

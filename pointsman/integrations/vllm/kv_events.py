@@ -45,6 +45,11 @@ class KVEvents:
             converted = [self._convert(event) for event in events]
             self._publisher.publish(of_vllm.KVEventBatch(ts=time.time(), events=converted))
 
+    def publish_as_they_are(self, events: list[Any]) -> None:
+        """Publish events of vLLM's own manager."""
+        if events:
+            self._publisher.publish(of_vllm.KVEventBatch(ts=time.time(), events=events))
+
     def close(self) -> None:
         self._publisher.shutdown()
 

@@ -167,3 +167,5 @@ def _set_prompt(request: Any, token_ids: list[int]) -> None:
     request.num_prompt_tokens = len(token_ids)
     request._all_token_ids[:] = token_ids
     request._output_token_ids.clear()
+    request.block_hashes.clear()
+    request.update_block_hashes()

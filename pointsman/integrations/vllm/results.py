@@ -9,7 +9,7 @@ What a model runner returns is judged row by row only if it does not fit the ste
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -214,15 +214,18 @@ class Details:
     Args:
         requests: vLLM's unfinished requests, by id.
         of_id: the core's, by the ids of vLLM's.
-        cached_block_size: tokens per block of the prefix cache; None: prefix caching is off.
+        count_cached: of one of the core's, the tokens that can be found again; None: prefix caching is off.
     """
 
     def __init__(
-        self, requests: Mapping[str, Any], of_id: Mapping[str, Request], cached_block_size: int | None
+        self,
+        requests: Mapping[str, Any],
+        of_id: Mapping[str, Request],
+        count_cached: Callable[[Request], int] | None,
     ) -> None:
         self._requests = requests
         self._of_id = of_id
-        self._cached_block_size = cached_block_size
+        self._count_cached = count_cached
         self._once: set[str] = set()  # details in the next output
         self._always: set[str] = set()  # in every output
 
@@ -279,8 +282,6 @@ class Details:
         output.events = request.take_events()
         stats = request.take_prefill_stats()
         if stats is not None:
-            if self._cached_block_size is not None:
-                ours = self._of_id[name]
-                count = ours.num_prompt_tokens if ours.use_prefix_cache else 0
-                stats.finalize(count - count % self._cached_block_size)
+            if self._count_cached is not None:
+                stats.finalize(self._count_cached(self._of_id[name]))
             output.prefill_stats = stats

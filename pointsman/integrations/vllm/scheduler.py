@@ -42,6 +42,7 @@ from pointsman.core import (
 from pointsman.core import Scheduler as Core
 from pointsman.core import SchedulerOutput as Output
 from pointsman.integrations.vllm.kv_events import KVEvents
+from pointsman.integrations.vllm.kv_groups import KVGroups
 from pointsman.integrations.vllm.operation import Operation, open_record
 from pointsman.integrations.vllm.requests import Sessions, check_retention, close_turn, open_turn, to_request
 from pointsman.integrations.vllm.results import (
@@ -59,7 +60,13 @@ from pointsman.integrations.vllm.results import (
 from pointsman.integrations.vllm.scheduler_output import OutputMaker
 from pointsman.integrations.vllm.settings import read_settings, scheduler_config
 from pointsman.integrations.vllm.statistics import Drafts, Statistics
-from pointsman.integrations.vllm.support import check_supported, check_version, maker
+from pointsman.integrations.vllm.support import (
+    check_recording,
+    check_supported,
+    check_version,
+    is_one_full_group,
+    maker,
+)
 
 logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
 
@@ -97,6 +104,7 @@ class Scheduler:
         kv_cache_config: Any,
         structured_output_manager: Any,
         block_size: int,
+        hash_block_size: int | None = None,
         include_finished_set: bool = False,
         log_stats: bool = False,
         **_: Any,
@@ -105,8 +113,12 @@ class Scheduler:
         check_supported(vllm_config, kv_cache_config)
         settings = read_settings(vllm_config.additional_config)
         config = scheduler_config(vllm_config, kv_cache_config, block_size, settings.knobs)
+        groups = None
+        if not is_one_full_group(kv_cache_config):
+            check_recording(settings.record)
+            groups = KVGroups(vllm_config, kv_cache_config, block_size, hash_block_size or block_size)
         recording = open_record(settings.record, vllm_config)
-        self.core = Core(config, recorder=None if recording is None else Recorder(recording))
+        self.core = Core(config, recorder=None if recording is None else Recorder(recording), kv_cache=groups)
         self.lock = threading.Lock()
         """Held while `core` is used or changed."""
         self.step_seconds = 0.0
@@ -118,7 +130,10 @@ class Scheduler:
         self._grammars = structured_output_manager
         self._compiling: dict[str, Any] = {}
         self._structured: set[str] = set()
-        self._details = Details(self.requests, self.of_id, block_size if config.enable_prefix_caching else None)
+        count_cached = None
+        if config.enable_prefix_caching:
+            count_cached = groups.num_published_tokens if groups is not None else self._num_full_prompt_tokens
+        self._details = Details(self.requests, self.of_id, count_cached)
         self._sessions = Sessions()
         self._judge = Judge()
         self._unsent: list[Any] = []  # finished outside `update_from_output`, whose outputs alone reach clients
@@ -133,6 +148,7 @@ class Scheduler:
             v2_runner=bool(vllm_config.use_v2_model_runner),
             sends_tokens=vllm_config.parallel_config.pipeline_parallel_size > 1 and not asynchronous,
             runs_ahead=config.max_steps_in_flight > 1,
+            groups=groups,
         )
         self._statistics = Statistics(self.core, config.num_draft_tokens, vllm_config) if log_stats else None
         detail = vllm_config.observability_config.per_request_spec_decode_metrics
@@ -141,10 +157,16 @@ class Scheduler:
         self._finished_ids: dict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
         self._clock_offset = time.time() - time.monotonic()  # vLLM's arrival times are in wall-clock time
         self.kv_cache_config = kv_cache_config
-        self.kv_cache_manager = group_metadata(kv_cache_config, block_size)
+        self.kv_cache_manager = group_metadata(kv_cache_config, block_size) if groups is None else groups.manager
+        self._groups = groups
         self._pause_state = PauseState.UNPAUSED
         self._has_clients = False  # other clients than the first
         self._operation = Operation(self, vllm_config, settings, recording)
+
+    def _num_full_prompt_tokens(self, ours: Request) -> int:
+        """Tokens of a prompt that fill blocks, and so have been published."""
+        count = ours.num_prompt_tokens if ours.use_prefix_cache else 0
+        return count - count % self.core.config.block_size
 
     def forget_steps(self) -> None:
         """A recording begins: nothing about earlier steps is kept."""
@@ -410,7 +432,10 @@ class Scheduler:
         if update.finished:
             self._finish(update.finished, ids, outputs, indices)
         if self._kv_events is not None:
-            self._kv_events.publish(self.core.take_kv_events())
+            if self._groups is None:
+                self._kv_events.publish(self.core.take_kv_events())
+            else:
+                self._kv_events.publish_as_they_are(self._groups.manager.take_events())
         return self._by_client(step, outputs, indices, model_runner_output)
 
     def _take(self, output: Output, sampled: Sampled, of_vllm: Any, now: float) -> tuple[StepResult, StepUpdate]:

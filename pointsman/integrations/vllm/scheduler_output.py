@@ -20,6 +20,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 
 from pointsman.core import Request
 from pointsman.core import SchedulerOutput as Output
+from pointsman.integrations.vllm.kv_groups import KVGroups
 from pointsman.integrations.vllm.support import maker
 
 Int64Array = npt.NDArray[np.int64]
@@ -36,6 +37,7 @@ new_output = maker(
     "free_encoder_mm_hashes",
     "preempted_req_ids",
     "num_spec_tokens_to_schedule",
+    "new_block_ids_to_zero",
 )
 new_request_data = maker(
     NewRequestData,
@@ -59,9 +61,13 @@ class OutputMaker:
         sends_tokens: whether workers need the sampled tokens (pipeline parallelism without asynchronous scheduling).
         runs_ahead: whether steps are scheduled while others are in flight, so that a row of one step may be missing in
             the next.
+        groups: the KV blocks, where there are several groups of them; None: the core's outputs have them.
     """
 
-    def __init__(self, *, v2_runner: bool, sends_tokens: bool, runs_ahead: bool) -> None:
+    def __init__(
+        self, *, v2_runner: bool, sends_tokens: bool, runs_ahead: bool, groups: KVGroups | None = None
+    ) -> None:
+        self._groups = groups
         self._v2_runner = v2_runner
         self._sends_tokens = sends_tokens
         self._sends_all_tokens = runs_ahead and not v2_runner
@@ -111,12 +117,13 @@ class OutputMaker:
         count = output.num_continued
         computed = output.num_computed_tokens.tolist()
         blocks, block_rows = output.block_ids.tolist(), output.block_rows.tolist()
+        groups = self._groups
         cached = CachedRequestData(
             req_ids=ids[:count],
             resumed_req_ids=set(),
             new_token_ids=self._sampled_before(output) if self._sends_tokens else [],
             all_token_ids=self._tokens_of_skipped(output, ids) if self._sends_all_tokens else {},
-            new_block_ids=_new_block_ids(count, blocks, block_rows),
+            new_block_ids=_new_block_ids(count, blocks, block_rows) if groups is None else groups.take_new(ids[:count]),
             num_computed_tokens=computed[:count],
             num_output_tokens=self._num_output_tokens(output),
         )
@@ -131,6 +138,7 @@ class OutputMaker:
             free_encoder_mm_hashes=[],
             preempted_req_ids=_names(output.preempted) if output.preempted else set(),
             num_spec_tokens_to_schedule=num_drafts,
+            new_block_ids_to_zero=None if groups is None else groups.take_to_zero(),
         )
         self._ids_before = ids
         return made
@@ -193,7 +201,7 @@ class OutputMaker:
         rows = zip(range(count, len(ids)), output.admitted, hits, resumed, strict=True)
         for index, request, num_hits, is_resumed in rows:
             start, end = end, bisect_left(block_rows, index + 1, end)
-            own = (blocks[start:end],)
+            own = (blocks[start:end],) if self._groups is None else self._groups.blocks_of(request)
             if is_resumed and not self._v2_runner:
                 self._add_resumed(cached, output, index, own)
                 continue
@@ -212,7 +220,7 @@ class OutputMaker:
             new.append(data)
         return new
 
-    def _add_resumed(self, cached: Any, output: Output, index: int, blocks: tuple[list[int]]) -> None:
+    def _add_resumed(self, cached: Any, output: Output, index: int, blocks: tuple[list[int], ...]) -> None:
         """Add a resumed row to the cached requests."""
         request = output.requests[index]
         name, start = request.metadata.request_id, int(output.num_computed_tokens[index])
@@ -232,9 +240,9 @@ def _names(requests: Sequence[Request]) -> set[str]:
     return {request.metadata.request_id for request in requests}
 
 
-def _new_block_ids(count: int, blocks: list[int], block_rows: list[int]) -> list[tuple[list[int]] | None]:
+def _new_block_ids(count: int, blocks: list[int], block_rows: list[int]) -> list[tuple[list[int], ...] | None]:
     """The new blocks of each of the `count` continued rows, or None."""
-    found: list[tuple[list[int]] | None] = [None] * count
+    found: list[tuple[list[int], ...] | None] = [None] * count
     for index, block in zip(block_rows, blocks, strict=True):
         if index >= count:
             break

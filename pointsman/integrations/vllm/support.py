@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
+from pointsman.core import ConfigError
+
 GO_BACK = "leave --scheduler-cls out to run vLLM's own scheduler"
 ONE_GROUP = (
     "--disable-hybrid-kv-cache-manager, with which layers that attend within a window keep the KV of the whole context "
@@ -105,7 +107,9 @@ def lacking_in_simulator(vllm_config: Any, kv_cache_config: Any) -> list[str]:
     if len(groups) != 1:
         lacking.append(f"{len(groups)} KV groups ({', '.join(kinds)})" if groups else "a model without a KV cache")
     elif problems := _kv_cache_problems(kv_cache_config):
-        lacking.append(f"KV of the kind {kinds[0]}" if not _is_full(groups[0]) else problems[0].partition(":")[0])
+        lacking.append(problems[0].partition(":")[0])
+    elif not is_one_full_group(kv_cache_config):
+        lacking.append(f"KV of the kind {kinds[0]}")
     if getattr(model, "runner_type", "generate") != "generate":
         lacking.append(f"a {model.runner_type} model")
     if model.is_encoder_decoder:
@@ -206,22 +210,54 @@ def _kv_cache_problems(kv_cache_config: Any) -> list[str]:
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         return ["models without a KV cache are not supported: serve a model with causal attention"]
-    if len(groups) > 1 or not _is_full(groups[0]):
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+    others = sorted({name for group in groups for name in _managers(group) if name not in _KNOWN_MANAGERS})
+    if others:
         remedy = f"give {ONE_GROUP}" if _may_be_one_group(groups) else "serve another model"
         return [
-            f"the model keeps its KV as {kinds}, and only one group of full attention is supported (no sliding "
-            f"windows, no Mamba layers): {remedy}"
+            f"vLLM manages the KV of this model by its {', '.join(others)}, whose blocks are given up or set aside in "
+            f"ways that are not supported: {remedy}"
         ]
-    others = _unusual_managers(groups[0])
-    if others:
+    if any(_mamba_mode(group) not in (None, "none") for group in groups):
         return [
-            f"vLLM itself manages the KV of this model by its {others}, as blocks of it are given up or set aside in "
-            "ways that are not supported: serve another model"
+            "the states of this model's Mamba or convolution layers are cached for prefixes, which is not supported: "
+            "give --no-enable-prefix-caching"
         ]
-    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
-        return ["the model needs new KV blocks to be zeroed, which is not supported: serve another model"]
     return []
+
+
+_KNOWN_MANAGERS = frozenset(
+    {"FullAttentionManager", "SlidingWindowManager", "ChunkedLocalAttentionManager", "MambaManager"}
+)
+"""Of vLLM: what manages the KV of a group, as far as it was tried here."""
+
+
+def is_one_full_group(kv_cache_config: Any) -> bool:
+    """Whether all KV is of full attention in one group, whose blocks the core owns."""
+    groups = kv_cache_config.kv_cache_groups
+    return (
+        len(groups) == 1
+        and _managers(groups[0]) == {"FullAttentionManager"}
+        and _is_full(groups[0])
+        and not getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
+    )
+
+
+def check_recording(record: str | None) -> None:
+    """Raises ConfigError: a recording is asked for, of KV in groups."""
+    if record is not None:
+        raise ConfigError(
+            f"record in --additional-config is {record!r}, and the model keeps its KV in several groups, whose blocks "
+            "vLLM's manager owns, so that what is decided cannot be replayed: leave it out, and watch the run with "
+            "pointsman play --socket"
+        )
+
+
+def _mamba_mode(group: Any) -> str | None:
+    """How the states of a group are cached; None: it has none."""
+    from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
+
+    modes = {spec.mamba_cache_mode for spec in iter_layer_specs(group.kv_cache_spec) if isinstance(spec, MambaSpec)}
+    return next(iter(modes), None)
 
 
 def _may_be_one_group(groups: Sequence[Any]) -> bool:
@@ -239,13 +275,11 @@ def _may_be_one_group(groups: Sequence[Any]) -> bool:
     return any(is_full) and sum(is_full) + sum(is_local) == len(specs)
 
 
-def _unusual_managers(group: Any) -> str:
-    """Names of vLLM's managers of a full-attention group that do more than allocate blocks (attention sinks, a window
-    over the output, plugins); empty: there are none."""
-    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+def _managers(group: Any) -> set[str]:
+    """The names of vLLM's managers of a group."""
     from vllm.v1.kv_cache_interface import iter_layer_specs
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
     role = getattr(group, "role", None)
     found = {KVCacheSpecRegistry.get_manager_class(spec, role) for spec in iter_layer_specs(group.kv_cache_spec)}
-    return ", ".join(sorted(each.__name__ for each in found - {FullAttentionManager} if each is not None))
+    return {"none" if each is None else each.__name__ for each in found}

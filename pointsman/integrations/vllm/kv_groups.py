@@ -1,0 +1,399 @@
+"""KV in several layouts: the core's `KVCache` over vLLM's own `KVCacheManager`.
+
+A model may keep its KV in groups of layers: full attention, attention within a window or a chunk, states of Mamba or
+of convolutions, blocks of different sizes; all from one pool. vLLM's manager knows each kind: what a number of tokens
+takes, which blocks are no longer needed, and what of a prefix can be found again. It is asked when a request is looked
+up or admitted, and about the few rows that run out of slots; a step in which none does asks nothing.
+
+What is generated can be found again when its request releases its blocks, as everywhere in this scheduler, and not as
+soon as a block is full: in vLLM's own that is a large part of what its manager takes in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+from pointsman.core.kv.cache import Journal, KVCache, Match
+from pointsman.core.state.batch import Batch
+from pointsman.core.state.request import Request
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+NO_BLOCKS: Int64Array = np.zeros(0, dtype=np.int64)
+NO_NEW: Int32Array = np.zeros(0, dtype=np.int32)
+
+
+class GroupPool:
+    """vLLM's block pool, as the core reads it. Its first block is never allocated."""
+
+    def __init__(self, block_pool: Any) -> None:
+        self._pool: Any = block_pool
+        self.num_blocks: int = block_pool.num_gpu_blocks
+        self.num_usable = self.num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        free: int = self._pool.get_num_free_blocks()
+        return free
+
+    @property
+    def num_cached_free(self) -> int:
+        return sum(block.ref_cnt == 0 and block.block_hash is not None for block in self._pool.blocks)
+
+    @property
+    def num_blank(self) -> int:
+        return self.num_free - self.num_cached_free
+
+    @property
+    def num_references(self) -> Int64Array:
+        return np.fromiter((block.ref_cnt for block in self._pool.blocks), np.int64, self.num_blocks)
+
+    @property
+    def usage(self) -> float:
+        return float(1.0 - self.num_free / self.num_usable)
+
+    def num_in_use(self, blocks: Int64Array) -> int:
+        return sum(self._pool.blocks[block].ref_cnt > 0 for block in blocks.tolist())
+
+
+class KVGroups(KVCache):
+    """The KV of a model in groups.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`.
+        kv_cache_config: its `KVCacheConfig`.
+        block_size: the least common multiple of the groups' block sizes.
+        hash_block_size: tokens of a hash.
+    """
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, block_size: int, hash_block_size: int) -> None:
+        events = vllm_config.kv_events_config
+        self.caches = bool(vllm_config.cache_config.enable_prefix_caching)
+        self.manager = KVCacheManager(
+            kv_cache_config=kv_cache_config,
+            max_model_len=vllm_config.model_config.max_model_len,
+            scheduler_block_size=block_size,
+            hash_block_size=hash_block_size,
+            max_in_flight_tokens=vllm_config.max_in_flight_tokens,
+            enable_caching=self.caches,
+            enable_kv_cache_events=events is not None and events.enable_kv_cache_events,
+        )
+        self.block_size = block_size
+        self.unpublished = []
+        self.pool = GroupPool(self.manager.block_pool)
+        self._coordinator = self.manager.coordinator
+        self._managers = self._coordinator.single_type_managers
+        self._giving = [
+            each for each in self._managers if each.get_num_skipped_tokens(vllm_config.model_config.max_model_len)
+        ]
+        """The groups that give blocks back while a request runs."""
+        self._nothing: tuple[Sequence[Any], ...] = tuple(() for _ in self._managers)
+        self._max_model_len: int = vllm_config.model_config.max_model_len
+        self._row_of: dict[int, Request] = {}
+        """The requests by row."""
+        self._new: dict[str, list[list[int]]] = {}
+        """Blocks of each group that continued requests got, and no output has reported, by vLLM's request id."""
+        self._published: dict[str, int] = {}
+        """Of requests that were released since the newest step began, and have had no output, the published tokens."""
+        self._mute: set[str] = set()
+        """Requests that publish no more."""
+        self._num_publications = 0
+        self._is_ahead = False
+        self._admitted = 0  # tokens of the newest admission in its first step
+        self._num_usable_tokens = self._longest()
+
+    def _longest(self) -> int:
+        """The longest sequence that the pool can hold."""
+        low, high = 0, self._max_model_len
+        while low < high:
+            middle = (low + high + 1) // 2
+            needed = self._count("", middle, self._nothing, 0, is_whole=True)
+            low, high = (middle, high) if needed <= self.pool.num_usable else (low, middle - 1)
+        return low
+
+    @property
+    def num_usable_tokens(self) -> int:
+        return self._num_usable_tokens
+
+    @property
+    def num_publications(self) -> int:
+        return self._num_publications
+
+    def open_step(self, step_id: int, journal: Journal, oldest: int) -> None:
+        self.journal = journal
+        self._published.clear()
+        self._is_ahead = oldest < step_id
+        self.manager.new_step_starts()
+
+    # ------------------------------------------------------------------ admission
+
+    def look_up(self, request: Request) -> Match:
+        of_vllm = request.metadata
+        if not self.caches or not request.use_prefix_cache:
+            return Match(NO_BLOCKS, None, 0)
+        _sync(request)
+        found, num_tokens, boundary = self.manager.get_computed_blocks(of_vllm)
+        ids = [block.block_id for group in found.blocks for block in group if not block.is_null]
+        return Match(np.array(ids, dtype=np.int64), (found, boundary), num_tokens)
+
+    def num_blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
+        return self._to_start(request, match, num_tokens, is_whole=False)
+
+    def num_blocks_of_whole(self, request: Request, match: Match) -> int:
+        return self._to_start(request, match, request.num_tokens, is_whole=True)
+
+    def _to_start(self, request: Request, match: Match, num_tokens: int, *, is_whole: bool) -> int:
+        blocks = self._nothing if match.node is None else match.node[0].blocks
+        count = self._count(request.metadata.request_id, num_tokens, blocks, match.num_tokens, is_whole=is_whole)
+        return count + self.pool.num_in_use(match.blocks)
+
+    def _count(
+        self, name: str, num_tokens: int, found: tuple[Sequence[Any], ...], num_found: int, *, is_whole: bool
+    ) -> int:
+        """Free blocks that a request needs for its first tokens; `is_whole`: the most that it holds at a time, of
+        groups that give blocks back."""
+        count: int = self._coordinator.get_num_blocks_to_allocate(
+            request_id=name,
+            num_tokens=min(num_tokens, self._max_model_len),
+            new_computed_blocks=found,
+            num_encoder_tokens=0,
+            total_computed_tokens=num_found,
+            num_local_computed_tokens=num_found,
+            num_tokens_main_model=min(num_tokens, self._max_model_len),
+            apply_admission_cap=is_whole,
+        )
+        return count
+
+    def admit(self, request: Request, match: Match, num_tokens: int, now: float) -> Int64Array:
+        of_vllm = request.metadata
+        of_vllm.num_computed_tokens = of_vllm.num_in_flight_tokens = 0
+        found = None
+        if match.node is not None:
+            found, of_vllm.shared_prefix_boundary = match.node
+        given = self.manager.allocate_slots(
+            of_vllm,
+            num_tokens - match.num_tokens,
+            num_new_computed_tokens=match.num_tokens,
+            new_computed_blocks=found,
+            delay_cache_blocks=True,
+            has_scheduled_reqs=False,
+        )
+        assert given is not None, "the blocks of an admission were counted before"
+        self._admitted = num_tokens
+        return NO_BLOCKS
+
+    def num_slots(self, request: Request, blocks: Int64Array) -> int:
+        """Less than the blocks hold where a block falls behind its window before: then the row is asked, and gives it
+        back."""
+        return self._slots(request.metadata.request_id, 0, self._admitted)
+
+    def _slots(self, name: str, computed: int, end: int) -> int:
+        """Up to where a row needs not be asked whose first `computed` tokens are final, and that has blocks for `end`."""
+        slots = min(int(len(each.req_to_blocks[name]) * each.block_size) for each in self._managers)
+        for each in self._giving:
+            slots = min(slots, _next_return(each, computed, slots))
+        return max(slots, end)
+
+    # ------------------------------------------------------------------ running rows
+
+    def num_blocks_to_grow(self, batch: Batch, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
+        return self._to_grow(batch, rows, batch.num_computed_tokens[rows] + num_tokens, is_whole=False)
+
+    def num_blocks_owed(self, batch: Batch, rows: Int64Array) -> Int64Array:
+        return self._to_grow(batch, rows, batch.num_tokens[rows], is_whole=True)
+
+    def _to_grow(self, batch: Batch, rows: Int64Array, ends: Int64Array, *, is_whole: bool) -> Int64Array:
+        needed = np.zeros(len(rows), dtype=np.int64)
+        for index in (ends > batch.num_slots[rows]).nonzero()[0].tolist():
+            row = rows.item(index)
+            name, end = self._row_of[row].metadata.request_id, ends.item(index)
+            if (
+                not is_whole
+            ):  # else the row may have got its tokens of this step, for which it reads what is behind them
+                self._give_back(batch, row)
+            needed[index] = count = self._count(name, end, self._nothing, 0, is_whole=is_whole)
+            if not count and not is_whole:
+                batch.num_slots[row] = self._slots(name, self._final(batch, row), end)
+        return needed
+
+    def _final(self, batch: Batch, row: int) -> int:
+        """Tokens of a row that no step in flight computes, or may have to compute again; before its share of a step."""
+        computed = min(batch.num_computed_tokens.item(row), batch.num_tokens.item(row))
+        return min(computed, self.num_sound_tokens(self._row_of[row])) if self._is_ahead else computed
+
+    def _give_back(self, batch: Batch, row: int) -> None:
+        """Release what the row needs no more: what is behind a window. What steps in flight read stays."""
+        of_vllm = self._row_of[row].metadata
+        self.manager.remove_skipped_blocks(of_vllm.request_id, self._final(batch, row), of_vllm.num_prompt_tokens)
+
+    def can_grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> bool:
+        ends = batch.num_computed_tokens[rows] + num_tokens
+        return int(self._to_grow(batch, rows, ends, is_whole=False).sum()) <= self.pool.num_free
+
+    def grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> Int32Array:
+        return self.grow(batch, rows, NO_BLOCKS, batch.num_computed_tokens[rows] + num_tokens)
+
+    def grow(self, batch: Batch, rows: Int64Array, counts: Int64Array, ends: Int64Array) -> Int32Array:
+        for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
+            request = self._row_of[row]
+            name = request.metadata.request_id
+            end = min(end, self._max_model_len)
+            given = self._coordinator.allocate_new_blocks(name, end, end)
+            new = self._new.setdefault(name, [[] for _ in self._managers])
+            for own, blocks in zip(new, given, strict=True):
+                own += [block.block_id for block in blocks]
+            batch.num_slots[row] = self._slots(name, self._final(batch, row), end)
+        return NO_NEW
+
+    def grow_for_steps(
+        self, batch: Batch, rows: Int64Array, num_computed: Int64Array, num_steps: int
+    ) -> tuple[Int32Array, Int64Array, Int64Array]:
+        raise NotImplementedError("steps are not done at once without block tables; see `Scheduler.horizon`")
+
+    def num_blocks_of(self, batch: Batch, rows: Int64Array) -> Int64Array:
+        return np.array([len(self.table(batch, row)) for row in rows.tolist()], dtype=np.int64)
+
+    def table(self, batch: Batch, row: int) -> Int64Array:
+        name = self._row_of[row].metadata.request_id
+        held = [block.block_id for each in self._managers for block in each.req_to_blocks[name] if not block.is_null]
+        return np.array(held, dtype=np.int64)
+
+    # ------------------------------------------------------------------ publishing and freeing
+
+    def publish_prompt(self, batch: Batch, request: Request) -> None:
+        row = request.row
+        assert row is not None
+        self._row_of[row] = request
+        self._publish(request, min(batch.num_computed_tokens.item(row), request.num_prompt_tokens))
+
+    def _publish(self, request: Request, num_tokens: int) -> None:
+        of_vllm = request.metadata
+        name = of_vllm.request_id
+        if not self.caches or name in self._mute:
+            return
+        before = [each.num_cached_block.get(name, 0) for each in self._managers]
+        self.manager.cache_blocks(of_vllm, min(num_tokens, of_vllm.num_tokens))
+        new: list[int] = []
+        for each, start in zip(self._managers, before, strict=True):
+            end = each.num_cached_block.get(name, 0)
+            new += [block.block_id for block in each.req_to_blocks[name][start:end] if block.block_hash is not None]
+        if new:
+            self._num_publications += 1
+            if self.journal is not None:
+                self.journal.append((request, name, before, new))
+
+    def num_findable_tokens(self, request: Request) -> int:
+        return self.look_up(request).num_tokens
+
+    def release(
+        self,
+        batch: Batch,
+        request: Request,
+        now: float,
+        *,
+        num_valid_tokens: int,
+        publish: bool = True,
+        num_final_tokens: int = 0,
+        is_finished: bool = False,
+    ) -> None:
+        of_vllm = request.metadata
+        assert request.row is not None
+        if of_vllm.prefill_stats is not None:
+            self._published[of_vllm.request_id] = self.manager.estimate_cached_tokens(of_vllm)
+        if publish and self.caches:
+            _sync(request)
+            self._publish(request, num_valid_tokens)
+        self.manager.free(of_vllm)
+        self._new.pop(of_vllm.request_id, None)
+        self._mute.discard(of_vllm.request_id)
+        self._row_of.pop(request.row, None)
+
+    def num_published_tokens(self, request: Request) -> int:
+        """Of a request that runs, or was released since the newest step began, the tokens that can be found again."""
+        name = request.metadata.request_id
+        if request.row is None:
+            return self._published.get(name, 0)
+        count: int = self.manager.estimate_cached_tokens(request.metadata)
+        return count
+
+    def undo(self, journal: Journal) -> None:
+        for request, name, before, new in reversed(journal):
+            self.manager.evict_blocks(set(new))
+            if request.row is not None and request.metadata.request_id == name:
+                for each, count in zip(self._managers, before, strict=True):
+                    each.num_cached_block[name] = count  # they are published again when they are recomputed
+
+    def retract(self, journals: Iterable[Journal], publisher: Request, running: Iterable[Request]) -> None:
+        """Whatever is cached may follow it: nothing stays."""
+        if any(entry[0] is publisher for journal in journals for entry in journal):
+            self.reset()
+
+    def reset(self) -> None:
+        if not self.manager.reset_prefix_cache():  # requests run: vLLM's own refuses then
+            pool = self.manager.block_pool
+            self.manager.evict_blocks({block.block_id for block in pool.blocks if block.block_hash is not None})
+            self._mute |= {request.metadata.request_id for request in self._row_of.values()}
+
+    def broken(self, batch: Batch) -> str | None:
+        for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
+            if self._row_of.get(row) is not request:
+                return f"{request} is not known in its row"
+            name = request.metadata.request_id
+            for each in self._managers:
+                if batch.num_slots.item(row) > len(each.req_to_blocks[name]) * each.block_size:
+                    return f"{request} has fewer blocks than slots in group {each.kv_cache_group_id}"
+                needed = each.get_num_skipped_tokens(batch.num_computed_tokens.item(row)) // each.block_size
+                if any(block.is_null for block in each.req_to_blocks[name][needed:]):
+                    return f"{request} lacks a block of group {each.kv_cache_group_id} that it reads"
+        held = {request.metadata.request_id for request in self._row_of.values()}
+        for each in self._managers:
+            strays = {name for name, blocks in each.req_to_blocks.items() if blocks} - held
+            if strays:
+                return f"group {each.kv_cache_group_id} holds blocks for {sorted(strays)}, which do not run"
+        return None
+
+    # ------------------------------------------------------------------ for the workers
+
+    def blocks_of(self, request: Request) -> tuple[list[int], ...]:
+        """The blocks of an admitted request by group, as workers get them."""
+        name = request.metadata.request_id
+        self._new.pop(name, None)
+        found: tuple[list[int], ...] = self.manager.get_block_ids(name)
+        return found
+
+    def take_new(self, names: Sequence[str]) -> list[tuple[list[int], ...] | None]:
+        """The new blocks of continued requests by group; None: there are none."""
+        if not self._new:
+            return [None] * len(names)
+        taken = [self._new.pop(name, None) for name in names]
+        return [None if new is None else tuple(new) for new in taken]
+
+    def take_to_zero(self) -> list[int] | None:
+        """New blocks that workers have to zero; None: none."""
+        ids: list[int] = self.manager.take_new_block_ids()
+        return ids if ids and self.manager.kv_cache_config.needs_kv_cache_zeroing else None
+
+
+def _next_return(manager: Any, computed: int, limit: int) -> int:
+    """The least number of final tokens, up to `limit`, with which a group gives back one block more than with
+    `computed`; `limit` if there is none."""
+    size = manager.block_size
+    now = manager.get_num_skipped_tokens(computed) // size
+    low, high = computed, limit
+    while high - low > 1:  # it never becomes less
+        middle = (low + high) // 2
+        low, high = (middle, high) if manager.get_num_skipped_tokens(middle) // size == now else (low, middle)
+    return high
+
+
+def _sync(request: Request) -> None:
+    """vLLM's request gets the tokens that the core's has more: its block hashes are of these."""
+    of_vllm = request.metadata
+    more = request.num_tokens - of_vllm.num_tokens
+    if more > 0 and not of_vllm.use_structured_output:  # those get them when their grammar takes them
+        of_vllm.append_output_token_ids(request.all_token_ids[-more:].tolist())

@@ -1,0 +1,71 @@
+"""Models whose KV is in several groups: windows, chunks and states, in real vLLM and beside vLLM's own scheduler."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.vllm_process import NEEDS_VLLM, run_in_vllm, vllm_parent
+from tests.soak import short_of, short_or_long
+
+pytestmark = NEEDS_VLLM
+FLAG = "--disable-hybrid-kv-cache-manager"
+SMALL_POOL = {"block_size": 32, "max_num_seqs": 6, "scheduler_reserve_full_isl": False}
+NO_CACHE = {"enable_prefix_caching": False}
+CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
+    # A family, options, and its groups.
+    "gemma3": ("gemma3", {}, {"SlidingWindowSpec", "FullAttentionSpec"}),
+    "gemma3, preempting": ("gemma3", {**SMALL_POOL, "num_gpu_blocks_override": 66}, {"SlidingWindowSpec"}),
+    "gpt-oss, preempting": ("gpt-oss", {**SMALL_POOL, "num_gpu_blocks_override": 36}, {"SlidingWindowSpec"}),
+    "gpt-oss, asynchronous": ("gpt-oss", {"async_scheduling": True}, {"SlidingWindowSpec"}),
+    "olmo3": ("olmo3", {}, {"SlidingWindowSpec", "FullAttentionSpec"}),
+    "cohere2": ("cohere2", {}, {"SlidingWindowSpec", "FullAttentionSpec"}),
+    "mistral, windows alone": ("mistral", {**SMALL_POOL, "num_gpu_blocks_override": 24}, {"SlidingWindowSpec"}),
+    "llama4": ("llama4", {}, {"ChunkedLocalAttentionSpec", "FullAttentionSpec"}),
+    "granite4": ("granite4", NO_CACHE, {"MambaSpec", "FullAttentionSpec"}),
+    "falcon-h1, short pool": ("falcon-h1", {**NO_CACHE, "num_gpu_blocks_override": 12}, {"MambaSpec"}),
+}
+NUM_WORKLOADS = short_or_long(30, 1000)
+MET_PER_100 = {"steps": 5_000, "preemptions": 50, "hits": 50, "chunks": 2_000, "stopped": 300, "asynchronous": 20}
+"""What so many workloads meet at least."""
+
+
+@pytest.mark.parametrize("case", short_of(list(CASES), {"gemma3, preempting", "falcon-h1, short pool"}))
+def test_tokens_are_those_of_vllms_own_scheduler(tmp_path: Path, case: str) -> None:
+    """In as many steps, with as many cached tokens; twice the same prompts, so that the second time finds them."""
+    family, options, groups = CASES[case]
+    given = [f"{key}={json.dumps(value)}" for key, value in options.items()]
+    theirs = run_in_vllm("vllm_groups.py", family, "theirs", tmp_path, *given)
+    assert len({tuple(tokens) for tokens in theirs["tokens"]}) >= 5, "the model does not tell its prompts apart"
+    ours = run_in_vllm("vllm_groups.py", family, "ours", tmp_path, *given)
+    assert groups <= set(ours["groups"])
+    for name in ("tokens", "cached", "steps"):
+        assert ours[name] == theirs[name], name
+    assert ours["usage"] == 0
+    assert not case.endswith("preempting") or ours["preemptions"] > 0
+
+
+@pytest.mark.soak
+def test_tokens_as_one_group_are_those_of_several(tmp_path: Path) -> None:
+    """With the flag that keeps all KV in one group, which the core owns."""
+    several = run_in_vllm("vllm_groups.py", "gemma3", "ours", tmp_path)
+    one = run_in_vllm("vllm_groups.py", "gemma3", "one", tmp_path)
+    assert one["tokens"] == several["tokens"] and one["groups"] == ["FullAttentionSpec"]
+    check = ["-m", "pointsman", "vllm", "check", tmp_path, "--skip-tokenizer-init"]
+    for flags in ([], [FLAG]):
+        checked = vllm_parent().run(*check, *flags, timeout=300)
+        assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_decisions_are_those_of_vllms_own_scheduler() -> None:
+    """On random workloads and layouts, step by step; and every row reads its own KV, in every group."""
+    found = run_in_vllm("vllm_decisions.py", 0, NUM_WORKLOADS, "groups", timeout=1800)
+    assert not found["differences"], json.dumps(found["differences"][0], indent=1)
+    tally = found["tally"]
+    for what, least in MET_PER_100.items():
+        assert tally[what] >= least * NUM_WORKLOADS // 100, f"{what}: {tally[what]}"
+    ended_early = tally.get("found otherwise", 0) + tally.get("did more", 0)
+    assert ended_early <= NUM_WORKLOADS * 12 // 100, tally

@@ -1,0 +1,154 @@
+"""A tiny model in real vLLM, with whatever groups of KV it has: a script for the environment with vLLM.
+
+    python vllm_groups.py FAMILY ours|theirs|one FOLDER [KEY=VALUE ...]   prints one JSON line
+
+What the requests got with our scheduler, or vLLM's own; `one`: ours, with all KV in one group. With ours, everything
+that must hold between two calls is checked after each. KEY=VALUE are options of `LLM`, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+import torch
+import transformers
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
+
+OURS = "pointsman.integrations.vllm.Scheduler"
+SIZE = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+PATTERN = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+WINDOW = {"num_hidden_layers": 4, "layer_types": PATTERN, "sliding_window": 64}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_d_conv": 4}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    # The beginning of the names of its classes in transformers, and its configuration.
+    "gemma3": ("Gemma3Text", WINDOW),
+    "gpt-oss": ("GptOss", {**WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmo3": ("Olmo3", WINDOW),
+    "cohere2": ("Cohere2", WINDOW),
+    "mistral": ("Mistral", {"num_hidden_layers": 3, "sliding_window": 64}),  # a window in every layer
+    "llama4": (
+        "Llama4Text",
+        {
+            "num_hidden_layers": 4,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 128,
+            "layer_types": ["chunked_attention", "chunked_attention", "full_attention", "chunked_attention"],
+            "no_rope_layers": [1, 1, 0, 1],
+        },
+    ),
+    "granite4": (
+        "GraniteMoeHybrid",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["mamba", "mamba", "attention", "mamba"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+            "position_embedding_type": "rope",
+            "mamba_expand": 2,
+            "num_attention_heads": 2,
+            **MAMBA,
+        },
+    ),
+    "falcon-h1": ("FalconH1", {"num_hidden_layers": 3, "mamba_d_ssm": 128, "mamba_expand": 2, **MAMBA}),
+}
+
+
+def make(family: str, folder: Path) -> None:
+    """The model, with random weights."""
+    name, options = FAMILIES[family]
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{name}Config")(**{**SIZE, **options})
+    model_name = name if name in ("Llama4Text",) else name.removesuffix("Text")
+    class_name = "Llama4ForCausalLM" if model_name == "Llama4Text" else f"{model_name}ForCausalLM"
+    model = getattr(transformers, class_name)(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # So large that layers, and not the last token, decide about the next one.
+            if parameter.dim() > 1 and "conv" not in name:
+                parameter.normal_(0.0, 0.2)
+        model.get_input_embeddings().weight.mul_(0.1)
+    model.save_pretrained(folder)
+
+
+def check_every_step(scheduler: Any) -> None:
+    """Verify the core's invariants after each call."""
+    for name in ("schedule", "update_from_output"):
+        call = getattr(scheduler, name)
+
+        def checked(*arguments: Any, call: Any = call) -> Any:
+            found = call(*arguments)
+            scheduler.core.check_invariants()
+            return found
+
+        setattr(scheduler, name, checked)
+
+
+def main() -> None:
+    family, how, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    given = {key: json.loads(value) for key, _, value in (each.partition("=") for each in sys.argv[4:])}
+    if not (folder / "config.json").exists():
+        make(family, folder)
+    options: dict[str, Any] = {"disable_hybrid_kv_cache_manager": True} if how == "one" else {}
+    if how != "theirs":
+        options |= {"scheduler_cls": OURS, "additional_config": {"pointsman": {"socket": ""}}}
+    options = {
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 128,
+        "num_gpu_blocks_override": 40,
+        **options,
+        **given,
+    }
+    llm = LLM(str(folder), enforce_eager=True, seed=0, skip_tokenizer_init=True, **options)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    if how != "theirs":
+        check_every_step(scheduler)
+    steps: list[int] = []
+    schedule = scheduler.schedule
+    scheduler.schedule = lambda *arguments: steps.append(1) or schedule(*arguments)
+    shared = [3 + index * 7 % 500 for index in range(140)]
+    prompts = [[*shared, *(3 + index * (number + 3) % 500 for index in range(40 * number))] for number in range(6)]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
+    tokens, cached = [], []
+    for _ in range(2):  # once more: what the first time left in the cache
+        outputs = llm.generate([TokensPrompt(prompt_token_ids=each) for each in prompts], params, use_tqdm=False)
+        tokens += [list(each.outputs[0].token_ids) for each in outputs]
+        cached += [each.num_cached_tokens for each in outputs]
+    groups = [type(group.kv_cache_spec).__name__ for group in scheduler.kv_cache_config.kv_cache_groups]
+    found = {
+        "tokens": tokens,
+        "cached": cached,
+        "steps": len(steps),
+        "groups": groups,
+        "usage": scheduler.get_kv_cache_usage() if how != "theirs" else 0.0,
+    }
+    if how != "theirs":
+        found["preemptions"] = scheduler.core.stats().num_preemptions
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
