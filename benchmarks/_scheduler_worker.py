@@ -46,6 +46,7 @@ class Settings:
     num_loras: int = 0  # adapters, of which every request has one
     num_stop_tokens: int = 0  # of `STOP_TOKENS`, that each request has
     max_tokens: int = 0  # of each request that runs; 0: up to the model's length
+    layout: str = ""  # of the KV, for vLLM: see `LAYOUTS` in `_vllm_worker.py`; "": one group of full attention
     knobs: dict[str, Any] = field(default_factory=dict)  # more fields of `SchedulerConfig`, for Pointsman alone
 
 

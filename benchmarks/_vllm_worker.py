@@ -14,9 +14,11 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import json
+import math
 import tempfile
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,11 +32,28 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+LAYOUTS = {
+    "": 1,
+    "window": 2,  # full attention and a window, as gpt-oss
+    "windows": 6,  # full attention and five of windows, as Gemma 3
+    # Full attention and three of Mamba states, as Granite 4 without prefix caching: there vLLM raises the blocks of
+    # attention to the size of a state.
+    "states": 4,
+}
+"""Layouts of KV, with their numbers of groups."""
+STATE_BLOCK_SIZE = 528
+"""Tokens in a block of attention beside states; 528 to 896 for the models that vLLM serves."""
 LAYER = "model.layers.0.self_attn.attn"
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -88,13 +107,22 @@ def build_config(settings: Settings) -> VllmConfig:
     return config
 
 
-def build_kv_cache_config(num_blocks: int, block_size: int = BLOCK_SIZE) -> KVCacheConfig:
-    """One layer of full attention with `num_blocks` blocks."""
-    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=32, dtype=torch.float32)
+def build_kv_cache_config(
+    num_blocks: int, block_size: int = BLOCK_SIZE, layout: str = "", max_model_len: int = 0
+) -> KVCacheConfig:
+    """A layer for each group of a layout, with `num_blocks` blocks together."""
+    sizes: dict[str, Any] = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    block_size = STATE_BLOCK_SIZE if layout == "states" else block_size
+    specs: list[Any] = [FullAttentionSpec(block_size=block_size, **sizes)]
+    if layout == "states":
+        specs += [MambaSpec(block_size=max_model_len, shapes=((2, 4),), dtypes=(torch.float32,))] * 3
+    elif layout:
+        window = 128 if layout == "window" else 1024
+        specs += [SlidingWindowSpec(block_size=block_size, sliding_window=window, **sizes)] * (LAYOUTS[layout] - 1)
     return KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[],  # memory for the workers; a scheduler reads none of it
-        kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)],
+        kv_cache_groups=[KVCacheGroupSpec([f"{LAYER}{n or ''}"], spec) for n, spec in enumerate(specs)],
     )
 
 
@@ -109,17 +137,21 @@ class VllmSession(Session):
         super().__init__(settings)
         config = build_config(settings)
         config.additional_config = self.additional_config or {}
-        config.cache_config.num_gpu_blocks = settings.num_blocks
+        num_blocks, has_states = LAYOUTS[settings.layout] * settings.num_blocks, settings.layout == "states"
+        config.cache_config.num_gpu_blocks = num_blocks
+        config.cache_config.enable_prefix_caching = not has_states
         hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
         self.block_hasher = get_request_block_hasher(BLOCK_SIZE, hash_function)
         own = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
         self.scheduler = (self.scheduler_class or own)(
             vllm_config=config,
-            kv_cache_config=build_kv_cache_config(settings.num_blocks),
+            kv_cache_config=build_kv_cache_config(
+                num_blocks, layout=settings.layout, max_model_len=settings.max_model_len
+            ),
             structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK_SIZE,
-            hash_block_size=BLOCK_SIZE,
+            block_size=math.lcm(settings.max_model_len, STATE_BLOCK_SIZE) if has_states else BLOCK_SIZE,
+            hash_block_size=STATE_BLOCK_SIZE if has_states else BLOCK_SIZE,
             log_stats=True,
         )
         self.runner = StandInRunner()

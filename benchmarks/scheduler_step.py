@@ -83,7 +83,7 @@ HEADROOM = 256
 Side = dict[str, list[float]]  # worker name -> one figure per round
 
 
-def measure_decode(workers: Sequence[WorkerProcess], size: int, rounds: int, **more: int) -> Side:
+def measure_decode(workers: Sequence[WorkerProcess], size: int, rounds: int, **more: Any) -> Side:
     """CPU us per step of steady decode with `size` running requests, per worker and round; `more` settings for both."""
     steps = {worker.name: OWN_STEPS_PER_ROUND for worker in workers}
     steps["vllm"] = STEPS_PER_ROUND.get(size, 40)

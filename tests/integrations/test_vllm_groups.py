@@ -14,6 +14,7 @@ from tests.soak import short_of, short_or_long
 pytestmark = NEEDS_VLLM
 FLAG = "--disable-hybrid-kv-cache-manager"
 SMALL_POOL = {"block_size": 32, "max_num_seqs": 6, "scheduler_reserve_full_isl": False}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 NO_CACHE = {"enable_prefix_caching": False}
 CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     # A family, options, and its groups.
@@ -25,7 +26,13 @@ CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "cohere2": ("cohere2", {}, {"SlidingWindowSpec", "FullAttentionSpec"}),
     "mistral, windows alone": ("mistral", {**SMALL_POOL, "num_gpu_blocks_override": 24}, {"SlidingWindowSpec"}),
     "llama4": ("llama4", {}, {"ChunkedLocalAttentionSpec", "FullAttentionSpec"}),
+    "gemma3, n-gram drafts": ("gemma3", {"speculative_config": NGRAM}, {"SlidingWindowSpec", "FullAttentionSpec"}),
+    "gemma4, two block sizes": ("gemma4", {}, {"SlidingWindowSpec", "FullAttentionSpec"}),
     "granite4": ("granite4", NO_CACHE, {"MambaSpec", "FullAttentionSpec"}),
+    "nemotron-h": ("nemotron-h", NO_CACHE, {"MambaSpec", "FullAttentionSpec"}),
+    "qwen3-next": ("qwen3-next", {**NO_CACHE, "dtype": "bfloat16"}, {"MambaSpec", "FullAttentionSpec"}),
+    "lfm2": ("lfm2", NO_CACHE, {"MambaSpec", "FullAttentionSpec"}),
+    "mamba2, states alone": ("mamba2", NO_CACHE, {"MambaSpec"}),
     "falcon-h1, short pool": ("falcon-h1", {**NO_CACHE, "num_gpu_blocks_override": 12}, {"MambaSpec"}),
 }
 NUM_WORKLOADS = short_or_long(30, 1000)
@@ -45,6 +52,8 @@ def test_tokens_are_those_of_vllms_own_scheduler(tmp_path: Path, case: str) -> N
     for name in ("tokens", "cached", "steps"):
         assert ours[name] == theirs[name], name
     assert ours["usage"] == 0
+    if case == "gemma4, two block sizes":
+        assert len(set(ours["block_sizes"])) == 2
     assert not case.endswith("preempting") or ours["preemptions"] > 0
 
 
@@ -55,9 +64,26 @@ def test_tokens_as_one_group_are_those_of_several(tmp_path: Path) -> None:
     one = run_in_vllm("vllm_groups.py", "gemma3", "one", tmp_path)
     assert one["tokens"] == several["tokens"] and one["groups"] == ["FullAttentionSpec"]
     check = ["-m", "pointsman", "vllm", "check", tmp_path, "--skip-tokenizer-init"]
-    for flags in ([], [FLAG]):
+    for flags, says in (
+        ([], "a sliding window of 64 tokens in some layers, kept by vLLM's own"),
+        ([FLAG], "tokens, as"),
+    ):
         checked = vllm_parent().run(*check, *flags, timeout=300)
-        assert checked.returncode == 0, checked.stdout + checked.stderr
+        assert checked.returncode == 0 and says in checked.stdout, checked.stdout + checked.stderr
+    record = ["--additional-config", '{"pointsman": {"record": "run.jsonl"}}']
+    checked = vllm_parent().run(*check, *record, timeout=300)
+    assert checked.returncode == 1 and "cannot be replayed: leave it out" in checked.stdout
+
+
+@pytest.mark.soak
+def test_what_is_not_supported_of_groups_is_refused(tmp_path: Path) -> None:
+    """States that are cached for prefixes; before and when vLLM starts."""
+    refused = run_in_vllm("vllm_groups.py", "falcon-h1", "refused", tmp_path, "enable_prefix_caching=true")
+    assert "give --no-enable-prefix-caching" in refused
+    check = ["-m", "pointsman", "vllm", "check", tmp_path, "--skip-tokenizer-init"]
+    for flag, code in (("--enable-prefix-caching", 1), ("--no-enable-prefix-caching", 0)):
+        checked = vllm_parent().run(*check, flag, timeout=300)
+        assert checked.returncode == code, checked.stdout + checked.stderr
 
 
 def test_decisions_are_those_of_vllms_own_scheduler() -> None:
@@ -69,3 +95,9 @@ def test_decisions_are_those_of_vllms_own_scheduler() -> None:
         assert tally[what] >= least * NUM_WORKLOADS // 100, f"{what}: {tally[what]}"
     ended_early = tally.get("found otherwise", 0) + tally.get("did more", 0)
     assert ended_early <= NUM_WORKLOADS * 12 // 100, tally
+
+
+def test_no_request_and_no_block_is_lost_where_a_step_fails() -> None:
+    """A policy that raises in the middle of steps, and a cache that is reset while requests run."""
+    tally = run_in_vllm("vllm_group_faults.py", 0, short_or_long(15, 500), timeout=1800)
+    assert min(tally[what] for what in ("raised", "resets", "preemptions", "hits")) > 0, tally

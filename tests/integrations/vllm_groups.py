@@ -1,8 +1,9 @@
 """A tiny model in real vLLM, with whatever groups of KV it has: a script for the environment with vLLM.
 
-    python vllm_groups.py FAMILY ours|theirs|one FOLDER [KEY=VALUE ...]   prints one JSON line
+    python vllm_groups.py FAMILY ours|theirs|one|refused FOLDER [KEY=VALUE ...]   prints one JSON line
 
-What the requests got with our scheduler, or vLLM's own; `one`: ours, with all KV in one group. With ours, everything
+What the requests got with our scheduler, or vLLM's own; `one`: ours, with all KV in one group; `refused`: why ours does
+not start. With ours, everything
 that must hold between two calls is checked after each. KEY=VALUE are options of `LLM`, as JSON.
 """
 
@@ -71,6 +72,60 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **MAMBA,
         },
     ),
+    "gemma4": (
+        "Gemma4Text",
+        {**WINDOW, "head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    ),
+    "lfm2": (
+        "Lfm2",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "num_attention_heads": 2,
+            "conv_dim": 64,
+            "conv_dim_out": 64,
+            "block_dim": 64,
+        },
+    ),
+    "nemotron-h": (
+        "NemotronH",
+        {
+            "hybrid_override_pattern": "M*M-",
+            "num_hidden_layers": 4,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+            "conv_kernel": 4,
+        },
+    ),
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+        },
+    ),
+    "mamba2": (
+        "Mamba2",
+        {
+            "num_hidden_layers": 3,
+            "num_heads": 4,
+            "state_size": 16,
+            "n_groups": 1,
+            "expand": 2,
+            "conv_kernel": 4,
+            "intermediate_size": 128,
+        },
+    ),
     "falcon-h1": ("FalconH1", {"num_hidden_layers": 3, "mamba_d_ssm": 128, "mamba_expand": 2, **MAMBA}),
 }
 
@@ -122,7 +177,13 @@ def main() -> None:
         **options,
         **given,
     }
-    llm = LLM(str(folder), enforce_eager=True, seed=0, skip_tokenizer_init=True, **options)
+    try:
+        llm = LLM(str(folder), enforce_eager=True, seed=0, skip_tokenizer_init=True, **options)
+    except Exception as error:
+        if how != "refused":
+            raise
+        print(json.dumps(str(error)))
+        return
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     if how != "theirs":
         check_every_step(scheduler)
@@ -137,12 +198,13 @@ def main() -> None:
         outputs = llm.generate([TokensPrompt(prompt_token_ids=each) for each in prompts], params, use_tqdm=False)
         tokens += [list(each.outputs[0].token_ids) for each in outputs]
         cached += [each.num_cached_tokens for each in outputs]
-    groups = [type(group.kv_cache_spec).__name__ for group in scheduler.kv_cache_config.kv_cache_groups]
+    specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
     found = {
         "tokens": tokens,
         "cached": cached,
         "steps": len(steps),
-        "groups": groups,
+        "groups": [type(spec).__name__ for spec in specs],
+        "block_sizes": [spec.block_size for spec in specs],
         "usage": scheduler.get_kv_cache_usage() if how != "theirs" else 0.0,
     }
     if how != "theirs":

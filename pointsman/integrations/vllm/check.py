@@ -18,9 +18,10 @@ from pointsman.core import ConfigError, SchedulerConfig
 from pointsman.integrations.vllm.settings import FLAGS, read_settings, scheduler_config
 from pointsman.integrations.vllm.support import (
     GO_BACK,
-    ONE_GROUP,
+    STATES_ARE_CACHED,
     TESTED,
     UnsupportedVLLM,
+    check_recording,
     check_version,
     minor_version,
     problems_of,
@@ -144,27 +145,32 @@ def _first_line(error: Exception) -> str:
 
 def _kv_cache_problems(vllm_config: Any) -> list[str]:
     """Problems of the KV cache's groups, as far as the model's configuration shows them."""
+    cache = vllm_config.cache_config
+    if _has_states(vllm_config) and getattr(cache, "mamba_cache_mode", "none") != "none":
+        return [STATES_ARE_CACHED]
+    return []
+
+
+def _has_states(vllm_config: Any) -> bool:
+    model = vllm_config.model_config
+    return bool(getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False))
+
+
+def _groups(vllm_config: Any) -> str:
+    """What the model's configuration shows of its groups of KV; "": one of full attention."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-    if getattr(model, "is_attention_free", False):
-        return ["models without attention keep no KV cache, which is not supported: serve another model"]
-    if getattr(model, "is_hybrid", False):
-        return ["models that mix attention with other layers are not supported: serve another model"]
+    if _has_states(vllm_config):
+        return "states of some layers"
     window = model.get_sliding_window() if hasattr(model, "get_sliding_window") else None
     chunk = getattr(model, "attention_chunk_size", None)
     if (window is None and chunk is None) or getattr(model, "disable_sliding_window", False):
-        return []
-    local = f"a sliding window of {window} tokens" if window is not None else f"chunks of {chunk} tokens"
+        return ""
     kinds = set(getattr(model.hf_text_config, "layer_types", None) or ())
-    if chunk is not None or len(kinds) > 1:
-        if getattr(scheduler, "disable_hybrid_kv_cache_manager", False):
-            return []
-        return [f"some of its layers attend within {local}, which is not supported: give {ONE_GROUP}"]
-    if kinds == {"full_attention"}:
-        return []
-    return [
-        f"its layers have {local}, which is not supported: serve another model, or give --disable-sliding-window, "
-        "which shortens what it can read"
-    ]
+    is_mixed = chunk is not None or len(kinds) > 1
+    if kinds == {"full_attention"} or (is_mixed and getattr(scheduler, "disable_hybrid_kv_cache_manager", False)):
+        return ""
+    local = f"a sliding window of {window} tokens" if window is not None else f"chunks of {chunk} tokens"
+    return f"{local} in {'some' if is_mixed else 'its'} layers"
 
 
 def _read_knobs(report: Report, vllm_config: Any) -> None:
@@ -180,7 +186,14 @@ def _read_knobs(report: Report, vllm_config: Any) -> None:
         report.problems.append(str(error))
         return
     blocks_of = f"{blocks} blocks of {size} tokens" if blocks else f"blocks of {size} tokens, as many as memory holds"
-    report.kv_cache = f"{blocks_of}; how the layers share it is known for certain when the weights are loaded"
+    groups = _groups(vllm_config)
+    kept = f", {groups}, kept by vLLM's own KV manager" if groups else ""
+    report.kv_cache = f"{blocks_of}{kept}; how the layers share it is known for certain when the weights are loaded"
+    if groups:
+        try:
+            check_recording(settings.record)
+        except ConfigError as error:
+            report.problems.append(str(error))
     report.knobs = _knobs(config, settings.knobs, has_blocks=bool(blocks))
     socket = settings.socket
     report.socket = "no socket" if socket == "" else f"a socket, {socket or 'whose path is in the log at the start'}"

@@ -61,6 +61,51 @@ class GroupPool:
         return sum(self._pool.blocks[block].ref_cnt > 0 for block in blocks.tolist())
 
 
+class _Group:
+    """One of vLLM's managers of a kind of KV, and what a step asks of it most."""
+
+    __slots__ = ("extra", "gives_back", "lag", "manager", "size", "tables")
+
+    def __init__(self, manager: Any, max_model_len: int) -> None:
+        self.manager = manager
+        self.tables: dict[str, list[Any]] = manager.req_to_blocks
+        self.size = int(manager.block_size)
+        self.extra = self.size * int(getattr(manager, "num_speculative_blocks", 0))
+        """Tokens of the blocks that drafts have."""
+        skipped = manager.get_num_skipped_tokens(max_model_len)
+        self.gives_back = skipped >= self.size
+        """Whether blocks are released while a request runs."""
+        lags: set[int] = {
+            n - manager.get_num_skipped_tokens(n) for n in range(max(0, max_model_len - self.size), max_model_len + 1)
+        }
+        self.lag = lags.pop() if len(lags) == 1 else None
+        """How many of the newest tokens are kept; None: it differs."""
+
+    def _num_returned(self, final: int) -> int:
+        """Blocks that are not needed once so many tokens are final."""
+        if self.lag is not None:
+            return max(0, final - self.lag) // self.size
+        return int(self.manager.get_num_skipped_tokens(final)) // self.size
+
+    def give_back(self, name: str, final: int, num_prompt_tokens: int) -> None:
+        """Release what a request needs no more; what steps in flight read is not final."""
+        count = self._num_returned(final)
+        blocks = self.tables[name]
+        if count and not blocks[min(count, len(blocks)) - 1].is_null:
+            self.manager.remove_skipped_blocks(name, final, num_prompt_tokens)
+
+    def next_return(self, final: int, limit: int) -> int:
+        """The least number of final tokens, up to `limit`, with which one block more is released; `limit`: none is."""
+        now = self._num_returned(final)
+        if self.lag is not None:
+            return min(limit, (now + 1) * self.size + self.lag)
+        low, high = final, limit
+        while high - low > 1:  # it never becomes less
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._num_returned(middle) == now else (low, middle)
+        return high
+
+
 class KVGroups(KVCache):
     """The KV of a model in groups.
 
@@ -88,10 +133,9 @@ class KVGroups(KVCache):
         self.pool = GroupPool(self.manager.block_pool)
         self._coordinator = self.manager.coordinator
         self._managers = self._coordinator.single_type_managers
-        self._giving = [
-            each for each in self._managers if each.get_num_skipped_tokens(vllm_config.model_config.max_model_len)
-        ]
-        """The groups that give blocks back while a request runs."""
+        self._groups = [_Group(each, vllm_config.model_config.max_model_len) for each in self._managers]
+        self._shapes = [(group.tables, group.size, group.extra) for group in self._groups]
+        self._giving = [group for group in self._groups if group.gives_back]
         self._nothing: tuple[Sequence[Any], ...] = tuple(() for _ in self._managers)
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._row_of: dict[int, Request] = {}
@@ -192,11 +236,11 @@ class KVGroups(KVCache):
         back."""
         return self._slots(request.metadata.request_id, 0, self._admitted)
 
-    def _slots(self, name: str, computed: int, end: int) -> int:
-        """Up to where a row needs not be asked whose first `computed` tokens are final, and that has blocks for `end`."""
-        slots = min(int(len(each.req_to_blocks[name]) * each.block_size) for each in self._managers)
-        for each in self._giving:
-            slots = min(slots, _next_return(each, computed, slots))
+    def _slots(self, name: str, final: int, end: int) -> int:
+        """Up to where a row need not be asked that has blocks for `end` tokens, of which the first ones are final."""
+        slots = min([len(tables[name]) * size - extra for tables, size, extra in self._shapes])
+        for group in self._giving:
+            slots = min(slots, group.next_return(final, slots))
         return max(slots, end)
 
     # ------------------------------------------------------------------ running rows
@@ -210,26 +254,29 @@ class KVGroups(KVCache):
     def _to_grow(self, batch: Batch, rows: Int64Array, ends: Int64Array, *, is_whole: bool) -> Int64Array:
         needed = np.zeros(len(rows), dtype=np.int64)
         for index in (ends > batch.num_slots[rows]).nonzero()[0].tolist():
-            row = rows.item(index)
-            name, end = self._row_of[row].metadata.request_id, ends.item(index)
-            if (
-                not is_whole
-            ):  # else the row may have got its tokens of this step, for which it reads what is behind them
-                self._give_back(batch, row)
-            needed[index] = count = self._count(name, end, self._nothing, 0, is_whole=is_whole)
-            if not count and not is_whole:
-                batch.num_slots[row] = self._slots(name, self._final(batch, row), end)
+            row, end = rows.item(index), ends.item(index)
+            name = self._row_of[row].metadata.request_id
+            if is_whole:  # it may have got its tokens of this step, for which it reads what would be given back
+                needed[index] = self._count(name, end, self._nothing, 0, is_whole=True)
+                continue
+            final = self._final(batch, row) if self._giving else 0
+            count = 0
+            for group in self._giving:
+                group.give_back(name, final, self._row_of[row].num_prompt_tokens)
+            for tables, size, extra in self._shapes:  # inline: for a few thousand rows a second
+                missing = -(-(end + extra) // size) - len(tables[name])
+                if missing > 0:
+                    count += missing
+            if count:
+                needed[index] = count
+            else:
+                batch.num_slots[row] = self._slots(name, final, end)
         return needed
 
     def _final(self, batch: Batch, row: int) -> int:
         """Tokens of a row that no step in flight computes, or may have to compute again; before its share of a step."""
         computed = min(batch.num_computed_tokens.item(row), batch.num_tokens.item(row))
         return min(computed, self.num_sound_tokens(self._row_of[row])) if self._is_ahead else computed
-
-    def _give_back(self, batch: Batch, row: int) -> None:
-        """Release what the row needs no more: what is behind a window. What steps in flight read stays."""
-        of_vllm = self._row_of[row].metadata
-        self.manager.remove_skipped_blocks(of_vllm.request_id, self._final(batch, row), of_vllm.num_prompt_tokens)
 
     def can_grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> bool:
         ends = batch.num_computed_tokens[rows] + num_tokens
@@ -240,14 +287,17 @@ class KVGroups(KVCache):
 
     def grow(self, batch: Batch, rows: Int64Array, counts: Int64Array, ends: Int64Array) -> Int32Array:
         for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
-            request = self._row_of[row]
-            name = request.metadata.request_id
+            name = self._row_of[row].metadata.request_id
             end = min(end, self._max_model_len)
-            given = self._coordinator.allocate_new_blocks(name, end, end)
-            new = self._new.setdefault(name, [[] for _ in self._managers])
-            for own, blocks in zip(new, given, strict=True):
-                own += [block.block_id for block in blocks]
-            batch.num_slots[row] = self._slots(name, self._final(batch, row), end)
+            new = self._new.get(name)
+            for place, (tables, size, extra) in enumerate(self._shapes):
+                if -(-(end + extra) // size) > len(tables[name]):
+                    if new is None:
+                        new = self._new[name] = [[] for _ in self._groups]
+                    given = self._managers[place].allocate_new_blocks(name, end, end)
+                    new[place] += [block.block_id for block in given]
+            final = self._final(batch, row) if self._giving else 0
+            batch.num_slots[row] = self._slots(name, final, end)
         return NO_NEW
 
     def grow_for_steps(
@@ -334,7 +384,9 @@ class KVGroups(KVCache):
             self.reset()
 
     def reset(self) -> None:
-        if not self.manager.reset_prefix_cache():  # requests run: vLLM's own refuses then
+        if not self._row_of:
+            self.manager.reset_prefix_cache()
+        else:  # vLLM's own refuses then
             pool = self.manager.block_pool
             self.manager.evict_blocks({block.block_id for block in pool.blocks if block.block_hash is not None})
             self._mute |= {request.metadata.request_id for request in self._row_of.values()}
@@ -377,18 +429,6 @@ class KVGroups(KVCache):
         """New blocks that workers have to zero; None: none."""
         ids: list[int] = self.manager.take_new_block_ids()
         return ids if ids and self.manager.kv_cache_config.needs_kv_cache_zeroing else None
-
-
-def _next_return(manager: Any, computed: int, limit: int) -> int:
-    """The least number of final tokens, up to `limit`, with which a group gives back one block more than with
-    `computed`; `limit` if there is none."""
-    size = manager.block_size
-    now = manager.get_num_skipped_tokens(computed) // size
-    low, high = computed, limit
-    while high - low > 1:  # it never becomes less
-        middle = (low + high) // 2
-        low, high = (middle, high) if manager.get_num_skipped_tokens(middle) // size == now else (low, middle)
-    return high
 
 
 def _sync(request: Request) -> None:

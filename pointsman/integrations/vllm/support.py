@@ -16,6 +16,10 @@ ONE_GROUP = (
     "too, so that fewer requests fit"
 )
 """The remedy for models with windows or chunks beside full attention."""
+STATES_ARE_CACHED = (
+    "the states of this model's layers (Mamba, linear attention, convolutions) are cached for prefixes, which is not "
+    "supported: give --no-enable-prefix-caching"
+)
 TESTED_BY_RUNNING = "0.32"
 TESTED = {TESTED_BY_RUNNING: "run", "0.33": "its dataclasses were checked, it was not run"}
 """The supported minor versions of vLLM, and how each was tested."""
@@ -218,10 +222,7 @@ def _kv_cache_problems(kv_cache_config: Any) -> list[str]:
             f"ways that are not supported: {remedy}"
         ]
     if any(_mamba_mode(group) not in (None, "none") for group in groups):
-        return [
-            "the states of this model's Mamba or convolution layers are cached for prefixes, which is not supported: "
-            "give --no-enable-prefix-caching"
-        ]
+        return [STATES_ARE_CACHED]
     return []
 
 
