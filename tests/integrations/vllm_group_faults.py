@@ -16,10 +16,10 @@ from collections import Counter
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import init_none_hash
-from vllm_decisions import HASH, MAX_STEPS, Settings, Side, build_config, configured, make_workload
 
 from pointsman.core.policy.gate import Limit
 from pointsman.integrations.vllm import Scheduler
+from tests.integrations.vllm_decisions import HASH, MAX_STEPS, Settings, Side, build_config, configured, make_workload
 
 
 class Faulty(Limit):
