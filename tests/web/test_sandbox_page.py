@@ -38,7 +38,7 @@ def server() -> Iterator[Any]:
 def visit(open_page: Callable[..., Any], server: Any) -> Callable[..., Any]:
     def go(**options: Any) -> Any:
         page = open_page(server.url, **options)
-        says(page, "After 0 steps")
+        playwright.expect(page.locator("#status")).to_contain_text("After 0 steps", timeout=20000)
         return page
 
     return go

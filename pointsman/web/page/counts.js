@@ -187,8 +187,10 @@ class Counting {
   // Whether nothing is missing before a key frame.
   _agreesWith(key) {
     const numIn = (name) => this.numIn[PLACES.indexOf(name)];
+    const isIn = (...names) => (number) => names.includes(PLACES[this.places[number]]);
     return key.parked.length === numIn("parked") && key.waiting.length === numIn("waiting") + numIn("preempted") &&
-      key.running.length === this.running.length && key.running.every((number, place) => number === this.running[place]);
+      key.running.length === this.running.length && key.running.every((number, place) => number === this.running[place]) &&
+      key.waiting.every(isIn("waiting", "preempted")) && key.parked.every(isIn("parked"));
   }
 
   _begin(key) {
