@@ -74,7 +74,7 @@ def film(
             _print_waits(found, waits)
         if preemptions:
             _print_preemptions(found)
-        if step is None and request is None and waits is None and not preemptions:
+        if not given:
             _print_extent(path, found)
     if not found.is_complete:
         print("The film was cut off: what came later is not in it.")
