@@ -69,7 +69,7 @@ class SchedulerConfig:
 
     num_draft_tokens: int = 0
     """Speculation: maximum number of draft tokens that a step verifies for one request, beside its own next token; 0:
-    none. The budget must hold them for every request."""
+    none. Where the budget does not hold them for every row, all rows verify fewer."""
     draft_table: tuple[tuple[int, int], ...] = ()
     """Pairs (running requests, drafts), ascending: with at least that number of running requests, at most that number
     of drafts each. Verification is nearly free while steps are small, and costs what it computes once they are full."""
@@ -364,13 +364,6 @@ class SchedulerConfig:
             )
 
     def _check_speculation(self) -> None:
-        needed = self.max_num_seqs * (1 + self.num_draft_tokens)
-        if self.num_draft_tokens and self.max_num_batched_tokens < needed and self.batching != "prefill-first":
-            raise ConfigError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}, and max_num_seqs {self.max_num_seqs} with "
-                f"num_draft_tokens {self.num_draft_tokens} may decode {needed} tokens in a step; raise the budget, or "
-                "lower one of the two"
-            )
         if self.draft_table and not self.num_draft_tokens:
             raise ConfigError(
                 f"draft_table is {self.draft_table} and num_draft_tokens 0, so it would have no effect; raise "

@@ -345,6 +345,36 @@ def test_a_recording_with_drafts_replays() -> None:
     assert report.num_steps == host.stats().num_steps
 
 
+@pytest.mark.parametrize(
+    ("budget", "proposed", "verified"),
+    [
+        (16, (3, 3, 3, 3), (3, 3, 3, 3)),
+        (15, (3, 3, 3, 3), (2, 2, 2, 2)),
+        (15, (3, 3, 3, 2), (3, 3, 3, 2)),
+        (8, (3, 3, 3, 3), (1, 1, 1, 1)),
+        (7, (3, 0, 3, 0), (1, 0, 1, 0)),
+        (7, (3, 3, 3, 3), (0, 0, 0, 0)),
+        (4, (3, 3, 3, 3), (0, 0, 0, 0)),
+    ],
+)
+def test_a_budget_without_room_for_all_drafts_takes_them_from_every_row_alike(
+    budget: int, proposed: tuple[int, ...], verified: tuple[int, ...]
+) -> None:
+    host = speculative(max_num_batched_tokens=budget)
+    requests = [host.add(name, 1, max_tokens=20) for name in "abcd"]
+    output = host.step()
+    assert len(output.requests) == 4
+    host.propose(output, {one.request_id: right(one, n) for one, n in zip(requests, proposed, strict=True)})
+    output = host.step()
+    assert tuple(output.num_draft_tokens.tolist()) == verified
+    assert tuple(output.num_scheduled_tokens.tolist()) == tuple(1 + n for n in verified), "each row decodes"
+    while not all(one.is_finished for one in requests):
+        host.propose(output, {one.request_id: right(one, 3) for one in output.requests})
+        output = host.step()
+        host.scheduler.check_invariants()
+    assert all(one.output_token_ids.tolist() == reference_output(one.prompt_token_ids, 20) for one in requests)
+
+
 # ---------------------------------------------------------------------- what is refused
 
 
@@ -352,7 +382,6 @@ def test_a_recording_with_drafts_replays() -> None:
     ("overrides", "message"),
     [
         ({"num_draft_tokens": -1}, "num_draft_tokens is -1; it must be between 0 and"),
-        ({"num_draft_tokens": 4}, "max_num_seqs 4 with num_draft_tokens 4 may decode 20 tokens.*raise the budget"),
         ({"num_draft_tokens": 3, "draft_table": ((2, 4),)}, "draft_table allows 4 from 2 running.*no effect"),
         ({"num_draft_tokens": 3, "draft_table": ((2, 1), (2, 0))}, "running requests in draft_table is 2; .*between 3"),
         ({"num_draft_tokens": 3, "draft_table": ((0, 1),)}, "running requests in draft_table is 0; .*between 1"),
