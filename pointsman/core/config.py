@@ -74,6 +74,11 @@ class SchedulerConfig:
     """Pairs (running requests, drafts), ascending: with at least that number of running requests, at most that number
     of drafts each. Verification is nearly free while steps are small, and costs what it computes once they are full."""
 
+    pad_first_decodes: bool = False
+    """Whether a request whose first step computes one token alone verifies `num_draft_tokens` placeholders beside it
+    (`UNSAMPLED`, which no host accepts), unless that step continues a prefill: so that all rows of the step have as
+    many tokens, as graphs captured for uniform decodes need."""
+
     order: str | Order = "fcfs"
     """Which request is admitted next: a name, with parameters if need be ("name:key=value,key=value"), or an object
     with the `Order` protocol; see `docs/policies.md`. "fcfs-front" and "priority-by-arrival" queue preempted requests
@@ -267,6 +272,7 @@ class SchedulerConfig:
             "first_chunk_only",
             "count_owed_blocks",
             "admit_after_preemption",
+            "pad_first_decodes",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
@@ -368,6 +374,11 @@ class SchedulerConfig:
             raise ConfigError(
                 f"draft_table is {self.draft_table} and num_draft_tokens 0, so it would have no effect; raise "
                 "num_draft_tokens or leave the table empty"
+            )
+        if self.pad_first_decodes and (not self.num_draft_tokens or self.draft_table or self.batching != "mixed"):
+            raise ConfigError(
+                "pad_first_decodes=True needs num_draft_tokens, one number for all rows (no draft_table), and batching "
+                '"mixed"; leave it at its default'
             )
         for running, drafts in self.draft_table:
             if drafts > self.num_draft_tokens:

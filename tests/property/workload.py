@@ -167,6 +167,8 @@ def _with_effect(values: dict[str, Any], overrides: dict[str, Any], choose: Choo
         values.setdefault("long_prefill_token_threshold_adaptive", choose.chance(40))
     else:
         values["long_prefill_token_threshold_adaptive"] = False
+    if values["batching"] == "mixed" and values["num_draft_tokens"] and not values["draft_table"]:
+        values.setdefault("pad_first_decodes", values["max_num_batched_tokens"] % 2 == 1)
     if values["batching"] != "prefill-first":
         values["max_num_batched_tokens"] = max(values["max_num_batched_tokens"], values["max_num_seqs"])
     if values["enable_chunked_prefill"]:

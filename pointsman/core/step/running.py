@@ -355,7 +355,8 @@ class Running:
         if drafts.sum() <= left:
             return want
         ends = np.minimum(drafts, np.arange(int(drafts.max()))[:, None]).sum(axis=1)  # for each maximum
-        return known + np.minimum(drafts, ends.searchsorted(left, side="right") - 1)
+        known += np.minimum(drafts, ends.searchsorted(left, side="right") - 1)
+        return known
 
     def _within_budget(self, want: Int64Array) -> Int64Array:
         """[rows] `want`, cut to the token budget in admission order."""
