@@ -1,7 +1,8 @@
 """What does a step ask of a KV cache? The protocol between the parts of a step and whoever owns the KV blocks.
 
-Two implementations: `KVCacheManager` (`manager.py`), whose block tables are columns, for layers that all attend to the
-whole context; and that of a host over a manager of its own, for KV in several layouts.
+Three implementations: `KVCacheManager` (`manager.py`), whose block tables are columns, for layers that all attend to
+the whole context; `GroupedKVCache` (`grouped.py`), for groups of layers with windows or chunks, whose blocks are of one
+size; and that of a host over a manager of its own, for every other layout.
 
 A row carries `num_slots`: the tokens that its blocks can hold, in every layout. So a step in which no row runs out of
 slots asks nothing, and otherwise it asks about the rows that do. Whatever is said in blocks is about the pool: how many
@@ -42,6 +43,15 @@ class Match(NamedTuple):
     node: Any
     """Where it is, for the implementation."""
     num_tokens: int
+
+
+class NewBlocks(NamedTuple):
+    """Blocks in several tables for each row of an output, by row; see `SchedulerOutput.block_groups`."""
+
+    ids: Int32Array
+    rows: Int64Array
+    groups: Int64Array
+    places: Int64Array
 
 
 class Pool(Protocol):
@@ -99,12 +109,16 @@ class KVCache(ABC):
     """Blocks that requests released since the newest output; None: they are not tracked."""
     shared: list[tuple[Request, int]] | None = None
     has_connector: bool = False
+    num_groups: int = 1
+    """Blocks that as many tokens as one holds take: one in each group of layers."""
     num_evictions: int = 0
     num_returns: int = 0
     """Changes whenever blocks that no row held are released."""
     num_saves: int = 0
     num_sound_tokens: Callable[[Request], int]
     """Of a running request, tokens whose KV no step in flight may yet change; set by the scheduler."""
+    num_tokens_in_flight: Callable[[int], Int64Array]
+    """Of that number of rows, the tokens of each that steps in flight compute; set by the scheduler."""
     unpublished: list[Request]
     """Requests whose prompt blocks `publish_deferred` has to publish."""
 
@@ -161,6 +175,11 @@ class KVCache(ABC):
     def num_slots(self, request: Request, blocks: Int64Array) -> int:
         """Tokens that the blocks of a request can hold that `admit` has just returned."""
 
+    def place(self, batch: Batch, row: int, blocks: Int64Array) -> None:
+        """The request that was admitted last, with these blocks, has got a row."""
+        if len(blocks):
+            batch.block_table[row, : len(blocks)] = blocks
+
     # ------------------------------------------------------------------ running rows
 
     @abstractmethod
@@ -170,6 +189,10 @@ class KVCache(ABC):
     def num_blocks_owed(self, batch: Batch, rows: Int64Array) -> Int64Array:
         """[rows] free blocks that each row still needs until all its known tokens are computed."""
         return self.num_blocks_to_grow(batch, rows, batch.num_tokens[rows] - batch.num_computed_tokens[rows])
+
+    def num_slots_with(self, batch: Batch, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
+        """[rows] tokens that each row can hold with the blocks that it needs to advance by `num_tokens` of it."""
+        return batch.num_slots[rows] + self.num_blocks_to_grow(batch, rows, num_tokens) * self.block_size
 
     @abstractmethod
     def can_grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> bool:
@@ -204,6 +227,11 @@ class KVCache(ABC):
         tables = [self.table(batch, row) for row in rows.tolist()]
         counts = np.array([len(table) for table in tables], dtype=np.int64)
         return np.concatenate([np.zeros(0, dtype=np.int64), *tables]), batch.count_up[: len(rows)].repeat(counts)
+
+    def new_blocks(self, batch: Batch, rows: Int64Array, *, whole: bool) -> NewBlocks | None:
+        """Without `has_tables`, for an output with these rows: blocks that the host does not know of, or `whole`
+        tables; None: there are none, or the host knows them anyway."""
+        return None
 
     # ------------------------------------------------------------------ publishing and freeing
 
