@@ -129,8 +129,8 @@ class BlockPool:
             self._append(freed[num_blank:])
 
     def release_any(self, blocks: Int64Array) -> None:
-        """Drop one reference for each entry, in the order in which they are to be evicted. Any may be cached, and several
-        may name one block."""
+        """Drop one reference for each entry, in the order in which they are to be evicted. Any may be cached, and
+        several may name one block."""
         left = self.num_references[blocks] - ONE
         if np.count_nonzero(left):
             np.subtract.at(self.num_references, blocks, 1)

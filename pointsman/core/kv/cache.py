@@ -109,6 +109,8 @@ class KVCache(ABC):
     """Blocks that requests released since the newest output; None: they are not tracked."""
     shared: list[tuple[Request, int]] | None = None
     has_connector: bool = False
+    gives_back: bool = False
+    """Whether a row may hold blocks that it no longer reads, until `give_back` is called."""
     num_groups: int = 1
     """Blocks that as many tokens as one holds take: one in each group of layers."""
     num_evictions: int = 0
@@ -228,9 +230,14 @@ class KVCache(ABC):
         counts = np.array([len(table) for table in tables], dtype=np.int64)
         return np.concatenate([np.zeros(0, dtype=np.int64), *tables]), batch.count_up[: len(rows)].repeat(counts)
 
-    def new_blocks(self, batch: Batch, rows: Int64Array, *, whole: bool) -> NewBlocks | None:
+    def give_back(self, batch: Batch) -> None:  # noqa: B027
+        """If it `gives_back`: release what rows hold that none of their later tokens reads. Called before the rows get
+        their tokens of a step in which requests wait."""
+
+    def new_blocks(self, batch: Batch, rows: Int64Array, grown: Int64Array, *, whole: bool) -> NewBlocks | None:
         """Without `has_tables`, for an output with these rows: blocks that the host does not know of, or `whole`
-        tables; None: there are none, or the host knows them anyway."""
+        tables; None: there are none, or the host knows them anyway. `grown` are the indices of the rows for which
+        `grow_by_one` was called in this step, if it was."""
         return None
 
     # ------------------------------------------------------------------ publishing and freeing

@@ -12,17 +12,24 @@ Layout, with R rows, G groups, K kinds and W blocks in the longest table:
 
     _tables     int32 [R, G, W]   block ids; valid from `_first` of the group's kind up to `_end`
     _end        int64 [R]         blocks that each table has, those before `_first` included
-    _first      int64 [R, K]      blocks that were given back, or never taken, since no later token attends to them
+    _first      K x int64 [R]     blocks that were given back, or never taken, since no later token attends to them
+    _at         int64 [R, G]      where in all tables, laid out flat, the next block of each goes
     _reported   int64 [R]         blocks of each table that the host knows of
+    _public     int64 [R]         blocks of each table that others may hold too, or find: those of the prompt
+    _moves_at   int64 [R]         the place to which the first block of the moving kind may move; -1: it may be public
 
 A row is asked only when it reaches its `num_slots`: where it lacks a block, or where one falls behind its window. Only
-final tokens count for that, those that no step in flight computes: what a step in flight reads stays.
+final tokens count for that, those that no step in flight computes: what a step in flight reads stays. A block that
+falls behind a window one step before its row lacks one anyway is given back then, or earlier if blocks are short.
+
+In steady decode a row whose window is full needs, in each group with a window, one block for the one that it gives
+back: it keeps it, in another place of its table. Then only blocks of full attention are taken from the pool.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,12 +42,13 @@ from pointsman.core.kv.group_prefixes import Descendants, Entry, GroupNode, Grou
 from pointsman.core.kv.prefix_tree import Root
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.layout import KVGroup
-from pointsman.core.state.numbers import INT32, INT64
+from pointsman.core.state.numbers import INT32, INT64, ONE
 from pointsman.core.state.request import Request
 from pointsman.core.state.tokens import NO_TOKENS
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 NO_EPOCH = -1  # of a request whose prefix left the cache while it ran
 
@@ -48,15 +56,17 @@ NO_EPOCH = -1  # of a request whose prefix left the cache while it ran
 class _Kind:
     """Groups whose layers attend alike."""
 
-    __slots__ = ("group", "groups", "index", "num_groups", "offsets")
+    __slots__ = ("delay", "group", "groups", "index", "num_groups", "offsets")
 
-    def __init__(self, index: int, group: KVGroup, groups: list[int], width: int) -> None:
+    def __init__(self, index: int, group: KVGroup, groups: list[int], width: int, block_size: int) -> None:
         self.index = index
         self.group = group
         self.groups: Int64Array = np.array(groups, dtype=np.int64)
         self.num_groups = len(groups)
         self.offsets = self.groups * width
         """Where the tables of its groups begin, from where those of a row do."""
+        self.delay = int(group.kind == "window" and group.size % block_size == 0)
+        """Steps for which a block may stay that lies behind the window, as the row is asked then anyway."""
 
 
 class _Found(NamedTuple):
@@ -90,6 +100,7 @@ class GroupedKVCache(KVCache):
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.block_size = size = config.block_size
+        self._size = np.array(size)  # an array, see `state/numbers.py`
         self.caches = config.enable_prefix_caching
         self.pool = BlockPool(config.num_blocks, config.num_reserved_blocks)
         self.unpublished = []
@@ -98,14 +109,32 @@ class GroupedKVCache(KVCache):
         members: dict[KVGroup, list[int]] = {}
         for index, group in enumerate(config.kv_groups):
             members.setdefault(group, []).append(index)
-        self._kinds = [_Kind(i, group, those, self._width) for i, (group, those) in enumerate(members.items())]
+        self._kinds = [_Kind(i, group, those, self._width, size) for i, (group, those) in enumerate(members.items())]
         self._local = [kind for kind in self._kinds if not kind.group.is_full]
+        self.gives_back = any(kind.delay for kind in self._local)
         self._full = next((kind.index for kind in self._kinds if kind.group.is_full), None)
         self._kind_of: Int64Array = np.zeros(self.num_groups, dtype=np.int64)
         for kind in self._kinds:
             self._kind_of[kind.groups] = kind.index
         self._offsets: Int64Array = np.arange(self.num_groups) * self._width
         self._row_size = self.num_groups * self._width
+        self._moving = self._local[0] if len(self._local) == 1 else None
+        """The kind whose blocks may move within a table; None: there are several, or none."""
+        self._lag = 0
+        """A row that lacks its block at place p needs those of this kind from p - `_lag` on."""
+        most_ahead = 0  # tokens of a row in flight with which that is so
+        if self._moving is not None:
+            self._lag = -(-self._moving.group.reach // size)
+            most_ahead = self._lag * size - self._moving.group.reach if self._moving.group.kind == "window" else -1
+        self._moves_ahead = config.max_steps_in_flight - 1 <= most_ahead
+        self._lag_array = np.array(self._lag)
+        self._back = np.array(self._lag + 1)
+        """How far before a new place the block is that moves to it."""
+        moving = [] if self._moving is None else self._moving.groups.tolist()
+        staying = [group for group in range(self.num_groups) if group not in moving]
+        self._num_staying = len(staying)
+        self._staying: Any = _as_index(staying)
+        self._shape_of_staying = (-1,) if len(staying) == 1 else (-1, len(staying))
         self._num_in_flight = config.max_num_batched_tokens * config.max_steps_in_flight
         self._max_model_len = config.max_model_len
         self._num_usable_tokens = self._longest()
@@ -118,10 +147,19 @@ class GroupedKVCache(KVCache):
         self._has_grown = False
         # Of the newest admission: its tables, the first blocks of each kind in them, and its tokens after the step.
         self._entering: tuple[Int32Array, list[int], int] = (np.zeros((0, 0), dtype=np.int32), [], 0)
-        self._asked: Int64Array = NO_BLOCKS
+        self._asked: Int64Array | None = (
+            None  # what `can_grow_by_one` counted; None: a block of each table for each row
+        )
+        self._lagging: set[int] = set()
+        """Rows that are asked before they lack a block."""
+        self._fresh: tuple[npt.NDArray[np.integer], Int64Array] | None = None
+        """[rows, groups] what `grow_by_one` gave in this step, and [rows] the place; None: nothing."""
         self._end: Int64Array = np.zeros(0, dtype=np.int64)
-        self._first: Int64Array = np.zeros((0, len(self._kinds)), dtype=np.int64)
+        self._first: list[Int64Array] = [np.zeros(0, dtype=np.int64) for _ in self._kinds]
+        self._at: Int64Array = np.zeros((0, self.num_groups), dtype=np.int64)
         self._reported: Int64Array = np.zeros(0, dtype=np.int64)
+        self._public: Int64Array = np.zeros(0, dtype=np.int64)
+        self._moves_at: Int64Array = np.zeros(0, dtype=np.int64)
         self._tables: Int32Array = np.zeros((0, self.num_groups, self._width), dtype=np.int32)
 
     def _most_blocks(self, num_tokens: int) -> int:
@@ -153,6 +191,7 @@ class GroupedKVCache(KVCache):
         self.journal = journal
         self._is_ahead = oldest < step_id
         self._in_flight = None
+        self._fresh = None
 
     # ------------------------------------------------------------------ admission
 
@@ -235,25 +274,29 @@ class GroupedKVCache(KVCache):
         columns, first, num_tokens = self._entering
         slots: int = columns.shape[1] * self.block_size
         for kind in self._local:
-            slots = min(slots, kind.group.least_with((first[kind.index] + 1) * self.block_size))
+            slots = min(slots, kind.group.least_with((first[kind.index] + 1) * self.block_size) + kind.delay)
         return max(slots, num_tokens)
 
     def place(self, batch: Batch, row: int, blocks: Int64Array) -> None:
         if row >= len(self._end):
             self._add_rows(len(batch.num_tokens))
         columns, first, _ = self._entering
-        self._tables[row, :, : columns.shape[1]] = columns
-        self._end[row], self._first[row], self._reported[row] = columns.shape[1], first, 0
+        end = columns.shape[1]
+        self._tables[row, :, :end] = columns
+        self._end[row], self._reported[row], self._public[row], self._moves_at[row] = end, 0, end, -1
+        self._at[row] = row * self._row_size + self._offsets + end
+        for column, at in zip(self._first, first, strict=True):
+            column[row] = at
+        if batch.num_slots.item(row) < end * self.block_size:
+            self._lagging.add(row)
         self._has_grown = True
 
     def _add_rows(self, count: int) -> None:
-        for name in ("_end", "_first", "_reported", "_tables"):
-            column = getattr(self, name)
-            grown = np.zeros((count, *column.shape[1:]), dtype=column.dtype)
-            grown[: len(column)] = column
-            setattr(self, name, grown)
+        for name in ("_end", "_at", "_reported", "_public", "_moves_at", "_tables"):
+            setattr(self, name, _lengthened(getattr(self, name), count))
+        self._first = [_lengthened(column, count) for column in self._first]
         self._flat = self._tables.reshape(-1)
-        self._group_at: Int64Array = np.resize(np.arange(self.num_groups), count * self.num_groups)
+        self._group_at = _counting(self.num_groups, count)
 
     # ------------------------------------------------------------------ running rows
 
@@ -273,10 +316,19 @@ class GroupedKVCache(KVCache):
         missing = -(-wanted // self.block_size) - self._end[asking]
         enough = (missing <= 0).nonzero()[0]
         if len(enough):
-            batch.num_slots[asking[enough]] = self._slots(asking[enough], wanted[enough])
+            self._set_slots(batch, asking[enough], wanted[enough])
             missing[enough] = 0
         needed[short] = missing * self.num_groups
+        if self._local and int(needed.sum()) > self.pool.num_free:
+            self.give_back(batch)
         return needed
+
+    def give_back(self, batch: Batch) -> None:
+        """Release what lies behind the windows of all rows, as far as they do not read it in a step in flight; before
+        the rows get tokens in a step."""
+        rows = batch.members.rows
+        if len(rows):
+            self._give_back(rows, self._final(batch, rows))
 
     def _final(self, batch: Batch, rows: Int64Array) -> Int64Array:
         """[rows] tokens that no step in flight computes, or may have to compute again."""
@@ -291,13 +343,15 @@ class GroupedKVCache(KVCache):
         """Release the blocks to which no token after these attends."""
         released: list[Int64Array] = []
         for kind in self._local:
-            first = self._first[rows, kind.index]
+            first = self._first[kind.index][rows]
             kept = kind.group.num_skipped(final) // self.block_size
             behind = (kept > first).nonzero()[0]
             if len(behind):
                 those, kept = rows[behind], kept[behind]
                 released.append(self._blocks_between(those, kind.offsets, first[behind], kept)[::-1])
-                self._first[those, kind.index] = kept
+                self._first[kind.index][those] = kept
+                if kind is self._moving:
+                    self._moves_at[those] = np.where(kept >= self._public[those], kept + self._back, -1)
         if released:
             self.pool.release_any(released[0] if len(released) == 1 else np.concatenate(released))
             self.num_returns += 1
@@ -314,13 +368,19 @@ class GroupedKVCache(KVCache):
         blocks: Int64Array = self._flat[(at[:, None] + offsets).ravel()].astype(INT64)
         return blocks
 
-    def _slots(self, rows: Int64Array, ends: Int64Array) -> Int64Array:
-        """[rows] tokens up to which a row need not be asked that has blocks for `ends` of them."""
-        slots = self._end[rows] * self.block_size
+    def _set_slots(self, batch: Batch, rows: Int64Array, ends: Int64Array) -> None:
+        """Up to how many tokens the rows need not be asked, which have blocks for `ends` of them."""
+        most = self._end[rows] * self.block_size
+        slots = most
         for kind in self._local:
-            next_first = self._first[rows, kind.index] + 1
-            slots = np.minimum(slots, kind.group.least_with(next_first * self.block_size))
-        return np.maximum(slots, ends)
+            next_first = self._first[kind.index][rows] + 1
+            slots = np.minimum(slots, kind.group.least_with(next_first * self.block_size) + kind.delay)
+        slots = np.maximum(slots, ends)
+        batch.num_slots[rows] = slots
+        is_lagging = slots < most
+        self._lagging.difference_update(rows.tolist())
+        if np.count_nonzero(is_lagging):
+            self._lagging.update(rows[is_lagging].tolist())
 
     def num_slots_with(self, batch: Batch, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
         ends = -(-(batch.num_computed_tokens[rows] + num_tokens) // self.block_size)
@@ -332,7 +392,7 @@ class GroupedKVCache(KVCache):
         end = np.maximum(-(-known // self.block_size), self._end[rows])
         owed = np.zeros(len(rows), dtype=np.int64)
         for kind in self._kinds:
-            first = self._first[rows, kind.index]
+            first = self._first[kind.index][rows]
             most = end - first
             if not kind.group.is_full:
                 cap = kind.group.most_blocks(self._max_model_len, self._num_in_flight, self.block_size)
@@ -341,16 +401,86 @@ class GroupedKVCache(KVCache):
         return owed
 
     def can_grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> bool:
+        if isinstance(num_tokens, int) and not self._lagging and len(rows) * self.num_groups <= self.pool.num_free:
+            self._asked = None
+            return True
         self._asked = self._ask(batch, rows, batch.num_computed_tokens[rows] + num_tokens)
         return int(self._asked.sum()) <= self.pool.num_free
 
     def grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> Int32Array:
         """As `can_grow_by_one` has just counted."""
+        if self._asked is None:
+            if self._grow_steadily(batch, rows):
+                return NO_TOKENS
+            self._asked = self._ask(batch, rows, batch.num_computed_tokens[rows] + num_tokens)
         lacking = self._asked.nonzero()[0]
         if len(lacking):
             ends = batch.num_computed_tokens[rows] + num_tokens
             self.grow(batch, rows[lacking], self._asked[lacking], ends[lacking])
         return NO_TOKENS
+
+    def _grow_steadily(self, batch: Batch, rows: Int64Array) -> bool:
+        """Each row lacks a block of each table for its next token, and has at most one in each to give back. False: it
+        is otherwise, and nothing has changed."""
+        kind, count, places = self._moving, len(rows), self._end[rows]
+        at, ends = self._at[rows], places + ONE
+        if kind is None:
+            if self._local:
+                return False
+            ids = self._take(count * self.num_groups).reshape(at.shape)
+        elif self._is_ahead and not self._moves_ahead:
+            return False
+        elif self._moves_at[rows].tobytes() == places.tobytes():  # as in the steps of most
+            ids = self._flat[at - self._back]
+            if self._num_staying:
+                ids[:, self._staying] = self._take(count * self._num_staying).reshape(self._shape_of_staying)
+            self._first[kind.index][rows] = places - self._lag_array
+            self._moves_at[rows] = ends
+        else:
+            first = self._first[kind.index][rows]
+            held = places - first  # in each table
+            most = held.item(held.argmax())
+            due = held > self._lag_array
+            if most > self._lag + 1 or (self._is_ahead and not self._are_final(batch, kind, rows[due], first[due])):
+                return False
+            if most > self._lag:
+                ids = self._exchange(kind, rows, places, due, at)
+            else:
+                ids = self._take(count * self.num_groups).reshape(at.shape)
+        self._flat[at] = ids
+        self._at[rows] = at + ONE
+        self._end[rows] = ends
+        self._reported[rows] = ends
+        batch.num_slots[rows] = ends * self._size
+        self._fresh = (ids, places)
+        return True
+
+    def _are_final(self, batch: Batch, kind: _Kind, rows: Int64Array, first: Int64Array) -> bool:
+        """Whether no step in flight may have to be computed again that reads the first block of a row."""
+        kept = kind.group.num_skipped(self._final(batch, rows)) // self.block_size
+        return bool((kept > first).all())
+
+    def _exchange(
+        self, kind: _Kind, rows: Int64Array, places: Int64Array, due: BoolArray, at: Int64Array
+    ) -> Int64Array:
+        """[rows, groups] the next blocks of rows, of which those that are `due` give one back in each table of a kind."""
+        moves = self._moves_at[rows] == places
+        returns = due & ~moves
+        ids: Int64Array = self._flat[at - self._back].astype(INT64)
+        old, takes = ids[:, kind.groups], ~moves
+        if np.count_nonzero(returns):
+            self.pool.release_any(old[returns].ravel())
+        if self._num_staying:
+            ids[:, self._staying] = self._take(len(rows) * self._num_staying).reshape(self._shape_of_staying)
+        taken = int(np.count_nonzero(takes)) * kind.num_groups
+        if taken:
+            old[takes] = self._take(taken).reshape(-1, kind.num_groups)
+            ids[:, kind.groups] = old
+        those = rows[due]
+        first = places[due] - self._lag_array
+        self._first[kind.index][those] = first
+        self._moves_at[those] = np.where(first >= self._public[those], first + self._back, -1)
+        return ids
 
     def grow(self, batch: Batch, rows: Int64Array, counts: Int64Array, ends: Int64Array) -> Int32Array:
         """Append `counts[i]` blocks, as many to the table of each group, to the tables of `rows[i]`."""
@@ -361,7 +491,8 @@ class GroupedKVCache(KVCache):
             at = (at - places.cumsum() + places).repeat(places) + np.arange(total // self.num_groups)
         self._flat[(at[:, None] + self._offsets).ravel()] = self._take(total).astype(INT32)
         self._end[rows] += places
-        batch.num_slots[rows] = self._slots(rows, ends)
+        self._at[rows] += places[:, None]
+        self._set_slots(batch, rows, ends)
         self._has_grown = True
         return NO_TOKENS
 
@@ -373,7 +504,7 @@ class GroupedKVCache(KVCache):
     def num_blocks_of(self, batch: Batch, rows: Int64Array) -> Int64Array:
         count = np.zeros(len(rows), dtype=np.int64)
         for kind in self._kinds:
-            count += (self._end[rows] - self._first[rows, kind.index]) * kind.num_groups
+            count += (self._end[rows] - self._first[kind.index][rows]) * kind.num_groups
         return count
 
     def table(self, batch: Batch, row: int) -> Int64Array:
@@ -384,7 +515,7 @@ class GroupedKVCache(KVCache):
     def _row_blocks(self, row: int) -> tuple[Int64Array, Int64Array, Int64Array]:
         """The blocks of a row, with the place and the group of each: by place, and then by group."""
         end = self._end.item(row)
-        held = np.arange(end)[:, None] >= self._first[row, self._kind_of]
+        held = np.arange(end)[:, None] >= self._firsts_of(row)
         places, groups = held.nonzero()
         return self._tables[row, groups, places].astype(INT64), places, groups
 
@@ -392,14 +523,33 @@ class GroupedKVCache(KVCache):
         """[groups, blocks] a copy of the tables of a row; 0 where a block lies behind a window."""
         end = self._end.item(row)
         tables: Int32Array = self._tables[row, :, :end].copy()
-        tables[np.arange(end) < self._first[row, self._kind_of][:, None]] = 0
+        tables[np.arange(end) < self._firsts_of(row)[:, None]] = 0
         return tables
+
+    def _firsts_of(self, row: int) -> Int64Array:
+        """[groups] the first block that the row holds in each table."""
+        return np.array([self._first[kind].item(row) for kind in self._kind_of.tolist()], dtype=np.int64)
 
     # ------------------------------------------------------------------ for the host
 
-    def new_blocks(self, batch: Batch, rows: Int64Array, *, whole: bool) -> NewBlocks | None:
+    def new_blocks(self, batch: Batch, rows: Int64Array, grown: Int64Array, *, whole: bool) -> NewBlocks | None:
+        fresh, self._fresh = self._fresh, None
         if whole:
             return self._whole_tables(rows, np.arange(len(rows)))
+        if fresh is not None:
+            ids, places = fresh
+            count, more = self.num_groups, self._more_blocks(rows)
+            new = NewBlocks(
+                ids.ravel().astype(INT32, copy=False),
+                grown.repeat(count),
+                self._group_at[: ids.size],
+                places.repeat(count),
+            )
+            return new if more is None else _merged(new, more)
+        return self._more_blocks(rows)
+
+    def _more_blocks(self, rows: Int64Array) -> NewBlocks | None:
+        """What the rows got that is not reported."""
         if not self._has_grown:
             return None
         self._has_grown = False
@@ -427,8 +577,8 @@ class GroupedKVCache(KVCache):
         """0 to the number of groups, so many times over."""
         count = num_places * self.num_groups
         if count > len(self._group_at):
-            self._group_at = np.resize(np.arange(self.num_groups), 2 * count)
-        return self._group_at[:count].copy()
+            self._group_at = _counting(self.num_groups, 2 * num_places)
+        return self._group_at[:count]
 
     def _whole_tables_of_new(self, rows: Int64Array, grown: Int64Array, reported: Int64Array) -> NewBlocks:
         """Whole tables for those among `grown` of which nothing is reported, and what is new for the others."""
@@ -440,9 +590,7 @@ class GroupedKVCache(KVCache):
         those, starts = rows[others], reported[~is_new]
         places = self._end[those] - starts
         self._reported[those] = self._end[those]
-        both = [self._appended(others, those, starts, places), whole]
-        order = np.concatenate([each.rows for each in both]).argsort(kind="stable")
-        return NewBlocks(*[np.concatenate(pair)[order] for pair in zip(*both, strict=True)])
+        return _merged(self._appended(others, those, starts, places), whole)
 
     def _whole_tables(self, rows: Int64Array, indices: Int64Array) -> NewBlocks:
         """All blocks of the rows at these indices."""
@@ -470,6 +618,7 @@ class GroupedKVCache(KVCache):
     def _publish_prompt(self, batch: Batch, request: Request) -> None:
         state = request._state
         assert state.row is not None
+        self._public[state.row], self._moves_at[state.row] = self._end[state.row], -1
         computed = min(batch.num_computed_tokens.item(state.row), state.num_prompt_tokens)
         self._publish(request, computed // self.block_size, state.prompt_bytes)
 
@@ -484,7 +633,7 @@ class GroupedKVCache(KVCache):
         nodes = prefixes.extend(before, token_bytes, first, end)
         entries: list[Entry] = []
         for kind in self._kinds:
-            start = max(first, self._first.item(state.row, kind.index))
+            start = max(first, self._first[kind.index].item(state.row))
             blocks = self._tables[state.row, kind.groups, start:end].T
             for node, ids in zip(nodes[start - first :], blocks.tolist(), strict=True):
                 entries.append(prefixes.enter(node, kind.index, ids))
@@ -516,6 +665,7 @@ class GroupedKVCache(KVCache):
             self._publish(request, full, state.known_bytes())
         self.pool.release_any(self.table(batch, row)[::-1])
         self._end[row] = 0
+        self._lagging.discard(row)
         state.prefix_node = None  # it refers to the nodes before it
 
     def undo(self, journal: Journal) -> None:
@@ -589,7 +739,7 @@ class GroupedKVCache(KVCache):
             if batch.num_slots.item(row) > end * self.block_size:
                 return f"{request} has fewer blocks than slots"
             for kind in self._kinds:
-                first = self._first.item(row, kind.index)
+                first = self._first[kind.index].item(row)
                 if first > kind.group.num_skipped(min(computed, batch.num_tokens.item(row))) // self.block_size:
                     return f"{request} has given back a block of {kind.group} that it reads"
         return None
@@ -617,3 +767,32 @@ class GroupedKVCache(KVCache):
                 if entry not in entry.node.entries[entry.kind]:
                     return f"block {block} of {request} is cached, and no lookup finds it"
         return None
+
+
+def _as_index(indices: list[int]) -> int | slice | Int64Array:
+    """The same indices, in the form that NumPy takes fastest."""
+    if len(indices) == 1:
+        return indices[0]
+    if indices and indices == list(range(indices[0], indices[-1] + 1)):
+        return slice(indices[0], indices[-1] + 1)
+    return np.array(indices, dtype=np.int64)
+
+
+def _lengthened(column: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
+    """With so many rows."""
+    grown = np.zeros((count, *column.shape[1:]), dtype=column.dtype)
+    grown[: len(column)] = column
+    return grown
+
+
+def _counting(num_groups: int, times: int) -> Int64Array:
+    """0 to the number of groups, so many times over; read-only."""
+    counting = np.resize(np.arange(num_groups), num_groups * times)
+    counting.flags.writeable = False
+    return counting
+
+
+def _merged(*parts: NewBlocks) -> NewBlocks:
+    """In the order of the rows."""
+    order = np.concatenate([each.rows for each in parts]).argsort(kind="stable")
+    return NewBlocks(*[np.concatenate(columns)[order] for columns in zip(*parts, strict=True)])

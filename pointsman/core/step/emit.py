@@ -250,13 +250,13 @@ class Emission:
         """Set the blocks of this output, which are in several tables of each row; returns their groups and places."""
         if whole:
             self._keep_unsynced(advance)
-        new = self._kv.new_blocks(self._batch, advance.rows, whole=whole)
+        new = self._kv.new_blocks(self._batch, advance.rows, advance.block_rows, whole=whole)
         if new is None:
             advance.block_ids, advance.block_rows = NO_BLOCKS, NO_BLOCKS
             return NO_INTS, NO_INTS
         advance.block_ids, advance.block_rows = new.ids, new.rows
-        set_writeable(new.groups, False)
-        set_writeable(new.places, False)
+        new.groups.setflags(False)  # type: ignore[call-arg]
+        new.places.setflags(False)  # type: ignore[call-arg]
         return new.groups, new.places
 
 
