@@ -216,8 +216,24 @@ class SchedulerConfig:
 
     @property
     def num_usable_tokens(self) -> int:
-        """Tokens whose KV the usable blocks hold."""
-        return self.num_usable_blocks * self.block_size
+        """The longest sequence whose KV the usable blocks hold; with `kv_groups`, at most the model's longest."""
+        if not self.has_kv_groups:
+            return self.num_usable_blocks * self.block_size
+        low, high = 0, self.max_model_len
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.most_blocks(middle) <= self.num_usable_blocks else (low, middle - 1)
+        return low
+
+    @property
+    def max_tokens_in_flight(self) -> int:
+        """Tokens that steps in flight compute at most."""
+        return self.max_num_batched_tokens * self.max_steps_in_flight
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """The most blocks that a request holds at a time until it has computed its first `num_tokens`."""
+        groups = self.kv_groups or (FULL,)
+        return sum(group.most_blocks(num_tokens, self.max_tokens_in_flight, self.block_size) for group in groups)
 
     def max_drafts(self, num_running: int) -> int:
         """Maximum number of draft tokens of a request in a step with `num_running` running ones."""

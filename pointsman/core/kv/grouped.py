@@ -16,11 +16,13 @@ Layout, with R rows, G groups, K kinds and W blocks in the longest table:
     _at         int64 [R, G]      where in all tables, laid out flat, the next block of each goes
     _reported   int64 [R]         blocks of each table that the host knows of
     _public     int64 [R]         blocks of each table that others may hold too, or find: those of the prompt
-    _moves_at   int64 [R]         the place to which the first block of the moving kind may move; -1: it may be public
+    _due_at     int64 [R]         the place at which a row that lacks a block there has one to give back, or several
+    _moves_at   int64 [R]         the same where that one may move to the place; -1: it may be public
 
-A row is asked only when it reaches its `num_slots`: where it lacks a block, or where one falls behind its window. Only
-final tokens count for that, those that no step in flight computes: what a step in flight reads stays. A block that
-falls behind a window one step before its row lacks one anyway is given back then, or earlier if blocks are short.
+A row is asked only when it reaches its `num_slots`: it lacks a block then, or has just computed so much that several
+lie behind its window. It gives back what lies behind its window and gets what it lacks. Only final tokens count for
+that, those that no step in flight computes: what a step in flight reads stays. Where blocks are short, or requests
+wait, every row is asked for what lies behind its window (`give_back`).
 
 In steady decode a row whose window is full needs, in each group with a window, one block for the one that it gives
 back: it keeps it, in another place of its table. Then only blocks of full attention are taken from the pool.
@@ -42,7 +44,7 @@ from pointsman.core.kv.group_prefixes import Descendants, Entry, GroupNode, Grou
 from pointsman.core.kv.prefix_tree import Root
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.layout import KVGroup
-from pointsman.core.state.numbers import INT32, INT64, ONE
+from pointsman.core.state.numbers import INT32, INT64, MAX_INT, ONE
 from pointsman.core.state.request import Request
 from pointsman.core.state.tokens import NO_TOKENS
 
@@ -56,7 +58,7 @@ NO_EPOCH = -1  # of a request whose prefix left the cache while it ran
 class _Kind:
     """Groups whose layers attend alike."""
 
-    __slots__ = ("delay", "group", "groups", "index", "num_groups", "offsets")
+    __slots__ = ("group", "groups", "index", "num_groups", "offsets", "slack")
 
     def __init__(self, index: int, group: KVGroup, groups: list[int], width: int, block_size: int) -> None:
         self.index = index
@@ -65,8 +67,10 @@ class _Kind:
         self.num_groups = len(groups)
         self.offsets = self.groups * width
         """Where the tables of its groups begin, from where those of a row do."""
-        self.delay = int(group.kind == "window" and group.size % block_size == 0)
-        """Steps for which a block may stay that lies behind the window, as the row is asked then anyway."""
+        is_aligned = group.size % block_size == 0 or (group.kind == "window" and group.reach % block_size == 0)
+        self.slack = 0 if is_aligned else 1
+        """Blocks behind the window with which a row waits until it lacks one. Where windows end within a block, a row
+        that gives back sooner what it has generated would lose what a lookup of its own full blocks needs."""
 
 
 class _Found(NamedTuple):
@@ -111,21 +115,22 @@ class GroupedKVCache(KVCache):
             members.setdefault(group, []).append(index)
         self._kinds = [_Kind(i, group, those, self._width, size) for i, (group, those) in enumerate(members.items())]
         self._local = [kind for kind in self._kinds if not kind.group.is_full]
-        self.gives_back = any(kind.delay for kind in self._local)
+        self.gives_back = len(self._local) > 0
         self._full = next((kind.index for kind in self._kinds if kind.group.is_full), None)
         self._kind_of: Int64Array = np.zeros(self.num_groups, dtype=np.int64)
         for kind in self._kinds:
             self._kind_of[kind.groups] = kind.index
         self._offsets: Int64Array = np.arange(self.num_groups) * self._width
         self._row_size = self.num_groups * self._width
-        self._moving = self._local[0] if len(self._local) == 1 else None
-        """The kind whose blocks may move within a table; None: there are several, or none."""
+        is_one_window = len(self._local) == 1 and self._local[0].group.kind == "window"
+        self._moving = self._local[0] if is_one_window else None
+        """The kind whose blocks may move within a table: the only one of windows; None: there is none, or several."""
         self._lag = 0
         """A row that lacks its block at place p needs those of this kind from p - `_lag` on."""
         most_ahead = 0  # tokens of a row in flight with which that is so
         if self._moving is not None:
             self._lag = -(-self._moving.group.reach // size)
-            most_ahead = self._lag * size - self._moving.group.reach if self._moving.group.kind == "window" else -1
+            most_ahead = self._lag * size - self._moving.group.reach
         self._moves_ahead = config.max_steps_in_flight - 1 <= most_ahead
         self._lag_array = np.array(self._lag)
         self._back = np.array(self._lag + 1)
@@ -135,9 +140,9 @@ class GroupedKVCache(KVCache):
         self._num_staying = len(staying)
         self._staying: Any = _as_index(staying)
         self._shape_of_staying = (-1,) if len(staying) == 1 else (-1, len(staying))
-        self._num_in_flight = config.max_num_batched_tokens * config.max_steps_in_flight
+        self._num_in_flight = config.max_tokens_in_flight
         self._max_model_len = config.max_model_len
-        self._num_usable_tokens = self._longest()
+        self._num_usable_tokens = config.num_usable_tokens
         self._prefixes = GroupPrefixes(size, len(self._kinds), self.pool.is_cached)
         self._marks = ContentMarks()
         self._shares_within_step = config.share_within_step
@@ -159,21 +164,9 @@ class GroupedKVCache(KVCache):
         self._at: Int64Array = np.zeros((0, self.num_groups), dtype=np.int64)
         self._reported: Int64Array = np.zeros(0, dtype=np.int64)
         self._public: Int64Array = np.zeros(0, dtype=np.int64)
+        self._due_at: Int64Array = np.zeros(0, dtype=np.int64)
         self._moves_at: Int64Array = np.zeros(0, dtype=np.int64)
         self._tables: Int32Array = np.zeros((0, self.num_groups, self._width), dtype=np.int32)
-
-    def _most_blocks(self, num_tokens: int) -> int:
-        """The most blocks that a request holds at a time until it has computed its first `num_tokens`."""
-        most = (each.group.most_blocks(num_tokens, self._num_in_flight, self.block_size) for each in self._kinds)
-        return sum(blocks * kind.num_groups for blocks, kind in zip(most, self._kinds, strict=True))
-
-    def _longest(self) -> int:
-        """The longest sequence that the pool can hold, at most the model's longest."""
-        low, high = 0, self._max_model_len
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._most_blocks(middle) <= self.pool.num_usable else (low, middle - 1)
-        return low
 
     @property
     def num_usable_tokens(self) -> int:
@@ -270,12 +263,13 @@ class GroupedKVCache(KVCache):
         return NO_BLOCKS
 
     def num_slots(self, request: Request, blocks: Int64Array) -> int:
-        """Fewer than the blocks hold, where one falls behind a window before: then the row is asked."""
+        """Fewer than the blocks hold, where some lie behind a window after the step: then the row is asked."""
         columns, first, num_tokens = self._entering
-        slots: int = columns.shape[1] * self.block_size
         for kind in self._local:
-            slots = min(slots, kind.group.least_with((first[kind.index] + 1) * self.block_size) + kind.delay)
-        return max(slots, num_tokens)
+            if kind.group.num_skipped(num_tokens) // self.block_size > first[kind.index] + kind.slack:
+                return num_tokens
+        slots: int = columns.shape[1] * self.block_size
+        return slots
 
     def place(self, batch: Batch, row: int, blocks: Int64Array) -> None:
         if row >= len(self._end):
@@ -287,12 +281,13 @@ class GroupedKVCache(KVCache):
         self._at[row] = row * self._row_size + self._offsets + end
         for column, at in zip(self._first, first, strict=True):
             column[row] = at
+        self._note_first(np.array([row]))
         if batch.num_slots.item(row) < end * self.block_size:
             self._lagging.add(row)
         self._has_grown = True
 
     def _add_rows(self, count: int) -> None:
-        for name in ("_end", "_at", "_reported", "_public", "_moves_at", "_tables"):
+        for name in ("_end", "_at", "_reported", "_public", "_due_at", "_moves_at", "_tables"):
             setattr(self, name, _lengthened(getattr(self, name), count))
         self._first = [_lengthened(column, count) for column in self._first]
         self._flat = self._tables.reshape(-1)
@@ -350,11 +345,21 @@ class GroupedKVCache(KVCache):
                 those, kept = rows[behind], kept[behind]
                 released.append(self._blocks_between(those, kind.offsets, first[behind], kept)[::-1])
                 self._first[kind.index][those] = kept
-                if kind is self._moving:
-                    self._moves_at[those] = np.where(kept >= self._public[those], kept + self._back, -1)
         if released:
+            self._note_first(rows)
             self.pool.release_any(released[0] if len(released) == 1 else np.concatenate(released))
             self.num_returns += 1
+
+    def _note_first(self, rows: Int64Array) -> None:
+        """`_first` of these rows has changed."""
+        due = np.full(len(rows), MAX_INT, dtype=np.int64)
+        for kind in self._local:
+            next_return = kind.group.least_with((self._first[kind.index][rows] + 1) * self.block_size)
+            due = np.minimum(due, -(-next_return // self.block_size))
+        self._due_at[rows] = due
+        if self._moving is not None:
+            is_private = self._first[self._moving.index][rows] >= self._public[rows]
+            self._moves_at[rows] = np.where(is_private, due, -1)
 
     def _blocks_between(
         self, rows: Int64Array, offsets: Int64Array, starts: Int64Array, ends: Int64Array
@@ -373,9 +378,8 @@ class GroupedKVCache(KVCache):
         most = self._end[rows] * self.block_size
         slots = most
         for kind in self._local:
-            next_first = self._first[kind.index][rows] + 1
-            slots = np.minimum(slots, kind.group.least_with(next_first * self.block_size) + kind.delay)
-        slots = np.maximum(slots, ends)
+            behind = kind.group.num_skipped(ends) // self.block_size - self._first[kind.index][rows]
+            slots = np.where(behind > kind.slack, ends, slots)
         batch.num_slots[rows] = slots
         is_lagging = slots < most
         self._lagging.difference_update(rows.tolist())
@@ -424,26 +428,20 @@ class GroupedKVCache(KVCache):
         is otherwise, and nothing has changed."""
         kind, count, places = self._moving, len(rows), self._end[rows]
         at, ends = self._at[rows], places + ONE
-        if kind is None:
-            if self._local:
+        if kind is not None and self._moves_at[rows].tobytes() == places.tobytes():
+            if self._is_ahead and not self._moves_ahead:
                 return False
-            ids = self._take(count * self.num_groups).reshape(at.shape)
-        elif self._is_ahead and not self._moves_ahead:
-            return False
-        elif self._moves_at[rows].tobytes() == places.tobytes():  # as in the steps of most
             ids = self._flat[at - self._back]
             if self._num_staying:
                 ids[:, self._staying] = self._take(count * self._num_staying).reshape(self._shape_of_staying)
             self._first[kind.index][rows] = places - self._lag_array
-            self._moves_at[rows] = ends
+            self._due_at[rows] = self._moves_at[rows] = ends
         else:
-            first = self._first[kind.index][rows]
-            held = places - first  # in each table
-            most = held.item(held.argmax())
-            due = held > self._lag_array
-            if most > self._lag + 1 or (self._is_ahead and not self._are_final(batch, kind, rows[due], first[due])):
-                return False
-            if most > self._lag:
+            due_at = self._due_at[rows]
+            due = due_at <= places
+            if due.item(due.argmax()):
+                if kind is None or not self._can_exchange(batch, kind, rows[due], places[due], due_at[due]):
+                    return False
                 ids = self._exchange(kind, rows, places, due, at)
             else:
                 ids = self._take(count * self.num_groups).reshape(at.shape)
@@ -455,15 +453,22 @@ class GroupedKVCache(KVCache):
         self._fresh = (ids, places)
         return True
 
-    def _are_final(self, batch: Batch, kind: _Kind, rows: Int64Array, first: Int64Array) -> bool:
-        """Whether no step in flight may have to be computed again that reads the first block of a row."""
+    def _can_exchange(
+        self, batch: Batch, kind: _Kind, rows: Int64Array, places: Int64Array, due_at: Int64Array
+    ) -> bool:
+        """Whether each of these rows has exactly one block in each table to give back, and no step in flight reads it
+        that may have to be computed again."""
+        if due_at.tobytes() != places.tobytes():
+            return False
+        if not self._is_ahead:
+            return True
         kept = kind.group.num_skipped(self._final(batch, rows)) // self.block_size
-        return bool((kept > first).all())
+        return bool((kept > self._first[kind.index][rows]).all())
 
     def _exchange(
         self, kind: _Kind, rows: Int64Array, places: Int64Array, due: BoolArray, at: Int64Array
     ) -> Int64Array:
-        """[rows, groups] the next blocks of rows, of which those that are `due` give one back in each table of a kind."""
+        """[rows, groups] the next blocks of rows; those that are `due` give one back in each table of a kind."""
         moves = self._moves_at[rows] == places
         returns = due & ~moves
         ids: Int64Array = self._flat[at - self._back].astype(INT64)
@@ -476,10 +481,8 @@ class GroupedKVCache(KVCache):
         if taken:
             old[takes] = self._take(taken).reshape(-1, kind.num_groups)
             ids[:, kind.groups] = old
-        those = rows[due]
-        first = places[due] - self._lag_array
-        self._first[kind.index][those] = first
-        self._moves_at[those] = np.where(first >= self._public[those], first + self._back, -1)
+        self._first[kind.index][rows[due]] = places[due] - self._lag_array
+        self._note_first(rows[due])
         return ids
 
     def grow(self, batch: Batch, rows: Int64Array, counts: Int64Array, ends: Int64Array) -> Int32Array:
