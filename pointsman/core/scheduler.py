@@ -29,7 +29,6 @@ from pointsman.core.errors import InvalidTransition, PolicyError, UnknownTransfe
 from pointsman.core.kv.cache import KVCache
 from pointsman.core.kv.connector import AnswerLog, KVConnector
 from pointsman.core.kv.events import KVEvent
-from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.observe.explain import Explanation, explain, find_holder
 from pointsman.core.observe.invariants import check
 from pointsman.core.observe.request_log import RequestLog
@@ -187,8 +186,6 @@ class Scheduler:
 
     def _mixed_step(self, step: StepRecord) -> None:
         """The five parts of a step, prompts and decoding in one ("mixed" and "static")."""
-        if self._kv.gives_back and len(self._table.queue):
-            self._kv.give_back(self._batch)
         # 1. Displace: running requests are preempted for a more urgent waiting one (`step/displacement.py`).
         if self._displacement is not None:
             self._displace(step)
@@ -208,8 +205,6 @@ class Scheduler:
         """A step is for prompts or for decoding: the rows that decode advance only if there is nothing else to do."""
         running, table = self._running, self._table
         assert isinstance(running, InOrder), "checked by the configuration"
-        if self._kv.gives_back and len(table.queue):
-            self._kv.give_back(self._batch)
         step.advance = prefills = running.advance_prefills(table.preempt)
         for request in prefills.unpublished:
             self._kv.publish_prompt(self._batch, request)
@@ -645,14 +640,13 @@ class Scheduler:
         # One step number is left out, so that drafts for an earlier step are stale and not checked.
         start = Start(self._next_step_id + 1, self._table.next_serial)
         kv, pause = self._kv, self._admission.pause
-        if not isinstance(kv, KVCacheManager):
+        if self._kv_cache is not None:
             raise InvalidTransition(
                 f"the KV blocks of {type(kv).__name__} cannot be recorded, as a replay would need it; film the run"
             )
         self._recorder = recorder
         self._listeners = (*self._listeners, recorder)
         self._assemble(start)
-        assert isinstance(self._kv, KVCacheManager)
         self._kv.continue_reports(kv)
         recorder.start(self._config, start, self.policies)
         if pause is not None:

@@ -109,10 +109,6 @@ class KVCache(ABC):
     """Blocks that requests released since the newest output; None: they are not tracked."""
     shared: list[tuple[Request, int]] | None = None
     has_connector: bool = False
-    gives_back: bool = False
-    """Whether a row may hold blocks that it no longer reads, until `give_back` is called."""
-    num_groups: int = 1
-    """Blocks that as many tokens as one holds take: one in each group of layers."""
     num_evictions: int = 0
     num_returns: int = 0
     """Changes whenever blocks that no row held are released."""
@@ -128,6 +124,10 @@ class KVCache(ABC):
     @abstractmethod
     def num_usable_tokens(self) -> int:
         """The longest sequence that the pool can hold."""
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """The most blocks that a running request takes beside its own to generate so many tokens."""
+        return -(-num_tokens // self.block_size)
 
     @property
     @abstractmethod
@@ -230,10 +230,6 @@ class KVCache(ABC):
         counts = np.array([len(table) for table in tables], dtype=np.int64)
         return np.concatenate([np.zeros(0, dtype=np.int64), *tables]), batch.count_up[: len(rows)].repeat(counts)
 
-    def give_back(self, batch: Batch) -> None:  # noqa: B027
-        """If it `gives_back`: release what rows hold that none of their later tokens reads. Called before the rows get
-        their tokens of a step in which requests wait."""
-
     def new_blocks(self, batch: Batch, rows: Int64Array, grown: Int64Array, *, whole: bool) -> NewBlocks | None:
         """Without `has_tables`, for an output with these rows: blocks that the host does not know of, or `whole`
         tables; None: there are none, or the host knows them anyway. `grown` are the indices of the rows for which
@@ -276,6 +272,10 @@ class KVCache(ABC):
     @abstractmethod
     def retract(self, journals: Iterable[Journal], publisher: Request, running: Iterable[Request]) -> None:
         """Remove what `publisher` published since the oldest of these steps, and what was published after it."""
+
+    def continue_reports(self, before: KVCache) -> None:
+        """Take over the eviction count, and the events if there are any, of the cache that this one replaces."""
+        self.num_evictions = before.num_evictions
 
     @abstractmethod
     def reset(self) -> None:

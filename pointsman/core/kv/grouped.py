@@ -19,10 +19,10 @@ Layout, with R rows, G groups, K kinds and W blocks in the longest table:
     _due_at     int64 [R]         the place at which a row that lacks a block there has one to give back, or several
     _moves_at   int64 [R]         the same where that one may move to the place; -1: it may be public
 
-A row is asked only when it reaches its `num_slots`: it lacks a block then, or has just computed so much that several
-lie behind its window. It gives back what lies behind its window and gets what it lacks. Only final tokens count for
-that, those that no step in flight computes: what a step in flight reads stays. Where blocks are short, or requests
-wait, every row is asked for what lies behind its window (`give_back`).
+A row is asked only when it reaches its `num_slots`: it lacks a block then, or a chunk of its prompt has left some
+behind the window. It gives these back, and gets what it lacks. What steps in flight read stays, and so does what a
+lookup of its own full blocks needs, or a preempted request could not continue with what it has generated. So a block
+stays behind the window for a step if the window is a multiple of the block size, and otherwise until the row lacks one.
 
 In steady decode a row whose window is full needs, in each group with a window, one block for the one that it gives
 back: it keeps it, in another place of its table. Then only blocks of full attention are taken from the pool.
@@ -58,19 +58,15 @@ NO_EPOCH = -1  # of a request whose prefix left the cache while it ran
 class _Kind:
     """Groups whose layers attend alike."""
 
-    __slots__ = ("group", "groups", "index", "num_groups", "offsets", "slack")
+    __slots__ = ("group", "groups", "index", "num_groups", "offsets")
 
-    def __init__(self, index: int, group: KVGroup, groups: list[int], width: int, block_size: int) -> None:
+    def __init__(self, index: int, group: KVGroup, groups: list[int], width: int) -> None:
         self.index = index
         self.group = group
         self.groups: Int64Array = np.array(groups, dtype=np.int64)
         self.num_groups = len(groups)
         self.offsets = self.groups * width
         """Where the tables of its groups begin, from where those of a row do."""
-        is_aligned = group.size % block_size == 0 or (group.kind == "window" and group.reach % block_size == 0)
-        self.slack = 0 if is_aligned else 1
-        """Blocks behind the window with which a row waits until it lacks one. Where windows end within a block, a row
-        that gives back sooner what it has generated would lose what a lookup of its own full blocks needs."""
 
 
 class _Found(NamedTuple):
@@ -113,9 +109,8 @@ class GroupedKVCache(KVCache):
         members: dict[KVGroup, list[int]] = {}
         for index, group in enumerate(config.kv_groups):
             members.setdefault(group, []).append(index)
-        self._kinds = [_Kind(i, group, those, self._width, size) for i, (group, those) in enumerate(members.items())]
+        self._kinds = [_Kind(i, group, those, self._width) for i, (group, those) in enumerate(members.items())]
         self._local = [kind for kind in self._kinds if not kind.group.is_full]
-        self.gives_back = len(self._local) > 0
         self._full = next((kind.index for kind in self._kinds if kind.group.is_full), None)
         self._kind_of: Int64Array = np.zeros(self.num_groups, dtype=np.int64)
         for kind in self._kinds:
@@ -171,6 +166,10 @@ class GroupedKVCache(KVCache):
     @property
     def num_usable_tokens(self) -> int:
         return self._num_usable_tokens
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        most = (each.group.most_blocks(num_tokens, 1, self.block_size) * each.num_groups for each in self._kinds)
+        return sum(most)
 
     @property
     def num_publications(self) -> int:
@@ -265,9 +264,9 @@ class GroupedKVCache(KVCache):
     def num_slots(self, request: Request, blocks: Int64Array) -> int:
         """Fewer than the blocks hold, where some lie behind a window after the step: then the row is asked."""
         columns, first, num_tokens = self._entering
-        for kind in self._local:
-            if kind.group.num_skipped(num_tokens) // self.block_size > first[kind.index] + kind.slack:
-                return num_tokens
+        full = num_tokens // self.block_size * self.block_size
+        if any(kind.group.num_skipped(full) // self.block_size > first[kind.index] for kind in self._local):
+            return num_tokens
         slots: int = columns.shape[1] * self.block_size
         return slots
 
@@ -314,24 +313,17 @@ class GroupedKVCache(KVCache):
             self._set_slots(batch, asking[enough], wanted[enough])
             missing[enough] = 0
         needed[short] = missing * self.num_groups
-        if self._local and int(needed.sum()) > self.pool.num_free:
-            self.give_back(batch)
         return needed
 
-    def give_back(self, batch: Batch) -> None:
-        """Release what lies behind the windows of all rows, as far as they do not read it in a step in flight; before
-        the rows get tokens in a step."""
-        rows = batch.members.rows
-        if len(rows):
-            self._give_back(rows, self._final(batch, rows))
-
     def _final(self, batch: Batch, rows: Int64Array) -> Int64Array:
-        """[rows] tokens that no step in flight computes, or may have to compute again."""
-        final = np.minimum(batch.num_computed_tokens[rows], batch.num_tokens[rows])
-        if self._is_ahead:
-            if self._in_flight is None:
-                self._in_flight = self.num_tokens_in_flight(len(batch.num_tokens))
-            final = np.minimum(final, batch.num_computed_tokens[rows] - self._in_flight[rows])
+        """[rows] tokens of full blocks that no step in flight computes, or may have to compute again."""
+        computed = batch.num_computed_tokens[rows]
+        full: Int64Array = np.minimum(computed, batch.num_tokens[rows]) // self.block_size * self.block_size
+        if not self._is_ahead:
+            return full
+        if self._in_flight is None:
+            self._in_flight = self.num_tokens_in_flight(len(batch.num_tokens))
+        final: Int64Array = np.minimum(full, computed - self._in_flight[rows])
         return final
 
     def _give_back(self, rows: Int64Array, final: Int64Array) -> None:
@@ -376,10 +368,10 @@ class GroupedKVCache(KVCache):
     def _set_slots(self, batch: Batch, rows: Int64Array, ends: Int64Array) -> None:
         """Up to how many tokens the rows need not be asked, which have blocks for `ends` of them."""
         most = self._end[rows] * self.block_size
-        slots = most
+        slots, full = most, ends // self.block_size * self.block_size
         for kind in self._local:
-            behind = kind.group.num_skipped(ends) // self.block_size - self._first[kind.index][rows]
-            slots = np.where(behind > kind.slack, ends, slots)
+            is_behind = kind.group.num_skipped(full) // self.block_size > self._first[kind.index][rows]
+            slots = np.where(is_behind, ends, slots)
         batch.num_slots[rows] = slots
         is_lagging = slots < most
         self._lagging.difference_update(rows.tolist())
