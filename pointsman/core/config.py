@@ -392,8 +392,9 @@ class SchedulerConfig:
         for name, default in without:
             value = getattr(self, name)
             if value != default:
+                shown = _named(value) if name == "eviction" else value
                 raise ConfigError(
-                    f"{name} is {_named(value)!r}, and with {len(self.kv_groups)} kv_groups it must be {default!r}; "
+                    f"{name} is {shown!r}, and with {len(self.kv_groups)} kv_groups it must be {default!r}; "
                     "leave it at its default, or keep all KV in one group of full attention"
                 )
 
@@ -497,6 +498,8 @@ def _checked_policies(name: str, given: object) -> tuple[Any, ...]:
 
 def _checked_groups(given: object) -> tuple[KVGroup, ...]:
     try:
+        if isinstance(given, str):
+            raise TypeError
         groups = tuple(KVGroup(*group) for group in given)  # type: ignore[attr-defined]
     except TypeError:
         raise ConfigError(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from pointsman.core import KVGroup, Reason
-from tests.soak import SOAK, short_or_long
+from tests.soak import SOAK, short_of, short_or_long
 
 from .operations import EXECUTED, OPERATIONS, Operation, drive, make_world, run_operation
 from .workload import DrawChooser
@@ -130,7 +130,10 @@ def test_state_machine() -> None:
     assert executed >= LEAST_RULES, f"only {executed} rules were executed"
 
 
-@pytest.mark.parametrize("focus", FOCUS)
+LONG_ONLY = {"windows alone", "windows and chunks", "chunks", "groups, speculation"}
+
+
+@pytest.mark.parametrize("focus", short_of(list(FOCUS), FOCUS.keys() - LONG_ONLY))
 def test_seeded_runs(focus: str) -> None:
     """The same operations from a seeded generator: many more runs than Hypothesis does in the same time."""
     for seed in range(NUM_SEEDS):

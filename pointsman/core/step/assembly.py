@@ -9,7 +9,6 @@ from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import ConfigError
 from pointsman.core.kv.cache import KVCache
 from pointsman.core.kv.connector import KVConnector
-from pointsman.core.kv.grouped import GroupedKVCache
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.kv.transfers import Transfers, make_transfers
 from pointsman.core.policy.adapters import AdapterSlots
@@ -105,6 +104,8 @@ def assemble(
     own: KVCacheManager | None = None
     if config.has_kv_groups:
         _check_kv_groups(config, connector, kv_cache)
+        from pointsman.core.kv.grouped import GroupedKVCache  # here: most schedulers have no groups
+
         kv = GroupedKVCache(config)
     elif kv_cache is None:
         kv = own = KVCacheManager(config, eviction)
