@@ -200,7 +200,8 @@ class Expectations:
             require(end < limit, f"{name} verifies drafts up to token {end}, its limit is {limit}")
             if preempted and not output.resync:
                 size = self.config.block_size
-                enough = max(self.tables[request], -(-self.num_known[request] // size))
+                num_groups = max(1, len(self.config.kv_groups))
+                enough = max(self.tables[request], -(-self.num_known[request] // size) * num_groups)
                 held = self.tables[request] + len(output.blocks(index))
                 require(held <= enough, f"{name} has {held} blocks with drafts, in a step that preempted")
 

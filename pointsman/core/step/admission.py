@@ -326,8 +326,7 @@ class Admission:
             assert self._loading is not None
             self._loading.admit(request, grant, step, blocks)
         row = self._table.admit(request, grant, kv.num_slots(request, blocks))
-        if len(blocks):
-            batch.block_table[row, : len(blocks)] = blocks
+        kv.place(batch, row, blocks)
         if grant.num_cached_tokens + grant.num_tokens == state.num_tokens:
             batch.num_pending[row] = 1
         else:

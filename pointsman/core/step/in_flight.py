@@ -108,6 +108,15 @@ class StepsInFlight:
             taken.append(self.records.pop())
         return taken
 
+    def num_tokens(self, num_rows: int) -> npt.NDArray[np.int64]:
+        """[num_rows] tokens that steps in flight compute in each row. A row that they name has no other request."""
+        count = np.zeros(num_rows, dtype=np.int64)
+        for record in self.records:
+            output = record.output
+            if output is not None and not record.is_over:
+                count[output.rows] += output.num_scheduled_tokens
+        return count
+
     def num_sound_tokens(self, request: Request) -> int:
         """Tokens of a running request whose KV is final: steps in flight may yet fail, and with them the KV that they
         load, or share with an admission."""

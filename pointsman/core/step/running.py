@@ -93,7 +93,6 @@ class Running:
         drafts: Drafts,
     ) -> None:
         self._budget = budget
-        self._block_size = config.block_size
         self._batch = batch
         self._kv = kv
         self._limits = limits
@@ -331,7 +330,7 @@ class Running:
         if not self._drafts.waiting:
             return False
         computed = batch.num_computed_tokens[rows]
-        slots = batch.num_slots[rows] + self.blocks_needed(lacks, rows) * self._block_size
+        slots = self._kv.num_slots_with(batch, rows, lacks)
         lower = want > slots - computed
         want[lower] = (slots - computed)[lower]
         return bool(lower.any())
