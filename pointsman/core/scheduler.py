@@ -34,6 +34,7 @@ from pointsman.core.observe.invariants import check
 from pointsman.core.observe.request_log import RequestLog
 from pointsman.core.observe.stats import SchedulerStats, Statistics
 from pointsman.core.observe.watchdog import Stall, Watchdog
+from pointsman.core.policy.fcfs import FirstComeFirstServed
 from pointsman.core.recording import Recorder
 from pointsman.core.state.events import Call, Events, Listener, Need, send
 from pointsman.core.state.inputs import EncoderInput
@@ -723,6 +724,15 @@ class Scheduler:
     def num_queued(self) -> int:
         """Requests that wait for capacity."""
         return len(self._table.queue)
+
+    @property
+    def waiting(self) -> tuple[Request, ...]:
+        """The requests that wait for capacity, the next one first. Takes time with their number, more where the order
+        has no key for each."""
+        queue = self._table.queue
+        if isinstance(queue, FirstComeFirstServed):
+            return tuple(sorted(queue, key=lambda request: request._state.queue_entry or []))
+        return tuple(sorted(queue, key=queue.position))
 
     @property
     def num_parked(self) -> int:

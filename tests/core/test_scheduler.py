@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import random
 import subprocess
 import sys
 from typing import Any
+
+import pytest
 
 from pointsman.core import FinishReason, ParkReason, Recorder, RequestStatus, SchedulerConfig
 from tests.core.helpers import EOS, Host, names, reference_output, tokens_of
@@ -229,3 +232,19 @@ def test_so_they_do_in_another_process_whatever_its_hash_seed() -> None:
     }
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
     assert run.stdout.strip() == hashlib.sha256(busy_recording().encode()).hexdigest()
+
+
+@pytest.mark.parametrize("order", ["fcfs", "priority", "fcfs-front", "shortest-prefill", "fair", "earliest-ttft"])
+def test_waiting_requests_are_told_in_the_order_of_their_admissions(order: str) -> None:
+    host = Host(order=order, max_num_seqs=1, enable_prefix_caching=False)
+    chance = random.Random(7)
+    for number in range(12):
+        tenant = chance.choice(("", "a", "b"))
+        host.add(f"r{number}", chance.randrange(1, 9), max_tokens=1, priority=chance.randrange(3), tenant=tenant)
+    host.abort("r5")
+    while host.scheduler.waiting:
+        told = host.scheduler.waiting
+        assert len(told) == host.scheduler.num_queued
+        output = host.step()
+        if output.admitted:
+            assert output.admitted[0] is told[0]

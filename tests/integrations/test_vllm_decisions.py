@@ -22,6 +22,7 @@ MET_PER_100 = {
     "with adapters": 10,
     "with drafts": 20,
     "drafts": 1_500,
+    "reads": 100_000,
     "with work": 500,
 }
 """What so many workloads meet at least, so that they cannot pass by meeting nothing."""

@@ -528,6 +528,77 @@ def preemptions_are_reported_for_the_causes_that_vllm_has() -> None:
         assert EngineCoreEventType.PREEMPTED in [event.type for event in told(outputs, name).events]
 
 
+def raises(kind: type[Exception], words: str, call: Any, *arguments: Any) -> None:
+    """The call raises that, with these words."""
+    try:
+        call(*arguments)
+    except kind as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"{call} does not raise")
+
+
+def what_others_read_is_true_and_cannot_be_written() -> None:
+    scheduler = one()
+    a, g, s = (
+        request("a", [1, 2, 3]),
+        request("g", [4, 5], structured=True),
+        request("s", [6], max_tokens=1, resumable=True),
+    )
+    g.structured_output_request.grammar = None
+    for each in (a, g, s):
+        scheduler.add_request(each)
+    assert isinstance(a, Request) and type(a).__name__ == "Request"
+    assert list(scheduler.waiting) == [a, s, g] and scheduler.deferred_waiting == scheduler.skipped_waiting == {g}
+    assert scheduler.waiting.peek_request() is a and scheduler.running == []
+    assert g.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR and dict(scheduler.requests) == {
+        "a": a,
+        "g": g,
+        "s": s,
+    }
+    output = scheduler.schedule(False)
+    assert scheduler.running == [a, s] and scheduler.waiting == [g]
+    assert (a.status, a.num_computed_tokens, a.num_output_tokens) == (RequestStatus.RUNNING, 3, 0)
+    manager = scheduler.kv_cache_manager
+    assert manager.get_block_ids("a") == output.scheduled_new_reqs[0].block_ids and manager.get_block_ids("g") == ([],)
+    assert manager.block_pool.get_num_free_blocks() == manager.block_pool.num_gpu_blocks - 3
+    assert manager.usage == manager.block_pool.get_usage() > 0
+    runner = ModelRunnerOutput(req_ids=["a", "s"], req_id_to_index={"a": 0, "s": 1}, sampled_token_ids=[[9], [8]])
+    scheduler.update_from_output(output, runner)
+    assert (list(a.output_token_ids), list(a.all_token_ids), a.num_tokens) == ([9], [1, 2, 3, 9], 4)
+    assert len(a.block_hashes) == 1, "with the first full block"
+    assert s.status is RequestStatus.WAITING_FOR_STREAMING_REQ and s in scheduler.waiting and s.num_computed_tokens == 0
+    scheduler.add_request(request("s", [7, 7], max_tokens=1, resumable=True))
+    assert s.status is RequestStatus.WAITING and list(s.all_token_ids) == [6, 7, 7] and s.num_output_tokens == 0
+    g.structured_output_request.grammar = SimpleNamespace()
+    scheduler._grammars = Grammars(9)
+    step(scheduler)
+    assert g.status is RequestStatus.RUNNING and list(g.output_token_ids) == [9]
+    scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert (a.status, a.num_computed_tokens, a.num_preemptions) == (RequestStatus.PREEMPTED, 0, 1)
+    scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    again = request("a", [5])
+    scheduler.add_request(again)
+    assert a.is_finished() and list(a.output_token_ids) == [9, 9] and a.num_preemptions == 1, (
+        "not those of its namesake"
+    )
+    for name, value in (("status", RequestStatus.WAITING), ("num_computed_tokens", 7), ("num_preemptions", 7)):
+        raises(AttributeError, f"{name} of request 'a' is what", setattr, again, name, value)
+    for call, *arguments in (
+        (scheduler.running.append, a),
+        (scheduler.running.clear,),
+        (scheduler.waiting.pop_request,),
+        (scheduler.waiting.remove_requests, [a]),
+        (scheduler.waiting.__setitem__, 0, a),
+        (scheduler.requests.pop, "a"),
+        (scheduler.requests.__setitem__, "b", a),
+        (scheduler.requests.clear,),
+    ):
+        raises(TypeError, "read-only here: call add_request", call, *arguments)
+    for name in ("running", "waiting", "deferred_waiting"):
+        raises(AttributeError, "has no setter", setattr, scheduler, name, [])
+
+
 def kv_cache_config_of(spec: Any) -> Any:
     return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)], needs_kv_cache_zeroing=False)
 
@@ -558,6 +629,7 @@ CASES = [
     a_policy_may_fail_while_a_step_is_in_flight,
     a_policy_that_fails_too_often_ends_the_engine,
     preemptions_are_reported_for_the_causes_that_vllm_has,
+    what_others_read_is_true_and_cannot_be_written,
 ]
 
 

@@ -16,6 +16,7 @@ from vllm.v1.request import RequestStatus, StreamingUpdate
 from pointsman.core import Request, RequestRefused
 from pointsman.core.state.inputs import Adapter
 from pointsman.core.state.numbers import MAX_INT
+from pointsman.integrations.vllm.views import set_status
 
 
 def to_adapter(lora_request: Any) -> Adapter:
@@ -150,7 +151,7 @@ def close_turn(request: Any, ours: Request) -> None:
     """All tokens of a session so far, except the one sampled last, become its prompt."""
     kept = ours.all_token_ids[: max(ours.num_tokens - 1, ours.num_prompt_tokens)].tolist()
     _set_prompt(request, kept)
-    request.status = RequestStatus.WAITING_FOR_STREAMING_REQ
+    set_status(request, RequestStatus.WAITING_FOR_STREAMING_REQ)
 
 
 def open_turn(request: Any, part: Any) -> None:
@@ -159,7 +160,7 @@ def open_turn(request: Any, part: Any) -> None:
     request.arrival_time = part.arrival_time
     request.sampling_params = part.sampling_params
     request.max_tokens = part.max_tokens
-    request.status = RequestStatus.WAITING
+    set_status(request, RequestStatus.WAITING)
 
 
 def _set_prompt(request: Any, token_ids: list[int]) -> None:

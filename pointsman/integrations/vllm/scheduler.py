@@ -18,7 +18,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import vllm
@@ -67,6 +66,14 @@ from pointsman.integrations.vllm.support import (
     check_version,
     is_one_full_group,
     maker,
+)
+from pointsman.integrations.vllm.views import (
+    KVCacheManagerView,
+    ReadOnlyDict,
+    ReadOnlyList,
+    keep_last,
+    set_status,
+    show,
 )
 
 logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
@@ -124,7 +131,8 @@ class Scheduler:
         """Held while `core` is used or changed."""
         self.step_seconds = 0.0
         """Time in `schedule` and `update_from_output` so far."""
-        self.requests: dict[str, Any] = {}
+        self._requests: dict[str, Any] = {}
+        self.requests = ReadOnlyDict(self._requests)
         """vLLM's unfinished requests, by id."""
         self.of_id: dict[str, Request] = {}
         """The core's requests, by the ids of vLLM's."""
@@ -134,7 +142,7 @@ class Scheduler:
         count_cached = None
         if config.enable_prefix_caching:
             count_cached = groups.num_published_tokens if groups is not None else self._num_full_prompt_tokens
-        self._details = Details(self.requests, self.of_id, count_cached)
+        self._details = Details(self._requests, self.of_id, count_cached)
         self._sessions = Sessions()
         self._judge = Judge()
         self._unsent: list[Any] = []  # finished outside `update_from_output`, whose outputs alone reach clients
@@ -161,7 +169,9 @@ class Scheduler:
         """As under vLLM's own "fcfs": front ends have clocks of their own."""
         self._newest_arrival = -math.inf
         self.kv_cache_config = kv_cache_config
-        self.kv_cache_manager = group_metadata(kv_cache_config, block_size) if groups is None else groups.manager
+        self.kv_cache_manager: Any = KVCacheManagerView(self.core, kv_cache_config, block_size, self.of_id)
+        if groups is not None:
+            self.kv_cache_manager = groups.manager
         self._groups = groups
         self._pause_state = PauseState.UNPAUSED
         self._has_clients = False  # other clients than the first
@@ -185,7 +195,7 @@ class Scheduler:
             if self._operation.recordings.waiting is not None:
                 self._operation.recordings.try_to_begin()
             name = request.request_id
-            session = self.requests.get(name)
+            session = self._requests.get(name)
             if session is None:
                 if request.resumable:
                     self._sessions.begin(name)
@@ -211,7 +221,7 @@ class Scheduler:
         name = request.request_id
         now = time.monotonic()
         needs_grammar = request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-        self.requests[name] = request
+        self._requests[name] = request
         self._has_clients |= request.client_index != 0
         try:
             ours = to_request(
@@ -229,6 +239,7 @@ class Scheduler:
             self._unsent.append(request)
             return
         self.of_id[name] = ours
+        show(request, self.of_id)
         if needs_grammar:
             self._compiling[name] = request
         if request.use_structured_output:
@@ -261,13 +272,13 @@ class Scheduler:
         """
         with self.lock:
             if request_ids is None:
-                names: Iterable[str] = list(self.requests)
+                names: Iterable[str] = list(self._requests)
             else:
                 names = (request_ids,) if isinstance(request_ids, str) else dict.fromkeys(request_ids)
             ended = []
             now = time.monotonic()
             for name in names:
-                request = self.requests.get(name)
+                request = self._requests.get(name)
                 if request is None:
                     continue
                 if name in self.of_id:
@@ -275,15 +286,18 @@ class Scheduler:
                 else:
                     self._sessions.num_idle -= 1
                 self._end(request, REASONS[finished_status])
-                request.status = finished_status
+                set_status(request, finished_status)
                 ended.append(request)
             return ended
 
     def _end(self, request: Any, reason: FinishReason) -> None:
         """A request of vLLM's has finished."""
         name = request.request_id
-        request.status = STATUSES[reason]
-        del self.requests[name]
+        ours = self.of_id.get(name)
+        if ours is not None:
+            keep_last(request, ours, tokens=True)
+        set_status(request, STATUSES[reason])
+        del self._requests[name]
         self._compiling.pop(name, None)
         self._sessions.end(name)
         self._forget(name)
@@ -392,7 +406,7 @@ class Scheduler:
         """
         for ours in output.preempted:
             request = ours.metadata
-            if request.request_id in self.requests and ours.preemption_causes[-1].exists_in_vllm:
+            if request.request_id in self._requests and ours.preemption_causes[-1].exists_in_vllm:
                 request.record_event(EngineCoreEventType.PREEMPTED, now)
                 if ours.num_pending:  # otherwise its next output comes after its next admission
                     self._details.note(request.request_id)
@@ -470,7 +484,7 @@ class Scheduler:
         assert step.output is not None
         indices = [index for index in result.errors if step.output.requests[index] in update.finished]
         for index in indices:
-            request = self.requests[step.ids[index]]
+            request = self._requests[step.ids[index]]
             logger.error("request %s fails: %s", request.request_id, result.errors[index])
             events, headers = request.take_events(), request.trace_headers
             outputs.append(EngineCoreOutput(request.request_id, [], events=events, trace_headers=headers))
@@ -478,7 +492,7 @@ class Scheduler:
 
     def _add_pooled(self, step: Step, rows: list[int], sampled: Sampled, pooled: Any, outputs: list[Any]) -> list[int]:
         """Add a pooling model's outputs for prompts that are complete now, and return the indices of their rows."""
-        indices = [index for index in rows if step.ids[index] in self.requests]
+        indices = [index for index in rows if step.ids[index] in self._requests]
         outputs += [
             EngineCoreOutput(step.ids[index], [], pooling_output=pooled[sampled.place(index)]) for index in indices
         ]
@@ -490,7 +504,7 @@ class Scheduler:
             name = output.request_id
             if name not in self._structured or not output.new_token_ids:
                 continue
-            request = self.requests[name]
+            request = self._requests[name]
             request._output_token_ids.extend(output.new_token_ids)  # where a reasoning parser reads them
             request._all_token_ids.extend(output.new_token_ids)
             if not self._allows(request, output.new_token_ids):
@@ -516,7 +530,7 @@ class Scheduler:
         for ours in finished:
             request = ours.metadata
             name = request.request_id
-            if name not in self.requests:  # its grammar failed it
+            if name not in self._requests:  # its grammar failed it
                 continue
             index = ids.index(name)
             output = outputs[index if at_row is None else at_row[index]]
@@ -531,8 +545,9 @@ class Scheduler:
     def _end_turn(self, session: Any, ours: Request) -> None:
         """A part of a session is complete."""
         name = session.request_id
-        close_turn(session, ours)
         self._forget(name)
+        keep_last(session, ours, tokens=False)
+        close_turn(session, ours)
         if self._sessions.has_part(name):
             self._next_turn(session)
         else:
@@ -591,7 +606,7 @@ class Scheduler:
             for name in step.ids:
                 own = drafts.get(name) or []
                 if own and name in self._structured:
-                    own = self._grammars.validate_tokens(self.requests[name], own)
+                    own = self._grammars.validate_tokens(self._requests[name], own)
                 own = own[:most]
                 proposed += own
                 counts.append(len(own))
@@ -613,7 +628,7 @@ class Scheduler:
         if not names:
             return None
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        mask = self._grammars.grammar_bitmask(self.requests, names, drafts)
+        mask = self._grammars.grammar_bitmask(self._requests, names, drafts)
         acceptable = [len(strip_speculative_padding(drafts.get(name, []))) for name in names]
         return new_grammar_output(
             structured_output_request_ids=names, grammar_bitmask=mask, num_acceptable_drafts=acceptable
@@ -653,7 +668,7 @@ class Scheduler:
     # ------------------------------------------------------------------ reads
 
     def has_request(self, request_id: str) -> bool:
-        return request_id in self.requests
+        return request_id in self._requests
 
     def has_unfinished_requests(self) -> bool:
         return self.get_num_unfinished_requests() > 0
@@ -664,7 +679,7 @@ class Scheduler:
             return 0
         if self._pause_state == PauseState.PAUSED_NEW:
             return self.core.num_running
-        return len(self.requests) - self._sessions.num_idle
+        return len(self._requests) - self._sessions.num_idle
 
     def has_finished_requests(self) -> bool:
         """Whether a further step must report finished requests to the workers or to a client."""
@@ -673,10 +688,41 @@ class Scheduler:
     def has_requests(self) -> bool:
         return self.has_unfinished_requests() or self.has_finished_requests()
 
+    @property
+    def running(self) -> ReadOnlyList:
+        """vLLM's running requests, in the order of their admissions, as they are now."""
+        return ReadOnlyList(ours.metadata for ours in self.core.running)
+
+    @property
+    def waiting(self) -> ReadOnlyList:
+        """vLLM's other unfinished requests, as they are now: the queue, the next one first, and behind it those that
+        wait for something else."""
+        queued = [ours.metadata for ours in self.core.waiting]
+        return ReadOnlyList(queued + self._others(queued))
+
+    @property
+    def deferred_waiting(self) -> frozenset[Any]:
+        """Of the waiting requests, those that wait for something else than capacity: a grammar, a next part."""
+        return frozenset(self._others([ours.metadata for ours in self.core.waiting]))
+
+    skipped_waiting = deferred_waiting
+    """In other versions of vLLM."""
+
+    @property
+    def kv_holding_waiting(self) -> ReadOnlyList:
+        """Waiting requests that hold blocks: there are none."""
+        return ReadOnlyList()
+
+    def _others(self, queued: Sequence[Any]) -> list[Any]:
+        """vLLM's unfinished requests that are neither queued nor running."""
+        known = {each.request_id for each in queued}
+        known.update(ours.metadata.request_id for ours in self.core.running)
+        return [request for name, request in self._requests.items() if name not in known]
+
     def get_request_counts(self) -> tuple[int, int]:
         """(running, waiting)."""
         running = self.core.num_running
-        return running, len(self.requests) - running
+        return running, len(self._requests) - running
 
     def get_kv_cache_usage(self) -> float:
         return self.core.kv_cache_usage
@@ -696,12 +742,3 @@ class Scheduler:
 
     def make_stats(self) -> Any:
         return None if self._statistics is None else self._statistics.take()
-
-
-def group_metadata(kv_cache_config: Any, block_size: int) -> Any:
-    """The part of vLLM's `KVCacheManager` that its engine core reads: the block size of each group."""
-    managers = [
-        SimpleNamespace(block_size=block_size, kv_cache_spec=group.kv_cache_spec)
-        for group in kv_cache_config.kv_cache_groups
-    ]
-    return SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))

@@ -1,0 +1,249 @@
+"""What loggers, plugins and tests read of vLLM's scheduler, such as `scheduler.running` or the state of a request: of
+this one.
+
+Nothing here is kept up: each value is made when it is read, from the core, and is that of the moment between two calls.
+A step does nothing for it. What is read cannot be written, because the core would not know.
+
+A request of vLLM's that is queued gets a subclass of its class, whose properties read the core's request. Its own
+attributes are used again once it has finished, and hold what it ended with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+from vllm.v1.request import RequestStatus
+
+from pointsman.core import Request
+from pointsman.core import RequestStatus as Status
+from pointsman.core import Scheduler as Core
+
+_STATUS = {
+    Status.WAITING: RequestStatus.WAITING,
+    Status.WAITING_FOR_GRAMMAR: RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
+    Status.WAITING_FOR_REMOTE_KVS: RequestStatus.WAITING_FOR_REMOTE_KVS,
+    Status.WAITING_FOR_STREAMING_REQ: RequestStatus.WAITING_FOR_STREAMING_REQ,
+    Status.RUNNING: RequestStatus.RUNNING,
+    Status.PREEMPTED: RequestStatus.PREEMPTED,
+}
+
+
+class _Live:
+    """Before vLLM's class of requests: its state, from the core."""
+
+    request_id: str
+    _all_token_ids: list[int]
+    _output_token_ids: list[int]
+    use_structured_output: bool
+    append_output_token_ids: Any
+
+    def _ours(self) -> Request | None:
+        """The core's request; None: it has finished, or waits for the next part of its prompt."""
+        ours: Request | None = vars(self)["_of_id"].get(self.request_id)
+        return ours if ours is not None and ours.metadata is self else None
+
+    def _take_tokens(self) -> None:
+        """Bring the lists of tokens up to date. Those of a request with a grammar are, for its grammar."""
+        if self.use_structured_output:
+            return
+        ours = self._ours()
+        if ours is None:
+            ended_with = vars(self).pop("_ended_with", None)
+            if ended_with is not None:
+                self.append_output_token_ids(ended_with[len(self._output_token_ids) :].tolist())
+        elif (more := ours.num_tokens - len(self._all_token_ids)) > 0:
+            self.append_output_token_ids(ours.all_token_ids[-more:].tolist())
+
+    def _refuse(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(
+            f"{name} of request {self.request_id!r} is what Pointsman's scheduler decides, and cannot be set to "
+            f"{value!r}: call finish_requests to end the request"
+        )
+
+    @property
+    def status(self) -> Any:
+        ours = self._ours()
+        return vars(self)["status"] if ours is None else _STATUS.get(ours.status, vars(self)["status"])
+
+    @status.setter
+    def status(self, value: Any) -> None:
+        self._refuse("status", value)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV exists once the steps in flight have run."""
+        ours = self._ours()
+        return int(vars(self)["num_computed_tokens"] if ours is None else ours.num_computed_tokens)
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, value: int) -> None:
+        if value != self.num_computed_tokens:  # what is told to vLLM's KV manager is true
+            self._refuse("num_computed_tokens", value)
+
+    @property
+    def num_preemptions(self) -> int:
+        """For any cause."""
+        ours = self._ours()
+        return int(vars(self)["num_preemptions"] + (0 if ours is None else ours.num_preemptions))
+
+    @num_preemptions.setter
+    def num_preemptions(self, value: int) -> None:
+        self._refuse("num_preemptions", value)
+
+    @property
+    def num_tokens(self) -> int:
+        self._take_tokens()
+        return len(self._all_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        self._take_tokens()
+        return len(self._output_token_ids)
+
+    @property
+    def output_token_ids(self) -> Any:
+        """vLLM's constant list."""
+        self._take_tokens()
+        return vars(self)["output_token_ids"]
+
+    @property
+    def all_token_ids(self) -> Any:
+        """vLLM's constant list."""
+        self._take_tokens()
+        return vars(self)["all_token_ids"]
+
+
+@cache
+def _live_class(of_vllm: Any) -> Any:
+    return type(of_vllm.__name__, (_Live, of_vllm), {"__module__": of_vllm.__module__})
+
+
+def show(request: Any, of_id: Mapping[str, Request]) -> None:
+    """One of vLLM's requests is queued: from now on it shows the state of the core's, which is in `of_id`."""
+    if not isinstance(request, _Live):
+        vars(request)["_of_id"] = of_id
+        kind: Any = type(request)
+        request.__class__ = _live_class(kind)
+
+
+def set_status(request: Any, status: Any) -> None:
+    """What a request shows while it is not one of the core's."""
+    vars(request)["status"] = status
+
+
+def keep_last(request: Any, ours: Request, *, tokens: bool) -> None:
+    """The core's request has finished, and is dropped: keep what it ended with. `tokens`: these too."""
+    values = vars(request)
+    values["num_computed_tokens"] = ours.num_computed_tokens if tokens else 0
+    values["num_preemptions"] += ours.num_preemptions
+    if tokens and not request.use_structured_output:
+        values["_ended_with"] = ours.output_token_ids
+
+
+class ReadOnlyList(list[Any]):
+    """Requests in order, as they are when this is read; a `RequestQueue` of vLLM's, as far as that reads."""
+
+    def peek_request(self) -> Any:
+        """The next one.
+
+        Raises:
+            IndexError: there is none.
+        """
+        if not self:
+            raise IndexError("no request waits")
+        return self[0]
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(
+            "the requests of Pointsman's scheduler are read-only here: call add_request, finish_requests or "
+            "set_pause_state of the scheduler"
+        )
+
+    append = extend = insert = remove = pop = clear = sort = reverse = _refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+    add_request = pop_request = prepend_request = prepend_requests = remove_request = remove_requests = _refuse
+
+
+class ReadOnlyDict(Mapping[str, Any]):
+    """vLLM's unfinished requests, by id, at any time."""
+
+    def __init__(self, requests: Mapping[str, Any]) -> None:
+        self._requests = requests
+
+    def __getitem__(self, name: str) -> Any:
+        return self._requests[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._requests)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __repr__(self) -> str:
+        return repr(self._requests)
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(
+            "the requests of Pointsman's scheduler are read-only here: call add_request or finish_requests of the "
+            "scheduler"
+        )
+
+    __setitem__ = __delitem__ = pop = popitem = clear = update = setdefault = _refuse
+
+
+class BlockPoolView:
+    """vLLM's `BlockPool`, where the core owns the blocks, as far as others read it."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.num_gpu_blocks = core.config.num_blocks
+        self.enable_caching = core.config.enable_prefix_caching
+
+    def get_num_free_blocks(self) -> int:
+        """Blocks that no request holds, cached ones included."""
+        return self._core.stats().num_free_blocks
+
+    def get_usage(self) -> float:
+        """Share of the blocks that requests hold."""
+        return self._core.kv_cache_usage
+
+
+class KVCacheManagerView:
+    """vLLM's `KVCacheManager`, where the core owns the blocks: what vLLM's engine core reads, and others.
+
+    Args:
+        core: the scheduler.
+        kv_cache_config: vLLM's `KVCacheConfig`.
+        block_size: tokens of a block.
+        of_id: the core's requests by the ids of vLLM's.
+    """
+
+    def __init__(self, core: Core, kv_cache_config: Any, block_size: int, of_id: Mapping[str, Request]) -> None:
+        self._core = core
+        self._of_id = of_id
+        self.kv_cache_config = kv_cache_config
+        self.max_model_len = core.config.max_model_len
+        self.enable_caching = core.config.enable_prefix_caching
+        self.block_pool = BlockPoolView(core)
+        managers = [
+            SimpleNamespace(block_size=block_size, kv_cache_spec=group.kv_cache_spec)
+            for group in kv_cache_config.kv_cache_groups
+        ]
+        self.num_kv_cache_groups = len(managers)
+        self.coordinator = SimpleNamespace(single_type_managers=managers, block_pool=self.block_pool)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that requests hold, 0 to 1."""
+        return self._core.kv_cache_usage
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """The block table of a request; empty: it holds no blocks."""
+        ours = self._of_id.get(request_id)
+        if ours is None or ours.row is None:
+            return ([],)
+        count = self._core.explain(ours.request_id).num_blocks
+        return (self._core.block_table[ours.row, :count].tolist(),)
