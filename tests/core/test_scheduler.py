@@ -234,7 +234,7 @@ def test_so_they_do_in_another_process_whatever_its_hash_seed() -> None:
     assert run.stdout.strip() == hashlib.sha256(busy_recording().encode()).hexdigest()
 
 
-@pytest.mark.parametrize("order", ["fcfs", "priority", "fcfs-front", "shortest-prefill", "fair", "earliest-ttft"])
+@pytest.mark.parametrize("order", ["fcfs", "priority", "fcfs-front", "shortest-prefill", "fair"])
 def test_waiting_requests_are_told_in_the_order_of_their_admissions(order: str) -> None:
     host = Host(order=order, max_num_seqs=1, enable_prefix_caching=False)
     chance = random.Random(7)
