@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +12,16 @@ import pytest
 from pointsman.core import ConfigError
 from pointsman.core.presets import SYSTEMS
 from pointsman.integrations.vllm.settings import FLAGS, KNOBS, read_settings, scheduler_config
-from pointsman.integrations.vllm.support import UnsupportedVLLM, check_supported, check_version, untested_parts
+from pointsman.integrations.vllm.support import (
+    Refused,
+    UnsupportedVLLM,
+    check_supported,
+    check_version,
+    problems_of,
+    untested_parts,
+)
 from tests.integrations.vllm_configs import vllm_config
+from tests.integrations.vllm_process import ROOT
 
 
 def settled(knobs: dict[str, Any] | None = None, **changes: Any) -> Any:
@@ -135,6 +145,25 @@ def test_what_is_not_supported_is_refused_with_a_remedy(changes: dict[str, Any],
     with pytest.raises(UnsupportedVLLM, match=words) as refused:
         check_supported(vllm_config(**changes), None)
     assert "leave --scheduler-cls out" in str(refused.value)
+
+
+def test_the_document_has_a_line_for_each_refusal_and_no_other() -> None:
+    folder = ROOT / "pointsman" / "integrations" / "vllm"
+    keys = []
+    for path in sorted(folder.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == Refused.__name__:
+                first = node.args[0]
+                assert isinstance(first, ast.Constant), f"{path.name}:{node.lineno}: the key of a refusal is a word"
+                keys.append(first.value)
+    text = (ROOT / "docs" / "vllm.md").read_text().partition("### What is refused")[2].partition("\n## ")[0]
+    told = re.findall(r"^\| `([a-z-]+)` \|", text, re.MULTILINE)
+    assert sorted(told) == sorted(set(keys)) and len(told) >= 10
+
+
+def test_a_refusal_is_its_text_and_has_its_key() -> None:
+    (refused,) = problems_of(vllm_config(kv_transfer_config=object()), None)
+    assert refused.key == "kv-connector" and refused.startswith("KV connectors are not supported")
 
 
 def test_what_nobody_has_run_is_told() -> None:
