@@ -13,7 +13,7 @@ from pointsman.core import ConfigError
 from pointsman.core.presets import SYSTEMS
 from pointsman.integrations.vllm.settings import FLAGS, KNOBS, read_settings, scheduler_config
 from pointsman.integrations.vllm.support import (
-    Refused,
+    Refusal,
     UnsupportedVLLM,
     check_supported,
     check_version,
@@ -152,7 +152,7 @@ def test_the_document_has_a_line_for_each_refusal_and_no_other() -> None:
     keys = []
     for path in sorted(folder.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == Refused.__name__:
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == Refusal.__name__:
                 first = node.args[0]
                 assert isinstance(first, ast.Constant), f"{path.name}:{node.lineno}: the key of a refusal is a word"
                 keys.append(first.value)

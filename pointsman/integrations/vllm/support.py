@@ -11,7 +11,7 @@ from typing import Any, Self
 from pointsman.core import ConfigError
 
 
-class Refused(str):
+class Refusal(str):
     """Why something is refused, and its remedy. docs/vllm.md has a line for each `key`.
 
     Args:
@@ -35,7 +35,7 @@ ONE_GROUP = (
     "too, so that fewer requests fit"
 )
 """The remedy for models with windows or chunks beside full attention."""
-STATES_ARE_CACHED = Refused(
+STATES_ARE_CACHED = Refusal(
     "cached-states",
     "the states of this model's layers (Mamba, linear attention, convolutions) are cached for prefixes, which is not "
     "supported: give --no-enable-prefix-caching",
@@ -62,11 +62,11 @@ def check_version(version: str) -> None:
     """
     if minor_version(version) not in TESTED:
         raise UnsupportedVLLM(
-            Refused(
+            Refusal(
                 "version",
-                f"vLLM {version} is installed, and pointsman.integrations.vllm supports {' and '.join(TESTED)}, as vLLM's "
-                f'scheduler interface changes between versions: pip install "vllm=={max(TESTED)}.*", or leave '
-                "--scheduler-cls out to run vLLM's own scheduler",
+                f"vLLM {version} is installed, and pointsman.integrations.vllm supports {' and '.join(TESTED)}, as "
+                "vLLM's scheduler interface changes between versions: "
+                f'pip install "vllm=={max(TESTED)}.*", or leave --scheduler-cls out to run vLLM\'s own scheduler',
             )
         )
 
@@ -102,7 +102,7 @@ def check_supported(vllm_config: Any, kv_cache_config: Any | None) -> None:
         raise UnsupportedVLLM(f"Pointsman's scheduler cannot run this: {'; '.join(problems)}; or {GO_BACK}")
 
 
-def problems_of(vllm_config: Any, kv_cache_config: Any | None) -> list[Refused]:
+def problems_of(vllm_config: Any, kv_cache_config: Any | None) -> list[Refusal]:
     """The unsupported parts of the configuration, each with its remedy; arguments as for `check_supported`."""
     problems = [*_model_problems(vllm_config), *_engine_problems(vllm_config)]
     return problems if kv_cache_config is None else problems + _kv_cache_problems(kv_cache_config)
@@ -162,16 +162,16 @@ def _is_full(group: Any) -> bool:
     return bool(is_full_attention_spec(group.kv_cache_spec))
 
 
-def _model_problems(vllm_config: Any) -> list[Refused]:
+def _model_problems(vllm_config: Any) -> list[Refusal]:
     model = vllm_config.model_config
-    problems: list[Refused] = []
+    problems: list[Refusal] = []
     if model.is_encoder_decoder:
         problems.append(
-            Refused("encoder-decoder", "encoder-decoder models are not supported: serve a decoder-only model")
+            Refusal("encoder-decoder", "encoder-decoder models are not supported: serve a decoder-only model")
         )
     elif model.supports_multimodal_inputs:
         problems.append(
-            Refused(
+            Refusal(
                 "multimodal",
                 "multimodal inputs are not supported: serve a text model, or this one's text part alone with "
                 "--language-model-only",
@@ -179,37 +179,37 @@ def _model_problems(vllm_config: Any) -> list[Refused]:
         )
     if getattr(model, "is_diffusion", False):
         problems.append(
-            Refused(
+            Refusal(
                 "diffusion",
                 "diffusion models are not supported: serve a model that generates one token after the other",
             )
         )
     if getattr(model, "enable_prompt_embeds", False):
         problems.append(
-            Refused("prompt-embeds", "prompts given as embeddings are not supported: leave --enable-prompt-embeds out")
+            Refusal("prompt-embeds", "prompts given as embeddings are not supported: leave --enable-prompt-embeds out")
         )
     return problems
 
 
-def _engine_problems(vllm_config: Any) -> list[Refused]:
-    problems: list[Refused] = []
+def _engine_problems(vllm_config: Any) -> list[Refusal]:
+    problems: list[Refusal] = []
     if vllm_config.kv_transfer_config is not None:
-        problems.append(Refused("kv-connector", "KV connectors are not supported: leave --kv-transfer-config out"))
+        problems.append(Refusal("kv-connector", "KV connectors are not supported: leave --kv-transfer-config out"))
     if vllm_config.ec_transfer_config is not None:
         problems.append(
-            Refused("ec-connector", "encoder-cache connectors are not supported: leave --ec-transfer-config out")
+            Refusal("ec-connector", "encoder-cache connectors are not supported: leave --ec-transfer-config out")
         )
     aux_output = getattr(vllm_config, "aux_output_config", None)
     if aux_output is not None and aux_output.enabled:
         problems.append(
-            Refused("aux-outputs", "auxiliary outputs (routed experts) are not supported: do not enable them")
+            Refusal("aux-outputs", "auxiliary outputs (routed experts) are not supported: do not enable them")
         )
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
         if size > 1:
             problems.append(
-                Refused(
+                Refusal(
                     "context-parallelism", f"{name} is {size}, and context parallelism is not supported: leave it at 1"
                 )
             )
@@ -217,20 +217,20 @@ def _engine_problems(vllm_config: Any) -> list[Refused]:
     interval = getattr(scheduler, "prefill_schedule_interval", 1)
     if interval > 1:
         problems.append(
-            Refused("prefill-interval", f"prefill_schedule_interval is {interval}, and is not supported: leave it at 1")
+            Refusal("prefill-interval", f"prefill_schedule_interval is {interval}, and is not supported: leave it at 1")
         )
     if scheduler.async_scheduling and parallel.pipeline_parallel_size > 1:
         problems.append(
-            Refused(
+            Refusal(
                 "pipeline-async",
-                f"pipeline_parallel_size is {parallel.pipeline_parallel_size} with asynchronous scheduling, where vLLM's "
-                "workers pass on a sampled token only after that many steps, which is not supported: give "
+                f"pipeline_parallel_size is {parallel.pipeline_parallel_size} with asynchronous scheduling, where "
+                "vLLM's workers pass on a sampled token only after that many steps, which is not supported: give "
                 "--no-async-scheduling",
             )
         )
     if getattr(vllm_config.observability_config, "kv_cache_metrics", False):
         problems.append(
-            Refused(
+            Refusal(
                 "kv-cache-metrics",
                 "the residency of KV blocks is not measured here: leave --kv-cache-metrics out (pointsman metrics "
                 "counts evictions)",
@@ -239,14 +239,14 @@ def _engine_problems(vllm_config: Any) -> list[Refused]:
     return problems + _speculation_problems(vllm_config)
 
 
-def _speculation_problems(vllm_config: Any) -> list[Refused]:
+def _speculation_problems(vllm_config: Any) -> list[Refusal]:
     speculation = vllm_config.speculative_config
     if speculation is None:
         return []
-    problems: list[Refused] = []
+    problems: list[Refusal] = []
     if vllm_config.scheduler_config.async_scheduling:
         problems.append(
-            Refused(
+            Refusal(
                 "async-speculation",
                 "speculative decoding with asynchronous scheduling is not supported: give --no-async-scheduling",
             )
@@ -254,7 +254,7 @@ def _speculation_problems(vllm_config: Any) -> list[Refused]:
     if vllm_config.num_lookahead_tokens or getattr(speculation, "max_num_new_slots_for_drafting", 0):
         if getattr(speculation, "parallel_drafting", False) and speculation.method == "ngram":
             problems.append(
-                Refused(
+                Refusal(
                     "parallel-drafting",
                     "parallel_drafting with the method 'ngram' takes slots of each step that nothing uses, and is not "
                     "supported: leave parallel_drafting out of --speculative-config",
@@ -262,37 +262,37 @@ def _speculation_problems(vllm_config: Any) -> list[Refused]:
             )
         else:
             problems.append(
-                Refused(
+                Refusal(
                     "drafter-kv",
-                    f"speculative decoding by the method {speculation.method!r}, whose drafter keeps KV of its own, is not "
-                    'supported: use the method "ngram" in --speculative-config',
+                    f"speculative decoding by the method {speculation.method!r}, whose drafter keeps KV of its own, is "
+                    'supported: use the method "not ngram" in --speculative-config',
                 )
             )
     if getattr(speculation, "num_speculative_tokens_per_batch_size", None):
         problems.append(
-            Refused(
+            Refusal(
                 "drafts-per-batch-size",
-                "num_speculative_tokens_per_batch_size is not supported: give num_speculative_tokens, and draft_table in "
-                "--additional-config",
+                "num_speculative_tokens_per_batch_size is not supported: give num_speculative_tokens, and draft_table "
+                "in --additional-config",
             )
         )
     return problems
 
 
-def _kv_cache_problems(kv_cache_config: Any) -> list[Refused]:
+def _kv_cache_problems(kv_cache_config: Any) -> list[Refusal]:
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         return [
-            Refused("no-kv-cache", "models without a KV cache are not supported: serve a model with causal attention")
+            Refusal("no-kv-cache", "models without a KV cache are not supported: serve a model with causal attention")
         ]
     others = sorted({name for group in groups for name in _managers(group) if name not in _KNOWN_MANAGERS})
     if others:
         remedy = f"give {ONE_GROUP}" if _may_be_one_group(groups) else "serve another model"
         return [
-            Refused(
+            Refusal(
                 "kv-manager",
-                f"vLLM manages the KV of this model by its {', '.join(others)}, whose blocks are given up or set aside in "
-                f"ways that are not supported: {remedy}",
+                f"vLLM manages the KV of this model by its {', '.join(others)}, whose blocks are given up or set aside "
+                f"in ways that are not supported: {remedy}",
             )
         ]
     if any(_mamba_mode(group) not in (None, "none") for group in groups):
@@ -321,11 +321,11 @@ def check_recording(record: str | None) -> None:
     """Raises ConfigError: a recording is asked for, of KV in groups."""
     if record is not None:
         raise ConfigError(
-            Refused(
+            Refusal(
                 "record",
-                f"record in --additional-config is {record!r}, and the model keeps its KV in several groups, whose blocks "
-                "vLLM's manager owns, so that what is decided cannot be replayed: leave it out, and watch the run with "
-                "pointsman play --socket",
+                f"record in --additional-config is {record!r}, and the model keeps its KV in several groups, whose "
+                "blocks vLLM's manager owns, so that what is decided cannot be replayed: leave it out, and watch the "
+                "run with pointsman play --socket",
             )
         )
 
