@@ -265,8 +265,12 @@ def root() -> None:
 def check(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="As vllm serve takes it; its weights are not loaded.")],
+    log: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The log of a vLLM that has started so: it says how many requests fit."),
+    ] = None,
 ) -> int:
-    """Whether the installed vLLM can serve a model with this scheduler.
+    """Whether the installed vLLM can serve a model with this scheduler, and how the model keeps its KV.
 
     All further options are those of vllm serve.
 
@@ -276,7 +280,7 @@ def check(
     from pointsman.integrations.vllm.check import check as check_vllm
 
     try:
-        report = check_vllm(model, list(context.args))
+        report = check_vllm(model, list(context.args), log)
     except CannotCheck as error:
         raise CommandError(str(error)) from None
     for line in report.lines():

@@ -192,6 +192,7 @@ def test_check_says_that_it_will_work_and_with_which_knobs() -> None:
     assert re.search(r"max_num_seqs +64 +\(--max-num-seqs\)", done.stdout)
     assert re.search(r"decode_reserve +mean +\(--additional-config\)", done.stdout)
     assert "no socket" in done.stdout
+    assert re.search(r"  1 group: \d+ layers of FullAttentionSpec, blocks of \d+ tokens", done.stdout)
 
 
 def test_check_says_all_that_will_not_work() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +67,50 @@ def test_tokens_as_one_group_are_those_of_several(tmp_path: Path) -> None:
     assert one["tokens"] == several["tokens"] and one["groups"] == ["FullAttentionSpec"]
     check = ["-m", "pointsman", "vllm", "check", tmp_path, "--skip-tokenizer-init"]
     for flags, says in (
-        ([], "a sliding window of 64 tokens in some layers, kept by vLLM's own"),
-        ([FLAG], "tokens, as"),
+        ([], "4 groups, kept by vLLM's own"),
+        ([FLAG], "1 group: 4 layers of FullAttentionSpec"),
     ):
         checked = vllm_parent().run(*check, *flags, timeout=300)
         assert checked.returncode == 0 and says in checked.stdout, checked.stdout + checked.stderr
     record = ["--additional-config", '{"pointsman": {"record": "run.jsonl"}}']
     checked = vllm_parent().run(*check, *record, timeout=300)
     assert checked.returncode == 1 and "cannot be replayed: leave it out" in checked.stdout
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gemma4", "falcon-h1", "llama4"])
+def test_check_tells_the_groups_that_vllm_makes(tmp_path: Path, family: str) -> None:
+    """And how many requests fit, from blocks or from a log; of no weights."""
+    options = NO_CACHE if family == "falcon-h1" else {}
+    given = [f"{key}={json.dumps(value)}" for key, value in options.items()]
+    real = run_in_vllm("vllm_groups.py", family, "ours", tmp_path, *given)
+    for weights in tmp_path.glob("*.safetensors"):
+        weights.unlink()
+    check = ["-m", "pointsman", "vllm", "check", tmp_path, "--skip-tokenizer-init", "--max-model-len", 512]
+    check += ["--max-num-batched-tokens", 128, "--max-num-seqs", 4, "--dtype", "float32"]
+    check += ["--no-enable-prefix-caching"] if options else []
+    checked = vllm_parent().run(*check, "--num-gpu-blocks-override", 40, timeout=300)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    told: Counter[tuple[str, int, int]] = Counter()
+    pattern = r"^  (\d+) groups?: (?:each )?(\d+) layers? of (\w+).*, blocks of (\d+) tokens$"
+    for count, layers, kind, size in re.findall(pattern, checked.stdout, re.MULTILINE):
+        told[kind, int(layers), int(size)] += int(count)
+    assert told == Counter(zip(real["groups"], real["layers"], real["block_sizes"], strict=True))
+    blocks = int(re.findall(r"takes at most (\d+) block", checked.stdout)[0])
+    assert blocks == round(40 / real["concurrency"])
+    assert f"{39 / blocks:.3g} such requests fit 40 blocks" in checked.stdout
+
+    checked = vllm_parent().run(*check, "--kv-cache-memory-bytes", 2**24, timeout=300)
+    assert re.search(r"such requests fit [\d,]+ blocks", checked.stdout)
+    checked = vllm_parent().run(*check, timeout=300, VLLM_CPU_KVCACHE_SPACE="0")
+    assert "how many requests fit is known from --kv-cache-memory-bytes" in checked.stdout
+    log = tmp_path / "log"
+    log.write_text("INFO GPU KV cache size: 1,644 tokens, Maximum concurrency for 512 tokens per request: 3.21x\n")
+    checked = vllm_parent().run(*check, "--log", log, timeout=300)
+    assert "3.21 requests of 512 tokens fit, by the log" in checked.stdout
+    log.write_text("INFO it has not started\n")
+    checked = vllm_parent().run(*check, "--log", log, timeout=300)
+    assert checked.returncode == 2 and 'no line with "Maximum concurrency"' in checked.stderr
 
 
 @pytest.mark.soak

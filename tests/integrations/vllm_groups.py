@@ -40,6 +40,7 @@ PATTERN = ["sliding_attention", "sliding_attention", "full_attention", "sliding_
 WINDOW = {"num_hidden_layers": 4, "layer_types": PATTERN, "sliding_window": 64}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_d_conv": 4}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3", {"num_hidden_layers": 3}),
     # The beginning of the names of its classes in transformers, and its configuration.
     "gemma3": ("Gemma3Text", WINDOW),
     "gpt-oss": ("GptOss", {**WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -205,6 +206,8 @@ def main() -> None:
         "steps": len(steps),
         "groups": [type(spec).__name__ for spec in specs],
         "block_sizes": [spec.block_size for spec in specs],
+        "layers": [len(group.layer_names) for group in scheduler.kv_cache_config.kv_cache_groups],
+        "concurrency": llm.llm_engine.vllm_config.cache_config.kv_cache_max_concurrency,
         "usage": scheduler.get_kv_cache_usage() if how != "theirs" else 0.0,
     }
     if how != "theirs":

@@ -1,4 +1,5 @@
-"""Whether vLLM can run a model with this scheduler, from vLLM's own configuration of it, without loading its weights.
+"""Whether vLLM can run a model with this scheduler, from vLLM's own configuration of it and its layers, without loading
+its weights.
 
 report = check("MODEL", ["--max-num-seqs", "64"])
 """
@@ -8,13 +9,17 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from pointsman.core import ConfigError, SchedulerConfig
+from pointsman.integrations.vllm.layers import Groups, LayersUnknown, groups_of
 from pointsman.integrations.vllm.settings import FLAGS, read_settings, scheduler_config
 from pointsman.integrations.vllm.support import (
     GO_BACK,
@@ -23,6 +28,8 @@ from pointsman.integrations.vllm.support import (
     UnsupportedVLLM,
     check_recording,
     check_version,
+    is_one_full_group,
+    kv_cache_problems,
     minor_version,
     problems_of,
     untested_parts,
@@ -49,6 +56,8 @@ class Report:
     """Parts of the configuration that this project's tests do not run."""
     kv_cache: str = ""
     """What is known about the KV cache before the weights are loaded."""
+    groups: list[str] = field(default_factory=list)
+    """How the layers share it, and how many requests it holds."""
     knobs: dict[str, str] = field(default_factory=dict)
     """The scheduler's knobs with their values, each with the flag that sets it."""
     socket: str = ""
@@ -66,6 +75,7 @@ class Report:
             found.append(f"not tested so far: {', '.join(self.not_run)}")
         if self.kv_cache:
             found.append(f"KV cache: {self.kv_cache}")
+            found += [f"  {line}" for line in self.groups]
         if self.knobs:
             found.append("the scheduler's knobs:")
             width = max(map(len, self.knobs))
@@ -79,11 +89,16 @@ class Report:
         return f"Pointsman {__version__} supports it ({tested})" if tested else "not supported"
 
 
-def check(model: str, options: list[str]) -> Report:
+def check(model: str, options: list[str], log: Path | None = None) -> Report:
     """Check a model and options of vLLM's command line.
 
+    Args:
+        model: as vLLM's command line takes it.
+        options: further options of it.
+        log: what a vLLM that has started with them wrote: it says how many requests fit.
+
     Raises:
-        CannotCheck: vLLM is not installed here, rejects the options, or cannot read the model.
+        CannotCheck: vLLM is not installed here, rejects the options, or cannot read the model; or the log says nothing.
     """
     if importlib.util.find_spec("vllm") is None:
         raise CannotCheck(
@@ -99,12 +114,65 @@ def check(model: str, options: list[str]) -> Report:
     except UnsupportedVLLM as error:
         report.problems.append(str(error))
         return report
+    told = None if log is None else _read_log(log)
     vllm_config = _vllm_config(model, options)
     report.problems += problems_of(vllm_config, None)
-    report.problems += _kv_cache_problems(vllm_config)
+    groups: Groups | None = None
+    try:
+        groups = groups_of(vllm_config)
+    except LayersUnknown as unknown:
+        report.problems += _kv_cache_problems(vllm_config)
+        report.groups.append(f"how the layers share it is known when vLLM loads them: {unknown}")
+    if groups is not None:
+        report.problems += kv_cache_problems(SimpleNamespace(kv_cache_groups=groups.groups))
+        report.groups += groups.lines()
     report.not_run = untested_parts(vllm_config, vllm.__version__)
-    _read_knobs(report, vllm_config)
+    _read_knobs(report, vllm_config, groups)
+    report.groups += _capacity(vllm_config, groups, told)
     return report
+
+
+def _read_log(path: Path) -> str:
+    """What the log of a vLLM says of the requests that fit.
+
+    Raises:
+        CannotCheck: it cannot be read, or says nothing.
+    """
+    try:
+        text = path.read_text(errors="replace")
+    except OSError as error:
+        raise CannotCheck(f"--log {path} cannot be read: {error.strerror}") from None
+    found = re.findall(r"Maximum concurrency for ([\d,]+) tokens per request: ([\d.]+)x", text)
+    if not found:
+        raise CannotCheck(
+            f'--log {path} has no line with "Maximum concurrency": give the log of a vLLM that has started, at the '
+            "level INFO"
+        )
+    length, requests = found[-1]
+    return f"{float(requests):g} requests of {length} tokens fit, by the log"
+
+
+def _capacity(vllm_config: Any, groups: Groups | None, told: str | None) -> list[str]:
+    """What a request of the model's whole length takes, and how many of them fit."""
+    lines = []
+    cache, length = vllm_config.cache_config, vllm_config.model_config.max_model_len
+    memory = cache.kv_cache_memory_bytes
+    if groups is not None and groups.request_blocks:
+        size = groups.request_blocks * groups.block_bytes / 2**20
+        blocks = f"{groups.request_blocks} block{'s' * (groups.request_blocks > 1)}"
+        lines.append(f"a request of {length:,} tokens takes at most {blocks}, {size:,.4g} MiB")
+        num_blocks = cache.num_gpu_blocks_override or (memory and memory // groups.block_bytes)
+        if num_blocks:
+            fit = max(0, num_blocks - 1) / groups.request_blocks  # one block is vLLM's null block
+            lines.append(f"{fit:.3g} such requests fit {num_blocks:,} blocks")
+    if told is not None:
+        lines.append(told)
+    elif not (memory or cache.num_gpu_blocks_override):
+        lines.append(
+            "how many requests fit is known from --kv-cache-memory-bytes, --num-gpu-blocks-override, or --log with the "
+            "log of a vLLM that has started"
+        )
+    return lines
 
 
 def _vllm_config(model: str, options: list[str]) -> Any:
@@ -173,11 +241,13 @@ def _groups(vllm_config: Any) -> str:
     return f"{local} in {'some' if is_mixed else 'its'} layers"
 
 
-def _read_knobs(report: Report, vllm_config: Any) -> None:
+def _read_knobs(report: Report, vllm_config: Any, made: Groups | None) -> None:
     """Read the knobs into the report, and problems of those in `--additional-config`."""
     cache = vllm_config.cache_config
     blocks = cache.num_gpu_blocks_override
     size = getattr(cache, "block_size", None) or 16
+    if made is not None and made.groups:
+        size = math.lcm(*(group.kv_cache_spec.block_size for group in made.groups))
     try:
         settings = read_settings(vllm_config.additional_config)
         stand_in = SimpleNamespace(num_blocks=blocks or _STAND_IN_BLOCKS)
@@ -185,10 +255,15 @@ def _read_knobs(report: Report, vllm_config: Any) -> None:
     except ConfigError as error:
         report.problems.append(str(error))
         return
-    blocks_of = f"{blocks} blocks of {size} tokens" if blocks else f"blocks of {size} tokens, as many as memory holds"
-    groups = _groups(vllm_config)
-    kept = f", {groups}, kept by vLLM's own KV manager" if groups else ""
-    report.kv_cache = f"{blocks_of}{kept}; how the layers share it is known for certain when the weights are loaded"
+    sizes = set() if made is None else {group.kv_cache_spec.block_size for group in made.groups}
+    of_size = "blocks" if len(sizes) > 1 else f"blocks of {size} tokens"
+    blocks_of = f"{blocks} {of_size}" if blocks else f"{of_size}, as many as memory holds"
+    if made is None:
+        groups = _groups(vllm_config)
+    else:
+        is_one = is_one_full_group(SimpleNamespace(kv_cache_groups=made.groups)) or not made.groups
+        groups = "" if is_one else f"{len(made.groups)} group{'s' * (len(made.groups) > 1)}"
+    report.kv_cache = blocks_of + (f", {groups}, kept by vLLM's own KV manager" if groups else "")
     if groups:
         try:
             check_recording(settings.record)

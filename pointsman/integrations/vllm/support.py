@@ -105,7 +105,7 @@ def check_supported(vllm_config: Any, kv_cache_config: Any | None) -> None:
 def problems_of(vllm_config: Any, kv_cache_config: Any | None) -> list[Refusal]:
     """The unsupported parts of the configuration, each with its remedy; arguments as for `check_supported`."""
     problems = [*_model_problems(vllm_config), *_engine_problems(vllm_config)]
-    return problems if kv_cache_config is None else problems + _kv_cache_problems(kv_cache_config)
+    return problems if kv_cache_config is None else problems + kv_cache_problems(kv_cache_config)
 
 
 def untested_parts(vllm_config: Any, version: str) -> list[str]:
@@ -133,7 +133,7 @@ def lacking_in_simulator(vllm_config: Any, kv_cache_config: Any) -> list[str]:
     lacking = []
     if len(groups) != 1:
         lacking.append(f"{len(groups)} KV groups ({', '.join(kinds)})" if groups else "a model without a KV cache")
-    elif problems := _kv_cache_problems(kv_cache_config):
+    elif problems := kv_cache_problems(kv_cache_config):
         lacking.append(problems[0].partition(":")[0])
     elif not is_one_full_group(kv_cache_config):
         lacking.append(f"KV of the kind {kinds[0]}")
@@ -279,7 +279,8 @@ def _speculation_problems(vllm_config: Any) -> list[Refusal]:
     return problems
 
 
-def _kv_cache_problems(kv_cache_config: Any) -> list[Refusal]:
+def kv_cache_problems(kv_cache_config: Any) -> list[Refusal]:
+    """What of vLLM's `KVCacheConfig` is not supported."""
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         return [

@@ -1,0 +1,118 @@
+"""The KV groups that vLLM makes of a model, from its layers without their weights.
+
+vLLM knows how layers keep KV when it has built them. Here they are built on the device "meta", which holds no data, and
+asked as vLLM's model runner asks them. That takes seconds, and no GPU.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+_PLENTY = 1 << 60
+"""Bytes with which every model fits."""
+
+
+class LayersUnknown(Exception):
+    """The layers cannot be built here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The KV groups of a model."""
+
+    groups: list[Any]
+    """vLLM's `KVCacheGroupSpec`s."""
+    block_bytes: int
+    """Of a block of the pool."""
+    request_blocks: int
+    """Blocks that a request of `max_model_len` tokens holds at most."""
+
+    def lines(self) -> list[str]:
+        """Each kind of group in words."""
+        found: dict[str, int] = {}
+        for group in self.groups:
+            spec = group.kv_cache_spec
+            count = len(group.layer_names)
+            what = f"{count} layer{'s' * (count > 1)} of {_kind(spec)}, blocks of {spec.block_size:,} tokens"
+            found[what] = found.get(what, 0) + 1
+        return [f"{count} group{'s' * (count > 1)}: {'each ' * (count > 1)}{what}" for what, count in found.items()]
+
+
+def groups_of(vllm_config: Any) -> Groups:
+    """Build the layers of the model, and group them as vLLM does.
+
+    Raises:
+        LayersUnknown: with the reason.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.world_size > 1:
+        raise LayersUnknown(f"its layers are split among {parallel.world_size} devices")
+    try:
+        return _grouped(vllm_config, _specs(vllm_config))
+    except Exception as error:  # of the model's code, or because this version of vLLM builds it in another way
+        said = str(error).strip().splitlines() or [""]
+        raise LayersUnknown(f"vLLM does not build them without weights: {type(error).__name__}: {said[0]}") from error
+
+
+def _specs(vllm_config: Any) -> dict[str, Any]:
+    """vLLM's `KVCacheSpec` of each layer that keeps KV."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    before = torch.get_default_dtype()
+    with set_current_vllm_config(vllm_config), tempfile.TemporaryDirectory() as folder:
+        if not torch.distributed.is_initialized():
+            init_distributed_environment(1, 0, f"file://{folder}/one", 0, "gloo")
+            initialize_model_parallel(1, 1)
+        torch.set_default_dtype(vllm_config.model_config.dtype)
+        try:
+            with torch.device("meta"):
+                initialize_model(vllm_config)
+            current_platform.update_block_size_for_backend(vllm_config)
+            runner = SimpleNamespace(vllm_config=vllm_config, shared_kv_cache_layers={})
+            specs: dict[str, Any] = GPUModelRunner.get_kv_cache_spec(runner)
+        finally:
+            torch.set_default_dtype(before)
+    return specs
+
+
+def _grouped(vllm_config: Any, specs: dict[str, Any]) -> Groups:
+    from vllm.utils.math_utils import cdiv
+    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+    from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    register_all_kvcache_specs(vllm_config)
+    if not specs:
+        return Groups([], 0, 0)
+    worker: Any = SimpleNamespace(vllm_config=vllm_config)
+    layouts = WorkerBase.get_supported_kv_cache_layouts(worker)
+    WorkerBase.set_kv_cache_layout(worker, resolve_kv_cache_layout(vllm_config, [layouts], specs.values()).name)
+    cache = vllm_config.cache_config
+    override, cache.num_gpu_blocks_override = cache.num_gpu_blocks_override, None
+    try:
+        (config,) = get_kv_cache_configs(vllm_config, [specs], [_PLENTY])
+    finally:
+        cache.num_gpu_blocks_override = override
+    groups = config.kv_cache_groups
+    needed = sum(
+        cdiv(group.kv_cache_spec.max_memory_usage_bytes(vllm_config), group.kv_cache_spec.page_size_bytes)
+        for group in groups
+    )
+    return Groups(groups, _PLENTY // config.num_blocks, needed)
+
+
+def _kind(spec: Any) -> str:
+    for name, unit in (("sliding_window", "windows"), ("attention_chunk_size", "chunks")):
+        size = getattr(spec, name, None)
+        if size is not None:
+            return f"{type(spec).__name__} ({unit} of {size:,} tokens)"
+    return type(spec).__name__
