@@ -24,6 +24,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as OwnScheduler
 
 from pointsman.integrations.vllm import Observer
+from pointsman.sim.errors import SimulationError
+from pointsman.sim.observed import replayed
 from pointsman.sim.step_time import StepLoad
 from pointsman.traces import Observed, read_observed
 from tests.integrations.vllm_decisions import HASH, Side, Workload, configured, make_workload, own_class, run_both
@@ -97,7 +99,7 @@ def check_recording(observed: Observed, side: TruthSide, workload: Workload, tal
     content: dict[int, tuple[Any, ...]] = {}
     ids: dict[tuple[Any, ...], int] = {}
     for name, request in zip(names, observed.requests, strict=True):
-        prompt, size = side.prompts[name], workload.block_size
+        prompt, size = side.prompts[name], side.hash_size
         assert request.block_hash_ids is not None and len(request.block_hash_ids) == len(prompt) // size
         for at, number in enumerate(request.block_hash_ids, start=1):
             before = side.adapters[name], tuple(prompt[: at * size])
@@ -123,8 +125,26 @@ def compare(base: Any, workload: Workload, folder: Path, tally: Counter[str]) ->
     if found is None:
         text = path.read_text()
         assert not any(name in text for name in ("lora1", "/nowhere"))
-        check_recording(read_observed(path), sides[1], workload, tally)
+        recorded = read_observed(path)
+        check_recording(recorded, sides[1], workload, tally)
+        if workload.layout:
+            check_refused(recorded, workload)
+            tally["with groups"] += 1
     return found
+
+
+def check_refused(observed: Observed, workload: Workload) -> None:
+    """The simulator, which lacks this layout, says so by name."""
+    kinds = {"full": "FullAttentionSpec", "window": "SlidingWindowSpec", "chunk": "ChunkedLocalAttentionSpec"}
+    names = [kinds.get(kind, "MambaSpec") for kind, _, _ in workload.layout]
+    lacks = f"{len(names)} KV groups ({', '.join(names)})" if len(names) > 1 else f"KV of the kind {names[0]}"
+    assert lacks in observed.lacking, observed.lacking
+    try:
+        replayed(observed, "recording")
+    except SimulationError as error:
+        assert lacks in str(error) and "which the simulator does not have" in str(error)
+    else:
+        raise AssertionError("the simulator takes a layout that it lacks")
 
 
 def main() -> None:
@@ -134,7 +154,8 @@ def main() -> None:
     tally: Counter[str] = Counter()
     differences = []
     for seed in range(first, first + count):
-        workload = make_workload(seed)
+        workload = make_workload(seed, in_groups=seed % 3 == 2)
+        workload.num_drafts = 0  # the simulator has none
         try:
             found = compare(base, workload, folder, tally)
         except Exception as error:

@@ -4,8 +4,8 @@
     python vllm_v2_runner.py fields        prints the fields that its sources read
 
 Random workloads as in `vllm_decisions.py`. The second runner needs a GPU to compute; what it makes of an output before
-that runs here: which slot a request has, its tokens, blocks and positions, the order of the batch, and whether a step is
-a uniform decode. Only the kernel that copies staged writes is replaced by a loop.
+that runs here: which slot a request has, its tokens, blocks and positions, the order of the batch, and whether a step
+is a uniform decode. Only the kernel that copies staged writes is replaced by a loop.
 """
 
 from __future__ import annotations
