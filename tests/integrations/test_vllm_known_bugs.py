@@ -1,0 +1,13 @@
+"""Failures of vLLM's scheduler that were reported in public do not happen here."""
+
+from __future__ import annotations
+
+from tests.integrations.vllm_process import NEEDS_VLLM, run_in_vllm
+
+pytestmark = NEEDS_VLLM
+
+
+def test_known_failures_do_not_happen_here() -> None:
+    found = run_in_vllm("vllm_known_bugs.py")
+    assert len(found) >= 7
+    assert not any(found.values()), "\n".join(filter(None, found.values()))
