@@ -186,6 +186,8 @@ class Scheduler:
 
     def _mixed_step(self, step: StepRecord) -> None:
         """The five parts of a step, prompts and decoding in one ("mixed" and "static")."""
+        if self._kv.gives_back and len(self._table.queue):
+            self._kv.give_back(self._batch)
         # 1. Displace: running requests are preempted for a more urgent waiting one (`step/displacement.py`).
         if self._displacement is not None:
             self._displace(step)
@@ -205,6 +207,8 @@ class Scheduler:
         """A step is for prompts or for decoding: the rows that decode advance only if there is nothing else to do."""
         running, table = self._running, self._table
         assert isinstance(running, InOrder), "checked by the configuration"
+        if self._kv.gives_back and len(table.queue):
+            self._kv.give_back(self._batch)
         step.advance = prefills = running.advance_prefills(table.preempt)
         for request in prefills.unpublished:
             self._kv.publish_prompt(self._batch, request)

@@ -109,6 +109,8 @@ class KVCache(ABC):
     """Blocks that requests released since the newest output; None: they are not tracked."""
     shared: list[tuple[Request, int]] | None = None
     has_connector: bool = False
+    gives_back: bool = False
+    """Whether a row may hold blocks that it no longer reads, until it is asked or `give_back` is called."""
     num_evictions: int = 0
     num_returns: int = 0
     """Changes whenever blocks that no row held are released."""
@@ -229,6 +231,10 @@ class KVCache(ABC):
         tables = [self.table(batch, row) for row in rows.tolist()]
         counts = np.array([len(table) for table in tables], dtype=np.int64)
         return np.concatenate([np.zeros(0, dtype=np.int64), *tables]), batch.count_up[: len(rows)].repeat(counts)
+
+    def give_back(self, batch: Batch) -> None:  # noqa: B027
+        """If it `gives_back`: release what the rows hold that none of their next tokens reads. Called before they get
+        their tokens of a step, if requests wait."""
 
     def new_blocks(self, batch: Batch, rows: Int64Array, grown: Int64Array, *, whole: bool) -> NewBlocks | None:
         """Without `has_tables`, for an output with these rows: blocks that the host does not know of, or `whole`

@@ -65,9 +65,16 @@ class OutputMaker:
     """
 
     def __init__(
-        self, *, v2_runner: bool, sends_tokens: bool, runs_ahead: bool, groups: KVGroups | None = None
+        self,
+        *,
+        v2_runner: bool,
+        sends_tokens: bool,
+        runs_ahead: bool,
+        groups: KVGroups | None = None,
+        num_groups: int = 0,
     ) -> None:
         self._groups = groups
+        self._num_groups = num_groups
         self._v2_runner = v2_runner
         self._sends_tokens = sends_tokens
         self._sends_all_tokens = runs_ahead and not v2_runner
@@ -123,7 +130,7 @@ class OutputMaker:
             resumed_req_ids=set(),
             new_token_ids=self._sampled_before(output) if self._sends_tokens else [],
             all_token_ids=self._tokens_of_skipped(output, ids) if self._sends_all_tokens else {},
-            new_block_ids=_new_block_ids(count, blocks, block_rows) if groups is None else groups.take_new(ids[:count]),
+            new_block_ids=self._new_block_ids(output, ids, blocks, block_rows),
             num_computed_tokens=computed[:count],
             num_output_tokens=self._num_output_tokens(output),
         )
@@ -142,6 +149,39 @@ class OutputMaker:
         )
         self._ids_before = ids
         return made
+
+    def _new_block_ids(
+        self, output: Output, ids: list[str], blocks: list[int], block_rows: list[int]
+    ) -> list[tuple[list[int], ...] | None]:
+        """The new blocks of each continued row, by group; None: it has none."""
+        count = output.num_continued
+        if self._groups is not None:
+            return self._groups.take_new(ids[:count])
+        if not self._num_groups:
+            return _new_block_ids(count, blocks, block_rows)
+        found: list[tuple[list[int], ...] | None] = [None] * count
+        for index, block, group in zip(block_rows, blocks, output.block_groups.tolist(), strict=True):
+            if index >= count:
+                break
+            own = found[index]
+            if own is None:
+                own = found[index] = tuple([[] for _ in range(self._num_groups)])
+            own[group].append(block)
+        return found
+
+    def _whole_tables(
+        self, output: Output, request: Request, blocks: list[int], start: int, end: int
+    ) -> tuple[list[int], ...]:
+        """The blocks of an admitted row by group, which are these of the output; 0, vLLM's null block, for those behind
+        a window."""
+        if self._groups is not None:
+            return self._groups.blocks_of(request)
+        if not self._num_groups:
+            return (blocks,)
+        places = output.block_places[start:end]
+        tables = np.zeros((self._num_groups, int(places.max()) + 1), dtype=np.int64)
+        tables[output.block_groups[start:end], places] = blocks
+        return tuple(tables.tolist())
 
     def without_rows(self) -> Any:
         """The output of a step in which no request runs, and nothing is reported. Continued rows skip it."""
@@ -201,7 +241,7 @@ class OutputMaker:
         rows = zip(range(count, len(ids)), output.admitted, hits, resumed, strict=True)
         for index, request, num_hits, is_resumed in rows:
             start, end = end, bisect_left(block_rows, index + 1, end)
-            own = (blocks[start:end],) if self._groups is None else self._groups.blocks_of(request)
+            own = self._whole_tables(output, request, blocks[start:end], start, end)
             if is_resumed and not self._v2_runner:
                 self._add_resumed(cached, output, index, own)
                 continue
