@@ -16,8 +16,8 @@ Layout, with R rows, G groups, K kinds and W blocks in the longest table:
     _at         int64 [R, G]      where in all tables, laid out flat, the next block of each goes
     _reported   int64 [R]         blocks of each table that the host knows of
     _public     int64 [R]         blocks of each table that others may hold too, or find: those of the prompt
-    _tails      int64 [R, 3]      places before which a window is likely to be looked up: the last one of the prompt, and
-                                  those up to which it is like others, and was found
+    _tails      int64 [R, 3]      places before which a window is likely to be looked up: the last one of the prompt,
+                                  and those up to which it is like others, and was found
     _due_at     int64 [R]         the place at which a row that lacks a block there has one to give back, or several
     _moves_at   int64 [R]         the same where that one may move to the place; -1: it may be public
 
@@ -25,8 +25,7 @@ A row is asked only when it reaches its `num_slots`: it lacks a block then, or a
 behind the window. It gives these back, and gets what it lacks. What steps in flight read stays, and so does what a
 lookup of its own full blocks needs, or a preempted request could not continue with what it has generated. So a block
 stays behind the window for a step if the window is a multiple of the block size, and otherwise until the row lacks
-one. Where blocks are short, or requests wait, every row is asked (`give_back`), and windows that are multiples keep
-nothing.
+one. Where blocks are short, or requests wait, every row is asked (`give_back`) and keeps nothing behind its window.
 
 In steady decode a row whose window is full needs, in each group with a window, one block for the one that it gives
 back: it keeps it, in another place of its table. Then only blocks of full attention are taken from the pool.
@@ -62,16 +61,15 @@ NO_EPOCH = -1  # of a request whose prefix left the cache while it ran
 class _Kind:
     """Groups whose layers attend alike."""
 
-    __slots__ = ("group", "groups", "index", "is_aligned", "num_groups", "offsets")
+    __slots__ = ("group", "groups", "index", "num_groups", "offsets")
 
-    def __init__(self, index: int, group: KVGroup, groups: list[int], width: int, block_size: int) -> None:
+    def __init__(self, index: int, group: KVGroup, groups: list[int], width: int) -> None:
         self.index = index
         self.group = group
         self.groups: Int64Array = np.array(groups, dtype=np.int64)
         self.num_groups = len(groups)
         self.offsets = self.groups * width
         """Where the tables of its groups begin, from where those of a row do."""
-        self.is_aligned = group.size % block_size == 0
 
 
 class _Found(NamedTuple):
@@ -117,7 +115,7 @@ class GroupedKVCache(KVCache):
         members: dict[KVGroup, list[int]] = {}
         for index, group in enumerate(config.kv_groups):
             members.setdefault(group, []).append(index)
-        self._kinds = [_Kind(i, group, those, self._width, size) for i, (group, those) in enumerate(members.items())]
+        self._kinds = [_Kind(i, group, those, self._width) for i, (group, those) in enumerate(members.items())]
         self._local = [kind for kind in self._kinds if not kind.group.is_full]
         self.gives_back = len(self._local) > 0
         self._full = next((kind.index for kind in self._kinds if kind.group.is_full), None)
@@ -335,7 +333,7 @@ class GroupedKVCache(KVCache):
         rows = batch.members.rows
         if len(rows):
             computed = np.minimum(batch.num_computed_tokens[rows], batch.num_tokens[rows])
-            self._give_back(rows, self._final(batch, rows), computed - self._tokens_in_flight(batch, rows))
+            self._give_back(rows, computed - self._tokens_in_flight(batch, rows))
 
     def _final(self, batch: Batch, rows: Int64Array) -> Int64Array:
         """[rows] tokens of full blocks that no step in flight computes, or may have to compute again."""
@@ -354,14 +352,12 @@ class GroupedKVCache(KVCache):
             self._in_flight = self.num_tokens_in_flight(len(batch.num_tokens))
         return self._in_flight[rows]
 
-    def _give_back(self, rows: Int64Array, final: Int64Array, all_final: Int64Array | None = None) -> None:
-        """Release the blocks to which no token after these attends; with `all_final`, those of blocks that are not full
-        included, where they are given back a step later anyway."""
+    def _give_back(self, rows: Int64Array, final: Int64Array) -> None:
+        """Release the blocks to which no token after these attends."""
         has_released = False
         for kind in self._local:
             first = self._first[kind.index][rows]
-            counted = all_final if all_final is not None and kind.is_aligned else final
-            kept = kind.group.num_skipped(counted) // self.block_size
+            kept = kind.group.num_skipped(final) // self.block_size
             behind = (kept > first).nonzero()[0]
             if len(behind):
                 those, first, kept = rows[behind], first[behind], kept[behind]
