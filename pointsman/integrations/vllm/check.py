@@ -186,10 +186,13 @@ def _read_knobs(report: Report, vllm_config: Any) -> None:
         report.problems.append(str(error))
         return
     blocks_of = f"{blocks} blocks of {size} tokens" if blocks else f"blocks of {size} tokens, as many as memory holds"
-    groups = _groups(vllm_config)
-    kept = f", {groups}, kept by vLLM's own KV manager" if groups else ""
-    report.kv_cache = f"{blocks_of}{kept}; how the layers share it is known for certain when the weights are loaded"
+    groups, has_states = _groups(vllm_config), _has_states(vllm_config)
+    kept = ""
     if groups:
+        kept = f", {groups}, kept by vLLM's own KV manager"
+        kept += "" if has_states else " if their blocks differ in size"
+    report.kv_cache = f"{blocks_of}{kept}; how the layers share it is known for certain when the weights are loaded"
+    if has_states:
         try:
             check_recording(settings.record)
         except ConfigError as error:
