@@ -298,10 +298,15 @@ class GroupedKVCache(KVCache):
         self._has_grown = True
 
     def _add_rows(self, count: int) -> None:
-        for name in ("_end", "_at", "_reported", "_public", "_tails", "_due_at", "_moves_at", "_tables"):
+        for name in ("_end", "_at", "_reported", "_public", "_tails", "_due_at", "_moves_at"):
             setattr(self, name, _lengthened(getattr(self, name), count))
         self._first = [_lengthened(column, count) for column in self._first]
-        self._flat = self._tables.reshape(-1)
+        before, back = self._tables, self._lag + 1
+        whole = np.zeros(back + count * self._row_size, dtype=np.int32)
+        self._flat, self._moving_to = whole[back:], whole[: count * self._row_size]
+        """The tables, laid out flat; and for each of its places, what is at the one from which a block moves there."""
+        self._tables = self._flat.reshape(count, self.num_groups, self._width)
+        self._tables[: len(before)] = before
         self._group_at = _counting(self.num_groups, count)
 
     # ------------------------------------------------------------------ running rows
@@ -461,10 +466,11 @@ class GroupedKVCache(KVCache):
         is otherwise, and nothing has changed."""
         kind, count, places = self._moving, len(rows), self._end[rows]
         at, ends = self._at[rows], places + ONE
+        ids: npt.NDArray[np.integer]
         if kind is not None and self._moves_at[rows].tobytes() == places.tobytes():
             if self._is_ahead and not self._moves_ahead:
                 return False
-            ids = self._flat[at - self._back]
+            ids = self._moving_to[at]
             if self._num_staying:
                 ids[:, self._staying] = self._take(count * self._num_staying).reshape(self._shape_of_staying)
             self._first[kind.index][rows] = places - self._lag_array
@@ -504,7 +510,7 @@ class GroupedKVCache(KVCache):
         """[rows, groups] the next blocks of rows; those that are `due` give one back in each table of a kind."""
         moves = self._moves_at[rows] == places
         returns = due & ~moves
-        ids: Int64Array = self._flat[at - self._back].astype(INT64)
+        ids: Int64Array = self._moving_to[at].astype(INT64)
         old, takes = ids[:, kind.groups], ~moves
         if np.count_nonzero(returns):
             first = places[returns] - self._back
@@ -575,9 +581,11 @@ class GroupedKVCache(KVCache):
             return self._whole_tables(rows, np.arange(len(rows)))
         if fresh is not None:
             ids, places = fresh
-            count, more = self.num_groups, self._more_blocks(rows)
+            if ids.dtype is not INT32:
+                ids = ids.astype(INT32)
+            count, more = self.num_groups, self._more_blocks(rows) if self._has_grown else None
             new = NewBlocks(
-                ids.ravel().astype(INT32, copy=False),
+                ids.ravel(),
                 grown.repeat(count),
                 self._group_at[: ids.size],
                 places.repeat(count),
