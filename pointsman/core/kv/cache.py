@@ -48,7 +48,7 @@ class Match(NamedTuple):
 class NewBlocks(NamedTuple):
     """Blocks in several tables for each row of an output, by row; see `SchedulerOutput.block_groups`."""
 
-    ids: Int32Array
+    ids: npt.NDArray[np.integer]
     rows: Int64Array
     groups: Int64Array
     places: Int64Array
