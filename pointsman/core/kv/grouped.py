@@ -306,7 +306,8 @@ class GroupedKVCache(KVCache):
         self._flat, self._moving_to = whole[back:], whole[: count * self._row_size]
         """The tables, laid out flat; and for each of its places, what is at the one from which a block moves there."""
         self._tables = self._flat.reshape(count, self.num_groups, self._width)
-        self._tables[: len(before)] = before
+        used = int(self._end.max(initial=0))
+        self._tables[: len(before), :, :used] = before[:, :, :used]
         self._group_at = _counting(self.num_groups, count)
 
     # ------------------------------------------------------------------ running rows
