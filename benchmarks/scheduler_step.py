@@ -5,7 +5,7 @@ prefix caching and statistics on):
 
 1. steady decode: microseconds of `schedule` + `update` when every running request decodes one token;
 2. the same beside features that every request uses: two steps in flight, each scheduled before the last one's tokens
-   are there; drafts to verify (with `propose`); adapters (Pointsman alone);
+   are there; drafts to verify (with `propose`); adapters; KV in several groups, with windows (Pointsman alone);
 3. the same with requests waiting behind a head that cannot be admitted, and what aborting a waiting one costs;
 4. the Azure conversation trace as a closed backlog: CPU seconds of all scheduler calls per million generated tokens,
    in a pool that is roomy (20,000 blocks) and in one that forces preemption (4,000);
@@ -54,17 +54,22 @@ ROUNDS_PER_SIZE = {1: 25, 16: 25, 64: 25, 256: 25, 4096: 5}
 GROWTH = (256, 4096)
 """Numbers of running requests that are measured beside each other once more, in turns, for the ratio of their costs."""
 FEATURES_RUNNING = 256
-FEATURES: dict[str, dict[str, int]] = {  # settings, for every request of the batch
+FEATURES: dict[str, dict[str, Any]] = {  # settings, for every request of the batch
     "asynchronous": {"max_steps_in_flight": 2},
     "speculation": {"num_draft_tokens": 3},
     "lora": {"num_loras": 8},
+    "two_groups": {"knobs": {"kv_groups": [("full", 0), ("window", 128)]}},
+    "six_groups": {"knobs": {"kv_groups": [("full", 0), *[("window", 1024)] * 5]}},
 }
 FEATURES_IN_WORDS = {
     "asynchronous": "two steps in flight",
     "speculation": "3 drafts for each, 0 to 3 accepted",
     "lora": "an adapter of 8 for each",
+    "two_groups": "full attention and a window",
+    "six_groups": "full attention and five windows",
 }
 MOST_FOR_A_FEATURE = 2.0  # times a plain step
+MOST_FOR = {"two_groups": 1.5, "six_groups": 2.2}  # of these
 FEATURE_PASSES = 5  # of `ROUNDS` each: a machine that changes its speed in between spoils a few pairs
 WAITING = (0, 10_000, 100_000)
 WAITING_RUNNING = 256
@@ -137,8 +142,9 @@ def measure_features(worker: WorkerProcess, rounds: int) -> dict[str, list[float
     for name, settings in {"plain": {}, **FEATURES}.items():
         most = 1 + settings.get("num_draft_tokens", 0)  # tokens of a request and step
         blocks_each = -(-(HEADROOM + rounds * steps * most) // BLOCK_SIZE)
+        num_groups = len(settings.get("knobs", {}).get("kv_groups", ())) or 1
         settings = {
-            "num_blocks": 1 + FEATURES_RUNNING * blocks_each,
+            "num_blocks": 1 + FEATURES_RUNNING * blocks_each * num_groups,
             "max_model_len": MAX_MODEL_LEN,
             "max_num_seqs": FEATURES_RUNNING,
             "max_num_batched_tokens": TOKEN_BUDGET,
@@ -263,7 +269,7 @@ def report_features(worker: WorkerProcess, rounds: int, passes: int, targets: Ta
     for name, what in FEATURES_IN_WORDS.items():
         times = paired_ratio(figures[name], figures["plain"])
         rows.append([what, median(figures[name]), times])
-        targets.at_most(f"a step with {what} / a plain one", times, MOST_FOR_A_FEATURE)
+        targets.at_most(f"a step with {what} / a plain one", times, MOST_FOR.get(name, MOST_FOR_A_FEATURE))
         named |= {f"{name}_us": round(median(figures[name]), 2), f"{name}_ratio": round(times, 3)}
     print_table(f"decoding of {FEATURES_RUNNING}, CPU us per step", ["", "us", "times"], rows)
     return named

@@ -35,6 +35,7 @@ from pointsman.core.observe.request_log import RequestLog
 from pointsman.core.observe.stats import SchedulerStats, Statistics
 from pointsman.core.observe.watchdog import Stall, Watchdog
 from pointsman.core.policy.fcfs import FirstComeFirstServed
+from pointsman.core.policy.guard import Guard
 from pointsman.core.recording import Recorder
 from pointsman.core.state.events import Call, Events, Listener, Need, send
 from pointsman.core.state.inputs import EncoderInput
@@ -187,6 +188,8 @@ class Scheduler:
 
     def _mixed_step(self, step: StepRecord) -> None:
         """The five parts of a step, prompts and decoding in one ("mixed" and "static")."""
+        if self._kv.gives_back and len(self._table.queue):
+            self._kv.give_back(self._batch)
         # 1. Displace: running requests are preempted for a more urgent waiting one (`step/displacement.py`).
         if self._displacement is not None:
             self._displace(step)
@@ -206,6 +209,8 @@ class Scheduler:
         """A step is for prompts or for decoding: the rows that decode advance only if there is nothing else to do."""
         running, table = self._running, self._table
         assert isinstance(running, InOrder), "checked by the configuration"
+        if self._kv.gives_back and len(table.queue):
+            self._kv.give_back(self._batch)
         step.advance = prefills = running.advance_prefills(table.preempt)
         for request in prefills.unpublished:
             self._kv.publish_prompt(self._batch, request)
@@ -676,6 +681,11 @@ class Scheduler:
         """The policies that decide, by name, with their versions."""
         return {policy.name: policy.version for policy in self._parts.policies if policy.name}
 
+    @property
+    def may_fail(self) -> bool:
+        """Whether `schedule` may raise `PolicyError`: a policy of another package decides."""
+        return any(isinstance(policy, Guard) for policy in self._parts.policies)
+
     def has_unfinished_requests(self) -> bool:
         """Whether any request is queued, parked or running."""
         return bool(len(self._batch) or len(self._table.queue) or self._table.parked)
@@ -782,6 +792,18 @@ class Scheduler:
     def block_table(self) -> Int32Array:
         """int32 [rows, blocks], read-only: row `output.rows[i]` is request i's table. Valid until the next call."""
         return self._batch.table_view
+
+    def block_tables(self, request_id: str) -> Int32Array:
+        """int32 [groups, blocks]: a copy of the block table of a request in each group of KV, 0 where a block was given
+        back; no block while the request has no row.
+
+        Raises:
+            UnknownRequest: no such request, or an output has reported it finished.
+        """
+        row = self._table.require(request_id).row
+        if row is None:
+            return np.zeros((max(1, len(self._config.kv_groups)), 0), dtype=np.int32)
+        return self._kv.group_table(self._batch, row)
 
     def input_token_ids(self, output: SchedulerOutput, *, allow_unsampled: bool = False) -> Int32Array:
         """[total_num_scheduled_tokens] int32: the tokens that a step computes, row after row, drafts included.

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pointsman.core import replay
 from tests.integrations.vllm_process import NEEDS_VLLM, run_in_vllm, vllm_parent
 from tests.soak import short_of, short_or_long
 
@@ -67,14 +68,26 @@ def test_tokens_as_one_group_are_those_of_several(tmp_path: Path) -> None:
     assert one["tokens"] == several["tokens"] and one["groups"] == ["FullAttentionSpec"]
     check = ["-m", "pointsman", "vllm", "check", tmp_path, "--skip-tokenizer-init"]
     for flags, says in (
-        ([], "4 groups, kept by vLLM's own"),
+        ([], "4 groups, kept by Pointsman"),
         ([FLAG], "1 group: 4 layers of FullAttentionSpec"),
     ):
         checked = vllm_parent().run(*check, *flags, timeout=300)
         assert checked.returncode == 0 and says in checked.stdout, checked.stdout + checked.stderr
     record = ["--additional-config", '{"pointsman": {"record": "run.jsonl"}}']
     checked = vllm_parent().run(*check, *record, timeout=300)
-    assert checked.returncode == 1 and "cannot be replayed: leave it out" in checked.stdout
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@pytest.mark.soak
+def test_a_recording_of_windows_is_replayed(tmp_path: Path) -> None:
+    """What the core keeps itself is decided again from a recording."""
+    file = tmp_path / "run.jsonl"
+    settings = json.dumps({"pointsman": {"socket": "", "record": str(file)}})
+    options = [f"{key}={json.dumps(value)}" for key, value in {**SMALL_POOL, "num_gpu_blocks_override": 66}.items()]
+    run = run_in_vllm("vllm_groups.py", "gemma3", "ours", tmp_path, *options, f"additional_config={settings}")
+    with file.open() as lines:
+        assert replay(lines).num_steps >= run["steps"] > 0
+    assert '"block_places"' in file.read_text()
 
 
 @pytest.mark.soak

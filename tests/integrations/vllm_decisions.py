@@ -240,7 +240,7 @@ class Side:
             assert each.is_finished() == (name not in scheduler.requests)
             counts = (each.num_computed_tokens, each.num_preemptions, each.num_tokens, each.num_output_tokens)
             tokens = (len(each.all_token_ids), list(each.output_token_ids), str(each.get_finished_reason()))
-            found[name] = [each.status.name, *counts, *tokens, manager.get_block_ids(name) == ([],)]
+            found[name] = [each.status.name, *counts, *tokens, not any(manager.get_block_ids(name))]
             if each.is_finished():
                 del found[name][1]  # where it was computed up to is not kept the same
         return found

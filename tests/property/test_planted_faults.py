@@ -935,8 +935,8 @@ Fault = tuple[Callable[[Patch], None], dict[str, Any]]  # how to plant it, and k
 
 
 def window_blocks_are_lost(patch: Patch) -> None:
-    def release_any(original: Any, pool: Any, blocks: Any) -> None:
-        original(pool, blocks[1:] if len(blocks) == 3 else blocks)
+    def release_any(original: Any, pool: Any, blocks: Any, **options: Any) -> None:
+        original(pool, blocks[1:] if len(blocks) == 3 else blocks, **options)
 
     around(patch, "BlockPool.release_any", release_any)
 
@@ -975,11 +975,11 @@ def undo_forgets_groups(patch: Patch) -> None:
 
 
 def moves_what_others_hold(patch: Patch) -> None:
-    def note_first(original: Any, kv: Any, rows: Any) -> None:
-        original(kv, rows)
-        kv._moves_at[rows] = kv._due_at[rows]
+    def publish_prompt(original: Any, kv: Any, batch: Any, request: Any) -> None:
+        original(kv, batch, request)
+        kv._public[request.row], kv._moves_at[request.row] = 0, kv._due_at[request.row]
 
-    around(patch, "GroupedKVCache._note_first", note_first)
+    around(patch, "GroupedKVCache._publish_prompt", publish_prompt)
 
 
 BOOKKEEPING: tuple[Fault, ...] = (

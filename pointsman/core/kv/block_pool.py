@@ -128,9 +128,9 @@ class BlockPool:
         if num_cached:
             self._append(freed[num_blank:])
 
-    def release_any(self, blocks: Int64Array) -> None:
+    def release_any(self, blocks: Int64Array, *, evict_first: bool = False) -> None:
         """Drop one reference for each entry, in the order in which they are to be evicted. Any may be cached, and
-        several may name one block."""
+        several may name one block. `evict_first`: before all that are cached now."""
         left = self.num_references[blocks] - ONE
         if np.count_nonzero(left):
             np.subtract.at(self.num_references, blocks, 1)
@@ -141,12 +141,11 @@ class BlockPool:
             freed = blocks
         is_cached = self.is_cached[freed]
         num_cached = np.count_nonzero(is_cached)
-        if num_cached == 0:
-            self._push_blank(freed)
-        elif num_cached == len(freed):
-            self._append(freed)
-        else:
+        if num_cached < len(freed):
             self._push_blank(freed[~is_cached])
+        if num_cached and evict_first:
+            self._prepend(freed[is_cached])
+        elif num_cached:
             self._append(freed[is_cached])
 
     def set_cached(self, blocks: Int64Array) -> None:
@@ -192,14 +191,24 @@ class BlockPool:
 
     def _append(self, blocks: Int64Array) -> None:
         """A segment at the most recently used end."""
+        self._segments.append(self._new_segment(blocks))
+        if self._num_entries > 2 * self.num_blocks:
+            self._compact()
+
+    def _prepend(self, blocks: Int64Array) -> None:
+        """A segment at the other end."""
+        self._segments.appendleft(self._new_segment(blocks))
+        self._num_sure = 0
+        if self._num_entries > 2 * self.num_blocks:
+            self._compact()
+
+    def _new_segment(self, blocks: Int64Array) -> _Segment:
         number = self._next_segment
         self._next_segment = number + 1
-        self._segments.append(_Segment(number, blocks))
         self._segment_of[blocks] = number
         self._num_cached += len(blocks)
         self._num_entries += len(blocks)
-        if self._num_entries > 2 * self.num_blocks:
-            self._compact()
+        return _Segment(number, blocks)
 
     def _compact(self) -> None:
         """Rebuild the queue without its stale entries."""

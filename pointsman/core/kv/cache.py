@@ -48,7 +48,7 @@ class Match(NamedTuple):
 class NewBlocks(NamedTuple):
     """Blocks in several tables for each row of an output, by row; see `SchedulerOutput.block_groups`."""
 
-    ids: Int32Array
+    ids: npt.NDArray[np.integer]
     rows: Int64Array
     groups: Int64Array
     places: Int64Array
@@ -109,6 +109,8 @@ class KVCache(ABC):
     """Blocks that requests released since the newest output; None: they are not tracked."""
     shared: list[tuple[Request, int]] | None = None
     has_connector: bool = False
+    gives_back: bool = False
+    """Whether a row may hold blocks that it no longer reads, until it is asked or `give_back` is called."""
     num_evictions: int = 0
     num_returns: int = 0
     """Changes whenever blocks that no row held are released."""
@@ -224,11 +226,19 @@ class KVCache(ABC):
     def table(self, batch: Batch, row: int) -> Int64Array:
         """The blocks that a row holds."""
 
+    def group_table(self, batch: Batch, row: int) -> Int32Array:
+        """[groups, blocks] a copy of the tables of a row; 0 where a block was given back."""
+        return self.table(batch, row).astype(np.int32)[None]
+
     def tables(self, batch: Batch, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
         """The concatenated block tables of some rows, and for each block the index of its row in `rows`."""
         tables = [self.table(batch, row) for row in rows.tolist()]
         counts = np.array([len(table) for table in tables], dtype=np.int64)
         return np.concatenate([np.zeros(0, dtype=np.int64), *tables]), batch.count_up[: len(rows)].repeat(counts)
+
+    def give_back(self, batch: Batch) -> None:  # noqa: B027
+        """If it `gives_back`: release what the rows hold that none of their next tokens reads. Called before they get
+        their tokens of a step, if requests wait."""
 
     def new_blocks(self, batch: Batch, rows: Int64Array, grown: Int64Array, *, whole: bool) -> NewBlocks | None:
         """Without `has_tables`, for an output with these rows: blocks that the host does not know of, or `whole`

@@ -16,13 +16,16 @@ Layout, with R rows, G groups, K kinds and W blocks in the longest table:
     _at         int64 [R, G]      where in all tables, laid out flat, the next block of each goes
     _reported   int64 [R]         blocks of each table that the host knows of
     _public     int64 [R]         blocks of each table that others may hold too, or find: those of the prompt
+    _tails      int64 [R, 3]      places before which a window is likely to be looked up: the last one of the prompt,
+                                  and those up to which it is like others, and was found
     _due_at     int64 [R]         the place at which a row that lacks a block there has one to give back, or several
     _moves_at   int64 [R]         the same where that one may move to the place; -1: it may be public
 
 A row is asked only when it reaches its `num_slots`: it lacks a block then, or a chunk of its prompt has left some
 behind the window. It gives these back, and gets what it lacks. What steps in flight read stays, and so does what a
 lookup of its own full blocks needs, or a preempted request could not continue with what it has generated. So a block
-stays behind the window for a step if the window is a multiple of the block size, and otherwise until the row lacks one.
+stays behind the window for a step if the window is a multiple of the block size, and otherwise until the row lacks
+one. Where blocks are short, or requests wait, every row is asked (`give_back`) and keeps nothing behind its window.
 
 In steady decode a row whose window is full needs, in each group with a window, one block for the one that it gives
 back: it keeps it, in another place of its table. Then only blocks of full attention are taken from the pool.
@@ -73,6 +76,9 @@ class _Found(NamedTuple):
     """What a lookup found: `Match.node`."""
 
     node: GroupNode
+    """Of the last block that can be reused; a root if there is none."""
+    num_shared: int
+    """Blocks at the beginning that others have computed too, as far as is known; maybe more than can be reused."""
     num_blocks: int
     """Of each table."""
     first: list[int]
@@ -111,6 +117,7 @@ class GroupedKVCache(KVCache):
             members.setdefault(group, []).append(index)
         self._kinds = [_Kind(i, group, those, self._width) for i, (group, those) in enumerate(members.items())]
         self._local = [kind for kind in self._kinds if not kind.group.is_full]
+        self.gives_back = len(self._local) > 0
         self._full = next((kind.index for kind in self._kinds if kind.group.is_full), None)
         self._kind_of: Int64Array = np.zeros(self.num_groups, dtype=np.int64)
         for kind in self._kinds:
@@ -146,6 +153,7 @@ class GroupedKVCache(KVCache):
         self._in_flight: Int64Array | None = None  # [rows] tokens of each in this moment; None: not counted yet
         self._has_grown = False
         # Of the newest admission: its tables, the first blocks of each kind in them, and its tokens after the step.
+        self._ends_of_tails = (0, 0, 0)
         self._entering: tuple[Int32Array, list[int], int] = (np.zeros((0, 0), dtype=np.int32), [], 0)
         self._asked: Int64Array | None = (
             None  # what `can_grow_by_one` counted; None: a block of each table for each row
@@ -159,6 +167,7 @@ class GroupedKVCache(KVCache):
         self._at: Int64Array = np.zeros((0, self.num_groups), dtype=np.int64)
         self._reported: Int64Array = np.zeros(0, dtype=np.int64)
         self._public: Int64Array = np.zeros(0, dtype=np.int64)
+        self._tails: Int64Array = np.zeros((0, 3), dtype=np.int64)
         self._due_at: Int64Array = np.zeros(0, dtype=np.int64)
         self._moves_at: Int64Array = np.zeros(0, dtype=np.int64)
         self._tables: Int32Array = np.zeros((0, self.num_groups, self._width), dtype=np.int32)
@@ -197,16 +206,15 @@ class GroupedKVCache(KVCache):
         max_blocks = (state.num_tokens - 1) // size
         needs_output = max_blocks * size > state.num_prompt_tokens
         token_bytes = state.known_bytes() if needs_output else state.prompt_bytes
-        nodes = self._prefixes.find(Root.of(request), token_bytes, max_blocks, self._full)
+        root = Root.of(request)
+        nodes = self._prefixes.find(root, token_bytes, max_blocks, self._full)
         if not nodes:
             return Match(NO_BLOCKS, None, 0)
-        found = self._longest_hit(nodes)
-        if found.num_blocks == 0:
-            return Match(NO_BLOCKS, None, 0)
-        return Match(np.concatenate([each.ravel() for each in found.blocks]), found, found.num_blocks * size)
+        found = self._longest_hit(self._prefixes.root(root), nodes)
+        return Match(np.concatenate([NO_BLOCKS, *map(np.ravel, found.blocks)]), found, found.num_blocks * size)
 
-    def _longest_hit(self, nodes: list[GroupNode]) -> _Found:
-        """What can be reused of the blocks at these nodes, the first ones of a sequence."""
+    def _longest_hit(self, root: GroupNode, nodes: list[GroupNode]) -> _Found:
+        """What can be reused of the blocks at these nodes, the first ones of a sequence after a root."""
         places = np.arange(len(nodes))
         fits = np.ones(len(nodes), dtype=np.bool_)  # whether a hit may end after the block
         blocks: list[Int64Array] = []
@@ -220,10 +228,11 @@ class GroupedKVCache(KVCache):
             firsts.append(first)
         ends = fits.nonzero()[0]
         if not len(ends):
-            return _Found(nodes[0], 0, [], [])
+            return _Found(root, len(nodes), 0, [0] * len(self._kinds), [])
         last = ends.item(-1)
         start = [first.item(last) for first in firsts]
-        return _Found(nodes[last], last + 1, start, [ids[at : last + 1] for ids, at in zip(blocks, start, strict=True)])
+        held = [ids[at : last + 1] for ids, at in zip(blocks, start, strict=True)]
+        return _Found(nodes[last], len(nodes), last + 1, start, held)
 
     def num_blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
         end = -(-num_tokens // self.block_size)
@@ -251,7 +260,7 @@ class GroupedKVCache(KVCache):
         if len(match.blocks):
             self.pool.acquire(match.blocks)
         columns = np.zeros((self.num_groups, end), dtype=np.int32)
-        if found is not None:
+        if start:
             for kind, at, blocks in zip(self._kinds, first, found.blocks, strict=True):
                 columns[kind.groups, at:start] = blocks.T
         columns[:, start:] = self._take((end - start) * self.num_groups).reshape(-1, self.num_groups).T
@@ -259,6 +268,8 @@ class GroupedKVCache(KVCache):
         state.prefix_epoch = self._prefixes.epoch
         state.prefix_node = self._prefixes.root(Root.of(request)) if found is None else found.node
         self._entering = (columns, first, num_tokens)
+        last = (state.num_prompt_tokens - 1) // self.block_size
+        self._ends_of_tails = (last, 0 if found is None else min(found.num_shared, last), start)
         return NO_BLOCKS
 
     def num_slots(self, request: Request, blocks: Int64Array) -> int:
@@ -277,6 +288,7 @@ class GroupedKVCache(KVCache):
         end = columns.shape[1]
         self._tables[row, :, :end] = columns
         self._end[row], self._reported[row], self._public[row], self._moves_at[row] = end, 0, end, -1
+        self._tails[row] = self._ends_of_tails
         self._at[row] = row * self._row_size + self._offsets + end
         for column, at in zip(self._first, first, strict=True):
             column[row] = at
@@ -286,10 +298,16 @@ class GroupedKVCache(KVCache):
         self._has_grown = True
 
     def _add_rows(self, count: int) -> None:
-        for name in ("_end", "_at", "_reported", "_public", "_due_at", "_moves_at", "_tables"):
+        for name in ("_end", "_at", "_reported", "_public", "_tails", "_due_at", "_moves_at"):
             setattr(self, name, _lengthened(getattr(self, name), count))
         self._first = [_lengthened(column, count) for column in self._first]
-        self._flat = self._tables.reshape(-1)
+        before, back = self._tables, self._lag + 1
+        whole = np.zeros(back + count * self._row_size, dtype=np.int32)
+        self._flat, self._moving_to = whole[back:], whole[: count * self._row_size]
+        """The tables, laid out flat; and for each of its places, what is at the one from which a block moves there."""
+        self._tables = self._flat.reshape(count, self.num_groups, self._width)
+        used = int(self._end.max(initial=0))
+        self._tables[: len(before), :, :used] = before[:, :, :used]
         self._group_at = _counting(self.num_groups, count)
 
     # ------------------------------------------------------------------ running rows
@@ -313,7 +331,15 @@ class GroupedKVCache(KVCache):
             self._set_slots(batch, asking[enough], wanted[enough])
             missing[enough] = 0
         needed[short] = missing * self.num_groups
+        if self._local and int(needed.sum()) > self.pool.num_free:
+            self.give_back(batch)
         return needed
+
+    def give_back(self, batch: Batch) -> None:
+        rows = batch.members.rows
+        if len(rows):
+            computed = np.minimum(batch.num_computed_tokens[rows], batch.num_tokens[rows])
+            self._give_back(rows, computed - self._tokens_in_flight(batch, rows))
 
     def _final(self, batch: Batch, rows: Int64Array) -> Int64Array:
         """[rows] tokens of full blocks that no step in flight computes, or may have to compute again."""
@@ -321,26 +347,47 @@ class GroupedKVCache(KVCache):
         full: Int64Array = np.minimum(computed, batch.num_tokens[rows]) // self.block_size * self.block_size
         if not self._is_ahead:
             return full
+        final: Int64Array = np.minimum(full, computed - self._tokens_in_flight(batch, rows))
+        return final
+
+    def _tokens_in_flight(self, batch: Batch, rows: Int64Array) -> Int64Array:
+        """[rows] tokens that steps in flight compute."""
+        if not self._is_ahead:
+            return batch.zeros[: len(rows)]
         if self._in_flight is None:
             self._in_flight = self.num_tokens_in_flight(len(batch.num_tokens))
-        final: Int64Array = np.minimum(full, computed - self._in_flight[rows])
-        return final
+        return self._in_flight[rows]
 
     def _give_back(self, rows: Int64Array, final: Int64Array) -> None:
         """Release the blocks to which no token after these attends."""
-        released: list[Int64Array] = []
+        has_released = False
         for kind in self._local:
             first = self._first[kind.index][rows]
             kept = kind.group.num_skipped(final) // self.block_size
             behind = (kept > first).nonzero()[0]
             if len(behind):
-                those, kept = rows[behind], kept[behind]
-                released.append(self._blocks_between(those, kind.offsets, first[behind], kept)[::-1])
+                those, first, kept = rows[behind], first[behind], kept[behind]
+                counts = kept - first
+                blocks = self._blocks_between(those, kind.offsets, first, kept)
+                places = np.arange(len(blocks) // kind.num_groups) - (counts.cumsum() - counts - first).repeat(counts)
+                self._release(kind, those.repeat(counts), places, blocks)
                 self._first[kind.index][those] = kept
-        if released:
+                has_released = True
+        if has_released:
             self._note_first(rows)
-            self.pool.release_any(released[0] if len(released) == 1 else np.concatenate(released))
             self.num_returns += 1
+
+    def _release(self, kind: _Kind, rows: Int64Array, places: Int64Array, blocks: Int64Array) -> None:
+        """Release blocks of a kind, for each row and place one of each of its groups. Those that are cached and not
+        likely to be looked up are evicted first, as they are many."""
+        if not self.caches or not np.count_nonzero(self.pool.is_cached[blocks]):
+            self.pool.release_any(blocks)
+            return
+        ends = self._tails[rows]
+        starts = kind.group.num_skipped(ends * self.block_size) // self.block_size
+        is_tail = ((starts <= places[:, None]) & (places[:, None] < ends)).any(axis=1).repeat(kind.num_groups)
+        self.pool.release_any(blocks[~is_tail][::-1], evict_first=True)
+        self.pool.release_any(blocks[is_tail][::-1])
 
     def _note_first(self, rows: Int64Array) -> None:
         """`_first` of these rows has changed."""
@@ -420,10 +467,11 @@ class GroupedKVCache(KVCache):
         is otherwise, and nothing has changed."""
         kind, count, places = self._moving, len(rows), self._end[rows]
         at, ends = self._at[rows], places + ONE
+        ids: npt.NDArray[np.integer]
         if kind is not None and self._moves_at[rows].tobytes() == places.tobytes():
             if self._is_ahead and not self._moves_ahead:
                 return False
-            ids = self._flat[at - self._back]
+            ids = self._moving_to[at]
             if self._num_staying:
                 ids[:, self._staying] = self._take(count * self._num_staying).reshape(self._shape_of_staying)
             self._first[kind.index][rows] = places - self._lag_array
@@ -463,10 +511,11 @@ class GroupedKVCache(KVCache):
         """[rows, groups] the next blocks of rows; those that are `due` give one back in each table of a kind."""
         moves = self._moves_at[rows] == places
         returns = due & ~moves
-        ids: Int64Array = self._flat[at - self._back].astype(INT64)
+        ids: Int64Array = self._moving_to[at].astype(INT64)
         old, takes = ids[:, kind.groups], ~moves
         if np.count_nonzero(returns):
-            self.pool.release_any(old[returns].ravel())
+            first = places[returns] - self._back
+            self._release(kind, rows[returns], first, old[returns].ravel())
         if self._num_staying:
             ids[:, self._staying] = self._take(len(rows) * self._num_staying).reshape(self._shape_of_staying)
         taken = int(np.count_nonzero(takes)) * kind.num_groups
@@ -514,8 +563,7 @@ class GroupedKVCache(KVCache):
         places, groups = held.nonzero()
         return self._tables[row, groups, places].astype(INT64), places, groups
 
-    def group_table(self, row: int) -> Int32Array:
-        """[groups, blocks] a copy of the tables of a row; 0 where a block lies behind a window."""
+    def group_table(self, batch: Batch, row: int) -> Int32Array:
         end = self._end.item(row)
         tables: Int32Array = self._tables[row, :, :end].copy()
         tables[np.arange(end) < self._firsts_of(row)[:, None]] = 0
@@ -533,9 +581,11 @@ class GroupedKVCache(KVCache):
             return self._whole_tables(rows, np.arange(len(rows)))
         if fresh is not None:
             ids, places = fresh
-            count, more = self.num_groups, self._more_blocks(rows)
+            if ids.dtype is not INT32:
+                ids = ids.astype(INT32)
+            count, more = self.num_groups, self._more_blocks(rows) if self._has_grown else None
             new = NewBlocks(
-                ids.ravel().astype(INT32, copy=False),
+                ids.ravel(),
                 grown.repeat(count),
                 self._group_at[: ids.size],
                 places.repeat(count),
@@ -658,10 +708,27 @@ class GroupedKVCache(KVCache):
         full = num_valid_tokens // self.block_size
         if publish and full > state.num_published_blocks:
             self._publish(request, full, state.known_bytes())
-        self.pool.release_any(self.table(batch, row)[::-1])
+        self._release_row(row, is_finished=is_finished)
         self._end[row] = 0
         self._lagging.discard(row)
         state.prefix_node = None  # it refers to the nodes before it
+
+    def _release_row(self, row: int, *, is_finished: bool) -> None:
+        """Release all blocks of a row, the last ones to be evicted first. A request that is not finished continues with
+        the window that it has; one that is, and what comes after it, mostly with that of its prompt."""
+        blocks, places, groups = self._row_blocks(row)
+        if is_finished and self._local and self.caches:
+            starts, ends = np.zeros((2, self.num_groups, 3), dtype=np.int64)
+            ends[:] = self._tails[row]
+            for kind in self._kinds:
+                starts[kind.groups] = kind.group.num_skipped(ends[kind.groups] * self.block_size) // self.block_size
+                if kind.group.is_full:
+                    ends[kind.groups] = self._width
+            at = places[:, None]
+            is_kept = ((starts[groups] <= at) & (at < ends[groups])).any(axis=1)
+            self.pool.release_any(blocks[~is_kept][::-1], evict_first=True)
+            blocks = blocks[is_kept]
+        self.pool.release_any(blocks[::-1])
 
     def undo(self, journal: Journal) -> None:
         for entry in reversed(journal):

@@ -26,6 +26,7 @@ SCHEDULER_DEFAULTS: Mapping[str, Any] = {"block_size": 32, "max_num_seqs": 64, "
 
 _NOT_TAKEN = {
     "num_reserved_blocks": "the engine's KV pool has no reserved blocks",
+    "kv_groups": "the engine keeps the KV of all layers in one group",
     "enable_kv_cache_events": "events are kept when kv_events_config says where to publish them",
     "max_loras": "the engine has no adapters",
     "encoder_budget": "the engine has no encoder inputs",

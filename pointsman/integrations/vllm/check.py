@@ -20,6 +20,7 @@ from typing import Any
 
 from pointsman.core import ConfigError, SchedulerConfig
 from pointsman.integrations.vllm.layers import Groups, LayersUnknown, groups_of
+from pointsman.integrations.vllm.layouts import own_groups
 from pointsman.integrations.vllm.settings import FLAGS, read_settings, scheduler_config
 from pointsman.integrations.vllm.support import (
     GO_BACK,
@@ -258,13 +259,17 @@ def _read_knobs(report: Report, vllm_config: Any, made: Groups | None) -> None:
     sizes = set() if made is None else {group.kv_cache_spec.block_size for group in made.groups}
     of_size = "blocks" if len(sizes) > 1 else f"blocks of {size} tokens"
     blocks_of = f"{blocks} {of_size}" if blocks else f"{of_size}, as many as memory holds"
+    has_states = _has_states(vllm_config)
     if made is None:
-        groups = _groups(vllm_config)
+        groups, keeper = _groups(vllm_config), "vLLM's own KV manager"
+        keeper += "" if has_states else " if their blocks differ in size"
     else:
-        is_one = is_one_full_group(SimpleNamespace(kv_cache_groups=made.groups)) or not made.groups
-        groups = "" if is_one else f"{len(made.groups)} group{'s' * (len(made.groups) > 1)}"
-    report.kv_cache = blocks_of + (f", {groups}, kept by vLLM's own KV manager" if groups else "")
-    if groups:
+        count = len(made.groups)
+        layout = SimpleNamespace(kv_cache_groups=made.groups)
+        groups = "" if not count or is_one_full_group(layout) else f"{count} group{'s' * (count > 1)}"
+        keeper = "vLLM's own KV manager" if own_groups(layout, config, size) is None else "Pointsman"
+    report.kv_cache = blocks_of + (f", {groups}, kept by {keeper}" if groups else "")
+    if has_states:
         try:
             check_recording(settings.record)
         except ConfigError as error:

@@ -43,6 +43,7 @@ from pointsman.core import Scheduler as Core
 from pointsman.core import SchedulerOutput as Output
 from pointsman.integrations.vllm.kv_events import KVEvents
 from pointsman.integrations.vllm.kv_groups import KVGroups
+from pointsman.integrations.vllm.layouts import own_groups
 from pointsman.integrations.vllm.operation import Operation, open_record
 from pointsman.integrations.vllm.requests import Sessions, check_retention, close_turn, open_turn, to_request
 from pointsman.integrations.vllm.results import (
@@ -123,8 +124,12 @@ class Scheduler:
         config = scheduler_config(vllm_config, kv_cache_config, block_size, settings.knobs)
         groups = None
         if not is_one_full_group(kv_cache_config):
-            check_recording(settings.record)
-            groups = KVGroups(vllm_config, kv_cache_config, block_size, hash_block_size or block_size)
+            own = own_groups(kv_cache_config, config, hash_block_size or block_size)
+            if own is not None:
+                config = config.replace(kv_groups=own)
+            else:
+                check_recording(settings.record)
+                groups = KVGroups(vllm_config, kv_cache_config, block_size, hash_block_size or block_size)
         recording = open_record(settings.record, vllm_config)
         self.core = Core(config, recorder=None if recording is None else Recorder(recording), kv_cache=groups)
         self.lock = threading.Lock()
@@ -158,6 +163,8 @@ class Scheduler:
             sends_tokens=vllm_config.parallel_config.pipeline_parallel_size > 1 and not asynchronous,
             runs_ahead=config.max_steps_in_flight > 1,
             groups=groups,
+            num_groups=len(config.kv_groups),
+            may_fail=self.core.may_fail,
         )
         self._statistics = Statistics(self.core, config.num_draft_tokens, vllm_config) if log_stats else None
         detail = vllm_config.observability_config.per_request_spec_decode_metrics

@@ -61,13 +61,24 @@ class OutputMaker:
         sends_tokens: whether workers need the sampled tokens (pipeline parallelism without asynchronous scheduling).
         runs_ahead: whether steps are scheduled while others are in flight, so that a row of one step may be missing in
             the next.
-        groups: the KV blocks, where there are several groups of them; None: the core's outputs have them.
+        groups: the KV blocks, where vLLM's manager keeps them; None: the core's outputs have them.
+        num_groups: groups of KV that the core keeps; 0: one of full attention.
+        may_fail: whether a policy may fail in the middle of a step.
     """
 
     def __init__(
-        self, *, v2_runner: bool, sends_tokens: bool, runs_ahead: bool, groups: KVGroups | None = None
+        self,
+        *,
+        v2_runner: bool,
+        sends_tokens: bool,
+        runs_ahead: bool,
+        groups: KVGroups | None = None,
+        num_groups: int = 0,
+        may_fail: bool = False,
     ) -> None:
         self._groups = groups
+        self._num_groups = num_groups
+        self._told = _Told() if may_fail and groups is None else None
         self._v2_runner = v2_runner
         self._sends_tokens = sends_tokens
         self._sends_all_tokens = runs_ahead and not v2_runner
@@ -123,7 +134,7 @@ class OutputMaker:
             resumed_req_ids=set(),
             new_token_ids=self._sampled_before(output) if self._sends_tokens else [],
             all_token_ids=self._tokens_of_skipped(output, ids) if self._sends_all_tokens else {},
-            new_block_ids=_new_block_ids(count, blocks, block_rows) if groups is None else groups.take_new(ids[:count]),
+            new_block_ids=self._new_block_ids(output, ids, blocks, block_rows),
             num_computed_tokens=computed[:count],
             num_output_tokens=self._num_output_tokens(output),
         )
@@ -142,6 +153,43 @@ class OutputMaker:
         )
         self._ids_before = ids
         return made
+
+    def _new_block_ids(
+        self, output: Output, ids: list[str], blocks: list[int], block_rows: list[int]
+    ) -> list[tuple[list[int], ...] | None]:
+        """The new blocks of each continued row, by group; None: it has none."""
+        count = output.num_continued
+        if self._groups is not None:
+            return self._groups.take_new(ids[:count])
+        of_groups = output.block_groups.tolist()
+        if self._told is not None and (untold := self._told.untold(output)) is not None:
+            blocks, block_rows = [blocks[at] for at in untold], [block_rows[at] for at in untold]
+            of_groups = [of_groups[at] for at in untold] if of_groups else of_groups
+        if not self._num_groups:
+            return _new_block_ids(count, blocks, block_rows)
+        found: list[tuple[list[int], ...] | None] = [None] * count
+        for index, block, group in zip(block_rows, blocks, of_groups, strict=True):
+            if index >= count:
+                break
+            own = found[index]
+            if own is None:
+                own = found[index] = tuple([[] for _ in range(self._num_groups)])
+            own[group].append(block)
+        return found
+
+    def _whole_tables(
+        self, output: Output, request: Request, blocks: list[int], start: int, end: int
+    ) -> tuple[list[int], ...]:
+        """The blocks of an admitted row by group, which are these of the output; 0, vLLM's null block, for those behind
+        a window."""
+        if self._groups is not None:
+            return self._groups.blocks_of(request)
+        if not self._num_groups:
+            return (blocks,)
+        places = output.block_places[start:end]
+        tables = np.zeros((self._num_groups, int(places.max()) + 1), dtype=np.int64)
+        tables[output.block_groups[start:end], places] = blocks
+        return tuple(tables.tolist())
 
     def without_rows(self) -> Any:
         """The output of a step in which no request runs, and nothing is reported. Continued rows skip it."""
@@ -201,7 +249,7 @@ class OutputMaker:
         rows = zip(range(count, len(ids)), output.admitted, hits, resumed, strict=True)
         for index, request, num_hits, is_resumed in rows:
             start, end = end, bisect_left(block_rows, index + 1, end)
-            own = (blocks[start:end],) if self._groups is None else self._groups.blocks_of(request)
+            own = self._whole_tables(output, request, blocks[start:end], start, end)
             if is_resumed and not self._v2_runner:
                 self._add_resumed(cached, output, index, own)
                 continue
@@ -234,6 +282,39 @@ class OutputMaker:
         if self._sends_tokens:
             end = start + int(output.num_scheduled_tokens[index])
             cached.new_token_ids.append(request.tokens(start, end).tolist())
+
+
+class _Told:
+    """How many blocks of each row the workers have been told of.
+
+    After a step in which a policy failed the core's output has the whole tables of its rows, as hosts do not know which
+    blocks the rows got in that step. Workers append what they get. Kept where a policy may fail alone.
+    """
+
+    def __init__(self) -> None:
+        self._places: Int64Array = np.zeros(64, dtype=np.int64)
+        """By row, how long its tables are."""
+
+    def untold(self, output: Output) -> list[int] | None:
+        """Which blocks of an output with whole tables are to be told, by index; None: all. Sees every output, once."""
+        rows = output.rows
+        if len(rows) and (most := int(rows.max())) >= len(self._places):
+            self._places.resize(2 * most, refcheck=False)
+        known = self._places
+        known[rows[output.num_continued :]] = 0
+        block_rows = output.block_rows
+        if not len(block_rows):
+            return None
+        of_blocks = rows[block_rows]
+        if len(output.block_places):
+            places = output.block_places
+        else:
+            places = np.arange(len(block_rows)) - block_rows.searchsorted(block_rows)
+            if not output.resync:
+                places += known[of_blocks]
+        untold = (places >= known[of_blocks]).nonzero()[0].tolist() if output.resync else None
+        np.maximum.at(known, of_blocks, places + 1)
+        return untold
 
 
 def _names(requests: Sequence[Request]) -> set[str]:

@@ -22,6 +22,7 @@ FLAGS = {
     "block_size": "--block-size",
     "num_blocks": "--num-gpu-blocks-override",
     "num_reserved_blocks": "",
+    "kv_groups": "",
     "max_steps_in_flight": "--async-scheduling",
     "enable_chunked_prefill": "--enable-chunked-prefill",
     "long_prefill_token_threshold": "--long-prefill-token-threshold",

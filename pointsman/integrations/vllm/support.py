@@ -286,7 +286,7 @@ def kv_cache_problems(kv_cache_config: Any) -> list[Refusal]:
         return [
             Refusal("no-kv-cache", "models without a KV cache are not supported: serve a model with causal attention")
         ]
-    others = sorted({name for group in groups for name in _managers(group) if name not in _KNOWN_MANAGERS})
+    others = sorted({name for group in groups for name in managers_of(group) if name not in _KNOWN_MANAGERS})
     if others:
         remedy = f"give {ONE_GROUP}" if _may_be_one_group(groups) else "serve another model"
         return [
@@ -312,7 +312,7 @@ def is_one_full_group(kv_cache_config: Any) -> bool:
     groups = kv_cache_config.kv_cache_groups
     return (
         len(groups) == 1
-        and _managers(groups[0]) == {"FullAttentionManager"}
+        and managers_of(groups[0]) == {"FullAttentionManager"}
         and _is_full(groups[0])
         and not getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
     )
@@ -354,7 +354,7 @@ def _may_be_one_group(groups: Sequence[Any]) -> bool:
     return any(is_full) and sum(is_full) + sum(is_local) == len(specs)
 
 
-def _managers(group: Any) -> set[str]:
+def managers_of(group: Any) -> set[str]:
     """The names of vLLM's managers of a group."""
     from vllm.v1.kv_cache_interface import iter_layer_specs
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry

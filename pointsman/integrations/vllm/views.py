@@ -241,9 +241,8 @@ class KVCacheManagerView:
         return self._core.kv_cache_usage
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """The block table of a request; empty: it holds no blocks."""
+        """The block table of a request in each group, 0 where a block was given back; empty: it holds no blocks."""
         ours = self._of_id.get(request_id)
-        if ours is None or ours.row is None:
-            return ([],)
-        count = self._core.explain(ours.request_id).num_blocks
-        return (self._core.block_table[ours.row, :count].tolist(),)
+        if ours is None:
+            return tuple([] for _ in range(self.num_kv_cache_groups))
+        return tuple(self._core.block_tables(ours.request_id).tolist())

@@ -144,3 +144,19 @@ def test_cached_blocks_go_in_the_order_in_which_they_came_back_whatever_was_foun
             held.append(blank)
         assert pool.cached_free_blocks() == waiting
         assert pool.num_free == len(waiting)
+
+
+def test_blocks_are_released_in_any_order_and_evicted_in_theirs() -> None:
+    """A block that two tables release at once is free once; what is to be evicted first comes before all others."""
+    pool = BlockPool(8)
+    blocks, _ = pool.take(6)
+    pool.acquire(blocks[:2])
+    pool.set_cached(blocks[:4])
+    pool.release_any(np.array([3, 0, 0, 5]))
+    assert pool.cached_free_blocks() == [3, 0] and sorted(pool.blank_blocks()) == [5, 6, 7]
+    pool.release_any(np.array([1, 2]))
+    assert pool.cached_free_blocks() == [3, 0, 2], "one table still names block 1"
+    pool.release_any(np.array([1, 4]), evict_first=True)
+    assert pool.cached_free_blocks() == [1, 3, 0, 2] and pool.num_free == 8
+    taken, evicted = pool.take(6)
+    assert evicted.tolist() == [1, 3] and len(taken) == 6

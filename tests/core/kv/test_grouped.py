@@ -193,6 +193,40 @@ def test_a_preempted_request_finds_what_it_has_generated() -> None:
         host.scheduler.reset_prefix_cache(host.now)
 
 
+def test_a_prompt_returns_what_its_chunk_has_left_behind_the_window() -> None:
+    """In the step after the chunk, whatever is computed then."""
+    host = Host(kv_groups=(FULL, WINDOW), num_blocks=40, max_num_batched_tokens=30)
+    host.add("a", 30, max_tokens=9)
+    output = host.step()
+    assert len(tables(output, 0)[1]) == 8
+    free = host.stats().num_free_blocks
+    host.step()
+    assert host.stats().num_free_blocks == free + 5  # blocks 0 to 4; token 28, the last of a full block, reads 21 to 28
+
+
+def test_windows_that_are_likely_to_be_looked_up_are_evicted_last() -> None:
+    """The window before the prompt's last full block, not those before it, survives others that take their blocks."""
+    host = Host(kv_groups=TWO, num_blocks=30, max_model_len=100, max_num_batched_tokens=40)
+    prompt = host.prompt(33)
+    host.add("a", prompt, max_tokens=2)
+    host.run_to_end()
+    assert host.stats().num_cached_free_blocks == 16
+    host.add("b", 34, max_tokens=1)  # nine blocks of each kind: of them four are evicted
+    host.run_to_end()
+    assert host.stats().num_evictions == 4
+    host.add("c", [*prompt, 7], max_tokens=1)
+    assert host.schedule().num_cached_tokens.tolist() == [32]
+
+
+def test_a_request_is_preempted_only_where_no_window_has_anything_to_return() -> None:
+    """With windows alone the pool holds all requests for as long as they generate."""
+    host = Host(kv_groups=(WINDOW, WINDOW), num_blocks=4 * 8 + 2, max_num_seqs=4, enable_prefix_caching=False)
+    requests = [host.add(f"r{number}", 5 + number, max_tokens=45) for number in range(4)]
+    host.run_to_end()
+    assert host.stats().num_preemptions == 0
+    assert all(request.num_output_tokens == 45 for request in requests)
+
+
 def _root() -> Any:
     from pointsman.core.kv.prefix_tree import Root
 

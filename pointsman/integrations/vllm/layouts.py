@@ -1,0 +1,46 @@
+"""Which layouts of KV does the core keep itself? Full attention, windows and chunks in groups of one block size.
+
+Every other layout stays with vLLM's own manager (`kv_groups.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pointsman.core import KVGroup, SchedulerConfig
+from pointsman.integrations.vllm.support import managers_of
+
+
+def own_groups(kv_cache_config: Any, config: SchedulerConfig, hash_block_size: int) -> tuple[KVGroup, ...] | None:
+    """The groups that the core keeps itself with this configuration; None: it cannot."""
+    groups = tuple(_own_group(group, config.block_size) for group in kv_cache_config.kv_cache_groups)
+    if getattr(kv_cache_config, "needs_kv_cache_zeroing", False) or hash_block_size != config.block_size:
+        return None
+    if config.enable_kv_cache_events or config.count_common_prefix or config.eviction != "lru":
+        return None
+    return None if not groups or None in groups else tuple(group for group in groups if group is not None)
+
+
+def _own_group(group: Any, block_size: int) -> KVGroup | None:
+    """A group of vLLM's as one of the core's; None: it is of another kind."""
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        SlidingWindowSpec,
+        iter_layer_specs,
+    )
+
+    found: set[KVGroup | None] = set()
+    kinds = managers_of(group)
+    for spec in iter_layer_specs(group.kv_cache_spec):
+        if spec.block_size != block_size:
+            found.add(None)
+        elif isinstance(spec, FullAttentionSpec) and kinds == {"FullAttentionManager"}:
+            found.add(KVGroup("full"))
+        elif isinstance(spec, SlidingWindowSpec) and kinds == {"SlidingWindowManager"}:
+            found.add(None if spec.extra_retained_tokens else KVGroup("window", spec.sliding_window))
+        elif isinstance(spec, ChunkedLocalAttentionSpec) and kinds == {"ChunkedLocalAttentionManager"}:
+            found.add(KVGroup("chunk", spec.attention_chunk_size))
+        else:
+            found.add(None)
+    return found.pop() if len(found) == 1 else None
