@@ -20,6 +20,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 
 from pointsman.core import Request
 from pointsman.core import SchedulerOutput as Output
+from pointsman.core.kv.cache import NewBlocks
 from pointsman.integrations.vllm.kv_groups import KVGroups
 from pointsman.integrations.vllm.support import maker
 
@@ -61,7 +62,8 @@ class OutputMaker:
         sends_tokens: whether workers need the sampled tokens (pipeline parallelism without asynchronous scheduling).
         runs_ahead: whether steps are scheduled while others are in flight, so that a row of one step may be missing in
             the next.
-        groups: the KV blocks, where there are several groups of them; None: the core's outputs have them.
+        groups: the KV blocks, where vLLM's manager keeps them; None: the core's outputs have them.
+        num_groups: the groups of KV that the core keeps; 0: all KV is in one, of full attention.
     """
 
     def __init__(
@@ -81,6 +83,8 @@ class OutputMaker:
         # By row of the core's batch, of the request on it; both grow with the rows.
         self._id_of: npt.NDArray[np.object_] = np.empty(64, dtype=object)
         self._prompt_end_of: Int64Array = np.zeros(64, dtype=np.int64)
+        self._num_known: Int64Array = np.zeros(64, dtype=np.int64)
+        """Blocks of its table, or of each, that workers know of."""
         # Of the newest output, in its order.
         self._requests: Sequence[Request] = ()
         self._ids: list[str] = []
@@ -110,6 +114,7 @@ class OutputMaker:
         if row >= len(self._id_of):
             self._id_of.resize(2 * row, refcheck=False)
             self._prompt_end_of.resize(2 * row, refcheck=False)
+            self._num_known.resize(2 * row, refcheck=False)
         self._id_of[row] = request.metadata.request_id
         self._prompt_end_of[row] = request.num_prompt_tokens - 1
 
@@ -123,19 +128,20 @@ class OutputMaker:
         """
         count = output.num_continued
         computed = output.num_computed_tokens.tolist()
-        blocks, block_rows = output.block_ids.tolist(), output.block_rows.tolist()
+        new = self._new_blocks(output)
+        blocks, block_rows = new.ids.tolist(), new.rows.tolist()
         groups = self._groups
         cached = CachedRequestData(
             req_ids=ids[:count],
             resumed_req_ids=set(),
             new_token_ids=self._sampled_before(output) if self._sends_tokens else [],
             all_token_ids=self._tokens_of_skipped(output, ids) if self._sends_all_tokens else {},
-            new_block_ids=self._new_block_ids(output, ids, blocks, block_rows),
+            new_block_ids=self._new_block_ids(ids[:count], blocks, block_rows, new),
             num_computed_tokens=computed[:count],
             num_output_tokens=self._num_output_tokens(output),
         )
         made = new_output(
-            scheduled_new_reqs=self._admitted(output, ids, blocks, block_rows, cached) if count < len(ids) else [],
+            scheduled_new_reqs=self._admitted(output, ids, blocks, block_rows, new, cached) if count < len(ids) else [],
             scheduled_cached_reqs=cached,
             num_scheduled_tokens=self._num_scheduled_tokens(output, ids),
             total_num_scheduled_tokens=output.total_num_scheduled_tokens,
@@ -150,17 +156,41 @@ class OutputMaker:
         self._ids_before = ids
         return made
 
+    def _new_blocks(self, output: Output) -> NewBlocks:
+        """The blocks of an output that workers do not know. After a step that failed before it reached them, it has the
+        whole table of every row: they keep what they know, and would append it once more."""
+        new = NewBlocks(output.block_ids, output.block_rows, output.block_groups, output.block_places)
+        if not len(new.ids):
+            return new
+        count, rows, known = output.num_continued, output.rows, self._num_known
+        if count < len(rows):
+            known[rows[count:]] = 0
+        if self._num_groups:
+            if output.resync:
+                new = NewBlocks(*[column[new.places >= known[rows[new.rows]]] for column in new])
+            known[rows[new.rows]] = new.places + 1  # the last one of a row stays
+            return new
+        if output.resync:
+            places = np.arange(len(new.rows)) - new.rows.searchsorted(new.rows)
+            is_new = places >= known[rows[new.rows]]
+            new = NewBlocks(new.ids[is_new], new.rows[is_new], new.groups, new.places)
+        if count == len(rows) and output.total_num_scheduled_tokens == count:  # one for each at most
+            known[rows[new.rows]] += 1
+        else:
+            known[rows] += np.bincount(new.rows, minlength=len(rows))
+        return new
+
     def _new_block_ids(
-        self, output: Output, ids: list[str], blocks: list[int], block_rows: list[int]
+        self, ids: list[str], blocks: list[int], block_rows: list[int], new: NewBlocks
     ) -> list[tuple[list[int], ...] | None]:
         """The new blocks of each continued row, by group; None: it has none."""
-        count = output.num_continued
+        count = len(ids)
         if self._groups is not None:
-            return self._groups.take_new(ids[:count])
+            return self._groups.take_new(ids)
         if not self._num_groups:
             return _new_block_ids(count, blocks, block_rows)
         found: list[tuple[list[int], ...] | None] = [None] * count
-        for index, block, group in zip(block_rows, blocks, output.block_groups.tolist(), strict=True):
+        for index, block, group in zip(block_rows, blocks, new.groups.tolist(), strict=True):
             if index >= count:
                 break
             own = found[index]
@@ -169,18 +199,16 @@ class OutputMaker:
             own[group].append(block)
         return found
 
-    def _whole_tables(
-        self, output: Output, request: Request, blocks: list[int], start: int, end: int
-    ) -> tuple[list[int], ...]:
-        """The blocks of an admitted row by group, which are these of the output; 0, vLLM's null block, for those behind
-        a window."""
+    def _whole_tables(self, request: Request, blocks: list[int], new: NewBlocks, own: slice) -> tuple[list[int], ...]:
+        """The blocks of an admitted row by group, `own` of those that are new; 0, vLLM's null block, for those behind a
+        window."""
         if self._groups is not None:
             return self._groups.blocks_of(request)
         if not self._num_groups:
-            return (blocks,)
-        places = output.block_places[start:end]
+            return (blocks[own],)
+        places = new.places[own]
         tables = np.zeros((self._num_groups, int(places.max()) + 1), dtype=np.int64)
-        tables[output.block_groups[start:end], places] = blocks
+        tables[new.groups[own], places] = blocks[own]
         return tuple(tables.tolist())
 
     def without_rows(self) -> Any:
@@ -231,7 +259,13 @@ class OutputMaker:
         return [request.tokens(start, start + count).tolist() for request, start, count in rows]
 
     def _admitted(
-        self, output: Output, ids: list[str], blocks: list[int], block_rows: list[int], cached: Any
+        self,
+        output: Output,
+        ids: list[str],
+        blocks: list[int],
+        block_rows: list[int],
+        new_blocks: NewBlocks,
+        cached: Any,
     ) -> list[Any]:
         """The admitted rows as new requests; rows that the first runner reads as resumed are added to `cached`."""
         new = []
@@ -241,7 +275,7 @@ class OutputMaker:
         rows = zip(range(count, len(ids)), output.admitted, hits, resumed, strict=True)
         for index, request, num_hits, is_resumed in rows:
             start, end = end, bisect_left(block_rows, index + 1, end)
-            own = self._whole_tables(output, request, blocks[start:end], start, end)
+            own = self._whole_tables(request, blocks, new_blocks, slice(start, end))
             if is_resumed and not self._v2_runner:
                 self._add_resumed(cached, output, index, own)
                 continue
