@@ -74,10 +74,15 @@ class SchedulerConfig:
 
     num_draft_tokens: int = 0
     """Speculation: maximum number of draft tokens that a step verifies for one request, beside its own next token; 0:
-    none. The budget must hold them for every request."""
+    none. Where the budget does not hold them for every row, all rows verify fewer."""
     draft_table: tuple[tuple[int, int], ...] = ()
     """Pairs (running requests, drafts), ascending: with at least that number of running requests, at most that number
     of drafts each. Verification is nearly free while steps are small, and costs what it computes once they are full."""
+
+    pad_first_decodes: bool = False
+    """Whether a request whose first step computes one token alone verifies `num_draft_tokens` placeholders beside it
+    (`UNSAMPLED`, which no host accepts), unless that step continues a prefill: so that all rows of the step have as
+    many tokens, as graphs captured for uniform decodes need."""
 
     order: str | Order = "fcfs"
     """Which request is admitted next: a name, with parameters if need be ("name:key=value,key=value"), or an object
@@ -294,6 +299,7 @@ class SchedulerConfig:
             "first_chunk_only",
             "count_owed_blocks",
             "admit_after_preemption",
+            "pad_first_decodes",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
@@ -410,17 +416,15 @@ class SchedulerConfig:
             )
 
     def _check_speculation(self) -> None:
-        needed = self.max_num_seqs * (1 + self.num_draft_tokens)
-        if self.num_draft_tokens and self.max_num_batched_tokens < needed and self.batching != "prefill-first":
-            raise ConfigError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}, and max_num_seqs {self.max_num_seqs} with "
-                f"num_draft_tokens {self.num_draft_tokens} may decode {needed} tokens in a step; raise the budget, or "
-                "lower one of the two"
-            )
         if self.draft_table and not self.num_draft_tokens:
             raise ConfigError(
                 f"draft_table is {self.draft_table} and num_draft_tokens 0, so it would have no effect; raise "
                 "num_draft_tokens or leave the table empty"
+            )
+        if self.pad_first_decodes and (not self.num_draft_tokens or self.draft_table or self.batching != "mixed"):
+            raise ConfigError(
+                "pad_first_decodes=True needs num_draft_tokens, one number for all rows (no draft_table), and batching "
+                '"mixed"; leave it at its default'
             )
         for running, drafts in self.draft_table:
             if drafts > self.num_draft_tokens:

@@ -173,7 +173,8 @@ def _budget_left(world: World, output: SchedulerOutput) -> int:
 def _least_budget(config: SchedulerConfig, head: Entry) -> int:
     """Tokens of budget with which `head` is never short of it, on the worst assumption: nothing cached."""
     whole = not config.enable_chunked_prefill and not head.ran_before
-    return head.num_tokens if whole or config.first_chunk_only else 1
+    first = 1 + config.num_draft_tokens if config.pad_first_decodes else 1
+    return max(head.num_tokens, first) if whole or config.first_chunk_only else first
 
 
 def _watermark(config: SchedulerConfig) -> int:

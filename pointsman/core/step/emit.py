@@ -219,7 +219,8 @@ class Emission:
             requests = (*advance.requests, *requests[-count:])
             rows = np.concatenate([advance.rows, rows[-count:]])
             serials = np.concatenate([advance.serials, serials[-count:]])
-        tokens = [entry.grant.num_tokens for entry in admitted]
+        tokens = [entry.grant.num_tokens + entry.grant.num_drafts for entry in admitted]
+        padding = [entry.grant.num_drafts for entry in admitted]
         cached = np.array([entry.grant.num_cached_tokens for entry in admitted])
         external = batch.zeros[:count]
         if self._kv.has_connector:
@@ -232,8 +233,10 @@ class Emission:
         advance.num_scheduled_tokens = np.concatenate([advance.num_scheduled_tokens, tokens])
         advance.samples = np.concatenate([advance.samples, samples])
         drafts = batch.zeros[: start + count]
-        if len(advance.draft_token_ids):
-            drafts = np.concatenate([advance.num_draft_tokens, batch.zeros[:count]])
+        if len(advance.draft_token_ids) or any(padding):
+            drafts = np.concatenate([advance.num_draft_tokens, padding])
+            placeholders = np.full(sum(padding), UNSAMPLED, dtype=np.int32)
+            advance.draft_token_ids = np.concatenate([advance.draft_token_ids, placeholders])
         advance.num_draft_tokens = drafts
         advance.block_ids = np.concatenate([advance.block_ids, *blocks])
         advance.block_rows = np.concatenate([advance.block_rows, indices.repeat(list(map(len, blocks)))])

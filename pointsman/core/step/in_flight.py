@@ -32,8 +32,15 @@ class Grant(NamedTuple):
     """Tokens that it takes from the step's budget, at least `num_tokens`."""
     num_external_tokens: int = 0
     """Of the cached tokens, those that a connector loads, or has loaded."""
+    num_drafts: int = 0
+    """Placeholders that it verifies beside its tokens (`SchedulerConfig.pad_first_decodes`)."""
     is_async: bool = False
     """Whether it must be loaded before it can be admitted: then it computes nothing in this step."""
+
+    @property
+    def end(self) -> int:
+        """Up to where it has blocks after this step."""
+        return self.num_cached_tokens + self.num_tokens + self.num_drafts
 
 
 @dataclass(slots=True)
