@@ -145,7 +145,7 @@ def test_decisions_are_those_of_vllms_own_scheduler() -> None:
     for what, least in MET_PER_100.items():
         assert tally[what] >= least * NUM_WORKLOADS // 100, f"{what}: {tally[what]}"
     ended_early = tally.get("found otherwise", 0) + tally.get("did more", 0)
-    assert ended_early <= NUM_WORKLOADS * 12 // 100, tally
+    assert ended_early <= NUM_WORKLOADS * 15 // 100, tally
 
 
 def test_no_request_and_no_block_is_lost_where_a_step_fails() -> None:

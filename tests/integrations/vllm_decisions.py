@@ -302,6 +302,8 @@ class Side:
                 reason = None if each.finish_reason is None else str(each.finish_reason)
                 events = [str(event.type) for event in each.events or ()]
                 prefill = None if each.prefill_stats is None else asdict(each.prefill_stats)
+                if prefill and self.workload.layout:  # an estimate, from the blocks that a window still holds
+                    del prefill["num_cache_creation_tokens"]
                 told[each.request_id] = [list(each.new_token_ids), reason, each.stop_reason, events, prefill]
             if outputs.scheduler_stats is not None:
                 told["its loggers"] = _logged(outputs.scheduler_stats)

@@ -49,9 +49,9 @@ class NewBlocks(NamedTuple):
     """Blocks in several tables for each row of an output, by row; see `SchedulerOutput.block_groups`."""
 
     ids: npt.NDArray[np.integer]
-    rows: Int64Array
-    groups: Int64Array
-    places: Int64Array
+    rows: npt.NDArray[np.integer]
+    groups: npt.NDArray[np.integer]
+    places: npt.NDArray[np.integer]
 
 
 class Pool(Protocol):
@@ -240,7 +240,9 @@ class KVCache(ABC):
         """If it `gives_back`: release what the rows hold that none of their next tokens reads. Called before they get
         their tokens of a step, if requests wait."""
 
-    def new_blocks(self, batch: Batch, rows: Int64Array, grown: Int64Array, *, whole: bool) -> NewBlocks | None:
+    def new_blocks(
+        self, batch: Batch, rows: Int64Array, grown: npt.NDArray[np.integer], *, whole: bool
+    ) -> NewBlocks | None:
         """Without `has_tables`, for an output with these rows: blocks that the host does not know of, or `whole`
         tables; None: there are none, or the host knows them anyway. `grown` are the indices of the rows for which
         `grow_by_one` was called in this step, if it was."""

@@ -575,7 +575,9 @@ class GroupedKVCache(KVCache):
 
     # ------------------------------------------------------------------ for the host
 
-    def new_blocks(self, batch: Batch, rows: Int64Array, grown: Int64Array, *, whole: bool) -> NewBlocks | None:
+    def new_blocks(
+        self, batch: Batch, rows: Int64Array, grown: npt.NDArray[np.integer], *, whole: bool
+    ) -> NewBlocks | None:
         fresh, self._fresh = self._fresh, None
         if whole:
             return self._whole_tables(rows, np.arange(len(rows)))

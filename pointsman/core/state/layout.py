@@ -54,11 +54,13 @@ class KVGroup(NamedTuple):
 
     def most_blocks(self, num_tokens: int, num_in_flight: int, block_size: int) -> int:
         """The most blocks that a request holds at a time while it computes its first `num_tokens`, of which steps in
-        flight compute at most so many. What no later token attends to is given back whenever it gets a block."""
+        flight compute at most so many, if it gives back what no later token attends to."""
         whole = -(-num_tokens // block_size)
         if self.kind == "full":
             return whole
-        return min(whole, -(-self.reach // block_size) + -(-(num_in_flight + block_size - 1) // block_size))
+        if self.kind == "chunk":
+            return min(whole, -(-(self.size + num_in_flight) // block_size) + (self.size % block_size > 0))
+        return min(whole, -(-(self.reach + num_in_flight) // block_size) + 1)
 
 
 FULL = KVGroup()

@@ -63,7 +63,7 @@ class Advance:
     num_draft_tokens: Int64Array
     draft_token_ids: Int32Array
     block_ids: IntArray
-    block_rows: Int64Array
+    block_rows: IntArray
     total: int
     preempted: bool
     """Whether a request was preempted for memory."""
