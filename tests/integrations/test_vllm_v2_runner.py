@@ -9,7 +9,7 @@ from tests.integrations.vllm_process import NEEDS_VLLM, ROOT, run_in_vllm
 from tests.soak import short_or_long
 
 pytestmark = NEEDS_VLLM
-NUM_WORKLOADS = short_or_long(4, 300)
+NUM_WORKLOADS = short_or_long(3, 300)
 
 
 def test_the_second_runner_takes_our_outputs_as_those_of_vllms_own_scheduler() -> None:
