@@ -18,7 +18,6 @@ from pointsman.core import ConfigError, SchedulerConfig
 from pointsman.integrations.vllm.settings import FLAGS, read_settings, scheduler_config
 from pointsman.integrations.vllm.support import (
     GO_BACK,
-    STATES_ARE_CACHED,
     TESTED,
     UnsupportedVLLM,
     check_recording,
@@ -101,7 +100,6 @@ def check(model: str, options: list[str]) -> Report:
         return report
     vllm_config = _vllm_config(model, options)
     report.problems += problems_of(vllm_config, None)
-    report.problems += _kv_cache_problems(vllm_config)
     report.not_run = untested_parts(vllm_config, vllm.__version__)
     _read_knobs(report, vllm_config)
     return report
@@ -141,14 +139,6 @@ def _parser(parser: Any) -> Any:
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:3]) if lines else type(error).__name__
-
-
-def _kv_cache_problems(vllm_config: Any) -> list[str]:
-    """Problems of the KV cache's groups, as far as the model's configuration shows them."""
-    cache = vllm_config.cache_config
-    if _has_states(vllm_config) and getattr(cache, "mamba_cache_mode", "none") != "none":
-        return [STATES_ARE_CACHED]
-    return []
 
 
 def _has_states(vllm_config: Any) -> bool:

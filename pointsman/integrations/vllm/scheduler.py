@@ -316,6 +316,9 @@ class Scheduler:
         try:
             output = self.core.schedule(now)
         except PolicyError as error:
+            if self._groups is not None and self._groups.cuts_chunks:
+                # What a row got in this step may not lie where its next chunk ends: states are kept at few positions.
+                self.core.reset_prefix_cache(now, preempt_running=True)
             return self._step_without_rows(error)
         self._num_failures = 0
         ids = self._outputs.ids(output)

@@ -16,10 +16,6 @@ ONE_GROUP = (
     "too, so that fewer requests fit"
 )
 """The remedy for models with windows or chunks beside full attention."""
-STATES_ARE_CACHED = (
-    "the states of this model's layers (Mamba, linear attention, convolutions) are cached for prefixes, which is not "
-    "supported: give --no-enable-prefix-caching"
-)
 TESTED_BY_RUNNING = "0.32"
 TESTED = {TESTED_BY_RUNNING: "run", "0.33": "its dataclasses were checked, it was not run"}
 """The supported minor versions of vLLM, and how each was tested."""
@@ -221,8 +217,12 @@ def _kv_cache_problems(kv_cache_config: Any) -> list[str]:
             f"vLLM manages the KV of this model by its {', '.join(others)}, whose blocks are given up or set aside in "
             f"ways that are not supported: {remedy}"
         ]
-    if any(_mamba_mode(group) not in (None, "none") for group in groups):
-        return [STATES_ARE_CACHED]
+    modes = {mode for group in groups if (mode := _mamba_mode(group)) not in (None, "none", "align")}
+    if modes:
+        return [
+            f"mamba_cache_mode is {modes.pop()!r}, and states are cached here in the mode 'align' alone: give "
+            "--mamba-cache-mode align, or --no-enable-prefix-caching"
+        ]
     return []
 
 
