@@ -30,7 +30,7 @@ from _vllm_worker import build_config, build_kv_cache_config
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, partial_hash_hits_enabled
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as OwnScheduler
 from vllm.v1.kv_cache_interface import (
@@ -68,6 +68,10 @@ class Workload:
     max_loras: int
     layout: tuple[tuple[str, int, int], ...] = ()
     """Of each group its kind, block size, and window or chunk; none: one group of full attention."""
+    hash_size: int = 0
+    """Tokens of a hash of several groups; 0: those of the smallest block."""
+    retention: int | None = None
+    """vLLM's `prefix_cache_retention_interval`."""
     arrivals: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     aborts: dict[int, list[str]] = field(default_factory=dict)
     """Before a step is scheduled."""
@@ -88,6 +92,11 @@ def make_layout(rng: random.Random, block_size: int) -> tuple[tuple[str, int, in
             (("full", half, 0), windows),
             (full, ("chunk", block_size, rng.randrange(1, 4) * block_size)),
             (full, ("state", 0, 0), ("state", 0, 0)),
+            (full, ("cached state", block_size, 0), ("cached state", block_size, 0)),
+            (full, ("cached state", block_size, 0)),
+            (("cached state", block_size, 0),),
+            (full, windows, ("cached state", block_size, 0)),
+            (full, ("cached state", block_size, 1)),  # which keeps one more within a chunk
         )
     )
 
@@ -119,10 +128,19 @@ def make_workload(seed: int, in_groups: bool = False) -> Workload:
         num_usable = MOST_REQUESTS * blocks_of_longest
     layout = make_layout(rng, block_size) if in_groups else ()
     if layout:  # at least the longest request, as vLLM checks when it starts
-        blocks_of_longest = sum(-(-max_model_len // size) if size else 1 for _, size, _ in layout)
+        blocks_of_longest = sum(_blocks_of_longest(kind, size, max_model_len) for kind, size, _ in layout)
         num_usable = max(blocks_of_longest, num_usable * len(layout))
-    if any(kind == "state" for kind, _, _ in layout):
+    kinds = {kind for kind, _, _ in layout}
+    if "state" in kinds:
         caches = False
+    hash_size, retention = 0, None
+    if "cached state" in kinds:
+        caches = True
+        if len(layout) > 1 and rng.random() < 0.5:
+            hash_size = rng.choice([size for size in (1, 2, 4, 8) if size < block_size])
+        retention = rng.choice((None, None, 0, 2 * block_size))
+        if asynchronous:  # as above
+            num_usable = MOST_REQUESTS * blocks_of_longest
     workload = Workload(
         seed,
         scheduler,
@@ -132,9 +150,18 @@ def make_workload(seed: int, in_groups: bool = False) -> Workload:
         asynchronous=asynchronous,
         max_loras=0 if asynchronous else rng.choice((0, 0, 1, 2)),  # see docs/vllm.md: when a slot is given back
         layout=layout,
+        hash_size=hash_size,
+        retention=retention,
     )
     _fill(workload, rng, max_model_len)
     return workload
+
+
+def _blocks_of_longest(kind: str, block_size: int, max_model_len: int) -> int:
+    """At most, of a group."""
+    if kind == "cached state":
+        return 5  # the newest, the one before, one of a step in flight, one within a chunk, a copy
+    return -(-max_model_len // block_size) + 1 if block_size else 1
 
 
 def _fill(workload: Workload, rng: random.Random, max_model_len: int) -> None:
@@ -167,7 +194,14 @@ class Side:
         if workload.layout:
             specs = [spec_of(each, workload.scheduler["max_model_len"]) for each in workload.layout]
             kv_cache_config.kv_cache_groups = [KVCacheGroupSpec([f"layer{n}"], spec) for n, spec in enumerate(specs)]
-            self.hash_size = min(spec.block_size for spec in specs)
+            self.hash_size = workload.hash_size or min(spec.block_size for spec in specs)
+            kv_cache_config.prefix_cache_retention_interval = workload.retention
+            kv_cache_config.hash_block_size = self.hash_size
+            kv_cache_config.cache_hit_alignment_tokens = (
+                self.hash_size
+                if partial_hash_hits_enabled(kv_cache_config.kv_cache_groups, self.hash_size)
+                else workload.block_size
+            )
         self.scheduler = scheduler_class(
             vllm_config=config,
             kv_cache_config=kv_cache_config,
@@ -283,7 +317,11 @@ def spec_of(layout: tuple[str, int, int], max_model_len: int) -> Any:
         return SlidingWindowSpec(block_size=block_size, sliding_window=size, **sizes)
     if kind == "chunk":
         return ChunkedLocalAttentionSpec(block_size=block_size, attention_chunk_size=size, **sizes)
-    return MambaSpec(block_size=max_model_len, shapes=((2, 4),), dtypes=(torch.float32,))
+    state: dict[str, Any] = {"shapes": ((2, 4),), "dtypes": (torch.float32,)}
+    if kind == "state":
+        return MambaSpec(block_size=max_model_len, **state)
+    within = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1} if size else {}
+    return MambaSpec(block_size=block_size, mamba_cache_mode="align", **within, **state)
 
 
 def _logged(stats: Any) -> list[Any]:
@@ -310,6 +348,8 @@ def configured(base: Any, workload: Workload) -> Any:
     config.scheduler_config.async_scheduling = workload.asynchronous
     config.cache_config.block_size = workload.block_size
     config.cache_config.enable_prefix_caching = workload.caches
+    has_cached_states = any(kind == "cached state" for kind, _, _ in workload.layout)
+    config.cache_config.mamba_cache_mode = "align" if has_cached_states else "none"
     config.cache_config.num_gpu_blocks = workload.num_blocks
     config.lora_config = SimpleNamespace(max_loras=workload.max_loras) if workload.max_loras else None
     config.observability_config = copy.copy(base.observability_config)
@@ -431,7 +471,16 @@ def main() -> None:
         tally["asynchronous"] += workload.asynchronous
         tally["with adapters"] += workload.max_loras > 0
         if found is not None:
-            names = ("num_blocks", "block_size", "caches", "asynchronous", "max_loras", "layout")
+            names = (
+                "num_blocks",
+                "block_size",
+                "caches",
+                "asynchronous",
+                "max_loras",
+                "layout",
+                "hash_size",
+                "retention",
+            )
             settings = {name: getattr(workload, name) for name in names} | workload.scheduler
             differences.append({"seed": seed, **found, "settings": settings})
     print(json.dumps({"tally": tally, "differences": differences}))

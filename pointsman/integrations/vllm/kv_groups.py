@@ -338,15 +338,28 @@ class KVGroups(KVCache):
     def _ask_for_states(self, batch: Batch, row: int, end: int) -> int:
         """Of a row with cached states, the free blocks that it needs; what it needs no more is given back."""
         request, final = self._row_of[row], self._final(batch, row)
-        name, size = request.metadata.request_id, self._states[0].block_size
-        if final // size > self._states[0].num_cached_block.get(name, 0):  # decoding has filled a block
-            _sync(request)
-            self._publish(request, final // size * size)
+        name, start = request.metadata.request_id, batch.num_computed_tokens.item(row)
+        self._publish_filled(request, final)
         self.manager.remove_skipped_blocks(name, final, request.num_prompt_tokens)
-        count = self._count_row(batch, row, end, is_whole=False)
+        prefill_end = _prefill_end(request) if self._coordinator.retention_interval == 0 else 0
+        count = sum(
+            # With a cap, which states do not have, they do not note where a state is kept within the chunk.
+            each.get_num_blocks_to_allocate(name, end, (), start, start, end, each in self._states, prefill_end)
+            for each in self._managers
+        )
         if not count:
+            self._count_row(batch, row, end, is_whole=False)
             self._set_slots(batch, row, final, end)
         return count
+
+    def _publish_filled(self, request: Request, num_tokens: int) -> None:
+        """Publish the blocks that the first tokens of a row with cached states fill. Inside a block there is only the
+        state of the newest token, which a step in flight may be about to change."""
+        states = self._states[0]
+        num_filled = num_tokens // states.block_size
+        if num_filled > states.num_cached_block.get(request.metadata.request_id, 0):
+            _sync(request)
+            self._publish(request, num_filled * states.block_size)
 
     def _set_slots(self, batch: Batch, row: int, final: int, end: int) -> None:
         """A row has blocks for `end` tokens, of which it is about to compute the last ones."""
@@ -440,10 +453,11 @@ class KVGroups(KVCache):
         if of_vllm.prefill_stats is not None:
             self._published[of_vllm.request_id] = self.manager.estimate_cached_tokens(of_vllm)
         if publish and self.caches:
-            _sync(request)
-            if self._states:  # inside a block there is a state of the newest token alone, which may be in flight
-                num_valid_tokens -= num_valid_tokens % self._states[0].block_size
-            self._publish(request, num_valid_tokens)
+            if self._states:
+                self._publish_filled(request, num_valid_tokens)
+            else:
+                _sync(request)
+                self._publish(request, num_valid_tokens)
         self.manager.free(of_vllm)
         self._new.pop(of_vllm.request_id, None)
         self._mute.discard(of_vllm.request_id)

@@ -70,7 +70,7 @@ class StateEnds:
                 end = boundary
         stops = [] if keeps_within else [(num_tokens - 1) // size * size]
         last = stops[0] if stops else 0
-        if start % size and not keeps_within:
+        if start % size:  # also where vLLM's own does not: the block that it starts in would count as full
             stops.append((start // size + 1) * size)
         if self.finds_parts and not keeps_within:
             tail = (num_prompt_tokens - 1) // self.hash_size * self.hash_size
