@@ -3,8 +3,8 @@
     python vllm_groups.py FAMILY ours|theirs|one|refused FOLDER [KEY=VALUE ...]   prints one JSON line
 
 What the requests got with our scheduler, or vLLM's own; `one`: ours, with all KV in one group; `refused`: why ours does
-not start. With ours, everything
-that must hold between two calls is checked after each. KEY=VALUE are options of `LLM`, as JSON.
+not start. With ours, everything that must hold between two calls is checked after each. KEY=VALUE are options of `LLM`,
+as JSON; but `shared` is how many tokens all prompts have in common, and `max_tokens` how many each request generates.
 """
 
 from __future__ import annotations
@@ -163,6 +163,7 @@ def check_every_step(scheduler: Any) -> None:
 def main() -> None:
     family, how, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     given = {key: json.loads(value) for key, _, value in (each.partition("=") for each in sys.argv[4:])}
+    num_shared, max_tokens = given.pop("shared", 140), given.pop("max_tokens", 40)
     if not (folder / "config.json").exists():
         make(family, folder)
     options: dict[str, Any] = {"disable_hybrid_kv_cache_manager": True} if how == "one" else {}
@@ -190,9 +191,9 @@ def main() -> None:
     steps: list[int] = []
     schedule = scheduler.schedule
     scheduler.schedule = lambda *arguments: steps.append(1) or schedule(*arguments)
-    shared = [3 + index * 7 % 500 for index in range(140)]
+    shared = [3 + index * 7 % 500 for index in range(num_shared)]
     prompts = [[*shared, *(3 + index * (number + 3) % 500 for index in range(40 * number))] for number in range(6)]
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     tokens, cached = [], []
     for _ in range(2):  # once more: what the first time left in the cache
         outputs = llm.generate([TokensPrompt(prompt_token_ids=each) for each in prompts], params, use_tqdm=False)
@@ -209,6 +210,7 @@ def main() -> None:
     }
     if how != "theirs":
         found["preemptions"] = scheduler.core.stats().num_preemptions
+        found["not found"] = "" if scheduler.groups is None else scheduler.groups.why_nothing_is_found()
     print(json.dumps(found))
 
 

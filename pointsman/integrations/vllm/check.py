@@ -150,7 +150,7 @@ def _groups(vllm_config: Any) -> str:
     """What the model's configuration shows of its groups of KV; "": one of full attention."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     if _has_states(vllm_config):
-        return "states of some layers"
+        return f"states of some layers{_where_cached(vllm_config.cache_config)}"
     window = model.get_sliding_window() if hasattr(model, "get_sliding_window") else None
     chunk = getattr(model, "attention_chunk_size", None)
     if (window is None and chunk is None) or getattr(model, "disable_sliding_window", False):
@@ -161,6 +161,19 @@ def _groups(vllm_config: Any) -> str:
         return ""
     local = f"a sliding window of {window} tokens" if window is not None else f"chunks of {chunk} tokens"
     return f"{local} in {'some' if is_mixed else 'its'} layers"
+
+
+def _where_cached(cache: Any) -> str:
+    """Where the states of layers are cached for prefixes; "": nowhere."""
+    if getattr(cache, "mamba_cache_mode", "none") != "align":
+        return ""
+    unit = getattr(cache, "prefix_match_unit", None)
+    if unit is not None:
+        return f", cached where blocks end and every {unit} tokens where a prompt ends"
+    return (
+        ", cached where blocks end: shorter prompts find nothing in the prefix cache (vLLM makes the block at least as "
+        "large as a state, often 500 to 900 tokens, when it loads the model; see --prefix-match-unit)"
+    )
 
 
 def _read_knobs(report: Report, vllm_config: Any) -> None:

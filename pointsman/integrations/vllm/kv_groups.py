@@ -156,7 +156,7 @@ class KVGroups(KVCache):
         self._num_publications = 0
         self._is_ahead = False
         self._admitted = 0  # tokens of the newest admission in its first step
-        self._num_usable_tokens = self._longest(vllm_config.max_concurrent_batches)
+        self._num_usable_tokens = self._longest(self._num_spare_blocks(vllm_config))
 
     def _make_ends(self, vllm_config: Any, block_size: int, hash_block_size: int) -> StateEnds:
         scheduler = vllm_config.scheduler_config
@@ -167,22 +167,40 @@ class KVGroups(KVCache):
         finds_parts = bool(self._coordinator.enable_partial_hash_hits)
         return StateEnds(self._states, block_size, hash_block_size, finds_parts=finds_parts, max_chunk=longest)
 
-    def _num_spare_blocks(self, max_steps_in_flight: int) -> int:
-        """The most that a request holds beyond what its sequence takes: the states that its steps in flight continue
-        from, and in each group the copy of a block that it shares a part of."""
+    def _num_spare_blocks(self, vllm_config: Any) -> int:
+        """The most that a request holds, or is asked for, beyond what its sequence takes: the states that its steps in
+        flight continue from, and copies of blocks that it shares a part of."""
         if self.ends is None:
             return 0
-        return len(self._states) * max_steps_in_flight + len(self._managers) * self.ends.finds_parts
+        spare = len(self._states) * int(vllm_config.max_concurrent_batches)
+        if self.ends.finds_parts:
+            reserves_whole = vllm_config.scheduler_config.scheduler_reserve_full_isl
+            spare += len(self._managers) - (0 if reserves_whole else len(self._states))
+        return spare
 
-    def _longest(self, max_steps_in_flight: int) -> int:
+    def _longest(self, spare: int) -> int:
         """The longest sequence that the pool can hold."""
         low, high = 0, self._max_model_len
-        spare = self._num_spare_blocks(max_steps_in_flight)
         while low < high:
             middle = (low + high + 1) // 2
             needed = spare + self._count("", middle, self._nothing, 0, is_whole=True)
             low, high = (middle, high) if needed <= self.pool.num_usable else (low, middle - 1)
         return low
+
+    def why_nothing_is_found(self) -> str:
+        """Which prompts can never find a prefix in the cache, and why; "": there is no cache."""
+        if not self.caches or not self._managers:
+            return ""
+        unit = self._managers[0].cache_hit_alignment_tokens
+        remedy = ""
+        if self.ends is not None and not self.ends.finds_parts:
+            remedy = f" (with --prefix-match-unit, a divisor of {unit}, also where a prompt ends)"
+        elif self.ends is not None:
+            remedy = f", of prompts where they end and where blocks of {self.ends.size} do"
+        return (
+            f"prompts of fewer than {unit + 1} tokens find nothing in the prefix cache: what is found of this model's KV "
+            f"ends at a multiple of {unit} tokens{remedy}, and one token is left to compute"
+        )
 
     @property
     def num_usable_tokens(self) -> int:
@@ -342,7 +360,7 @@ class KVGroups(KVCache):
         self._publish_filled(request, final)
         self.manager.remove_skipped_blocks(name, final, request.num_prompt_tokens)
         prefill_end = _prefill_end(request) if self._coordinator.retention_interval == 0 else 0
-        count = sum(
+        count: int = sum(
             # With a cap, which states do not have, they do not note where a state is kept within the chunk.
             each.get_num_blocks_to_allocate(name, end, (), start, start, end, each in self._states, prefill_end)
             for each in self._managers

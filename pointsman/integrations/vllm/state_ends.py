@@ -43,10 +43,6 @@ class StateEnds:
         self._has_checkpoints = all(spec.num_prefill_checkpoint_blocks > 0 for spec in specs)
         self._checkpoint_alignment = specs[0].prefill_checkpoint_alignment
 
-    def first_findable(self) -> int:
-        """A prompt with fewer tokens has no prefix that another request can find: one token is left to compute."""
-        return (self.hash_size if self.finds_parts else self.size) + 1
-
     def cut(self, start: int, want: int, most: int, num_prompt_tokens: int, num_tokens: int, junction: int) -> int:
         """How many of `want` tokens from `start` on a request may compute in this step.
 
