@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "lfm2, cached, preempting": ("lfm2", {**CACHE, **SHORT_OF_STATES}, STATES),
     "lfm2, cached in parts": ("lfm2", PARTS, STATES),
     "lfm2, cached in parts, preempting": ("lfm2", {**PARTS, **SHORT_OF_STATES}, STATES),
-    "lfm2, cached in parts, asynchronous": ("lfm2", {**PARTS, **SHORT_OF_STATES, "async_scheduling": True}, STATES),
+    "lfm2, cached in parts, asynchronous": ("lfm2", {**PARTS, "async_scheduling": True}, STATES),
     "qwen3-next, cached": ("qwen3-next", {**CACHE, **LONG}, STATES),
     "qwen3-next, cached, asynchronous": ("qwen3-next", {**CACHE, **LONG, "async_scheduling": True}, STATES),
     "mamba2, states alone": ("mamba2", NO_CACHE, {"MambaSpec"}),

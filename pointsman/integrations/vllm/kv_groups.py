@@ -198,7 +198,7 @@ class KVGroups(KVCache):
         elif self.ends is not None:
             remedy = f", of prompts where they end and where blocks of {self.ends.size} do"
         return (
-            f"prompts of fewer than {unit + 1} tokens find nothing in the prefix cache: what is found of this model's KV "
+            f"prompts of fewer than {unit + 1} tokens find nothing in the prefix cache: what is found in it "
             f"ends at a multiple of {unit} tokens{remedy}, and one token is left to compute"
         )
 
