@@ -50,6 +50,7 @@ CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "lfm2, cached in parts, asynchronous": ("lfm2", {**PARTS, "async_scheduling": True}, STATES),
     "qwen3-next, cached": ("qwen3-next", {**CACHE, **LONG}, STATES),
     "qwen3-next, cached, asynchronous": ("qwen3-next", {**CACHE, **LONG, "async_scheduling": True}, STATES),
+    "bert, which keeps no KV": ("bert", {}, set()),
     "mamba2, states alone": ("mamba2", NO_CACHE, {"MambaSpec"}),
     "falcon-h1, short pool": ("falcon-h1", {**NO_CACHE, "num_gpu_blocks_override": 12}, {"MambaSpec"}),
 }

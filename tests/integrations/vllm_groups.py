@@ -22,6 +22,7 @@ import transformers
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 
+DEMO = Path(__file__).parents[2] / "pointsman" / "engine" / "demo"
 OURS = "pointsman.integrations.vllm.Scheduler"
 SIZE = {
     "vocab_size": 512,
@@ -126,6 +127,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 128,
         },
     ),
+    "bert": ("Bert", {"num_hidden_layers": 2, "num_attention_heads": 2}),  # keeps no KV
     "falcon-h1": ("FalconH1", {"num_hidden_layers": 3, "mamba_d_ssm": 128, "mamba_expand": 2, **MAMBA}),
 }
 
@@ -137,6 +139,7 @@ def make(family: str, folder: Path) -> None:
     config = getattr(transformers, f"{name}Config")(**{**SIZE, **options})
     model_name = name if name in ("Llama4Text",) else name.removesuffix("Text")
     class_name = "Llama4ForCausalLM" if model_name == "Llama4Text" else f"{model_name}ForCausalLM"
+    class_name = "BertModel" if family == "bert" else class_name
     model = getattr(transformers, class_name)(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -170,6 +173,7 @@ def main() -> None:
     if how != "theirs":
         options |= {"scheduler_cls": OURS, "additional_config": {"pointsman": {"socket": ""}}}
     options = {
+        "skip_tokenizer_init": True,
         "dtype": "float32",
         "max_model_len": 512,
         "max_num_seqs": 4,
@@ -178,8 +182,15 @@ def main() -> None:
         **options,
         **given,
     }
+    if family == "bert":
+        options |= {
+            "runner": "pooling",
+            "max_num_batched_tokens": 512,
+            "tokenizer": str(DEMO),
+            "skip_tokenizer_init": False,
+        }
     try:
-        llm = LLM(str(folder), enforce_eager=True, seed=0, skip_tokenizer_init=True, **options)
+        llm = LLM(str(folder), enforce_eager=True, seed=0, **options)
     except Exception as error:
         if how != "refused":
             raise
@@ -196,7 +207,11 @@ def main() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     tokens, cached = [], []
     for _ in range(2):  # once more: what the first time left in the cache
-        outputs = llm.generate([TokensPrompt(prompt_token_ids=each) for each in prompts], params, use_tqdm=False)
+        given_prompts = [TokensPrompt(prompt_token_ids=each) for each in prompts]
+        if family == "bert":
+            tokens += [each.outputs.embedding for each in llm.embed(given_prompts, use_tqdm=False)]
+            continue
+        outputs = llm.generate(given_prompts, params, use_tqdm=False)
         tokens += [list(each.outputs[0].token_ids) for each in outputs]
         cached += [each.num_cached_tokens for each in outputs]
     specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]

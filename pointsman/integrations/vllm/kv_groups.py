@@ -57,7 +57,7 @@ class GroupPool:
 
     @property
     def usage(self) -> float:
-        return float(1.0 - self.num_free / self.num_usable)
+        return float(1.0 - self.num_free / self.num_usable) if self.num_usable else 0.0
 
     def num_in_use(self, blocks: Int64Array) -> int:
         return sum(self._pool.blocks[block].ref_cnt > 0 for block in blocks.tolist())
@@ -310,7 +310,9 @@ class KVGroups(KVCache):
 
     def _slots(self, name: str, final: int, end: int) -> int:
         """Up to where a row need not be asked that has blocks for `end` tokens, of which the first ones are final."""
-        slots = min([len(tables[name]) * size - extra for tables, size, extra in self._shapes])
+        slots = min(
+            [len(tables[name]) * size - extra for tables, size, extra in self._shapes], default=self._max_model_len
+        )
         for group in self._giving:
             slots = min(slots, group.next_return(final, slots))
         return max(slots, end)

@@ -86,15 +86,15 @@ class Operation:
     def _start_lines(self, vllm_config: Any, knobs: Mapping[str, Any]) -> list[str]:
         import vllm
 
-        config = self._adapter.core.config
+        config, groups = self._adapter.core.config, self._adapter.groups
+        keeps_nothing = groups is not None and not groups.pool.num_usable
+        blocks = "no KV" if keeps_nothing else f"{config.num_usable_blocks} KV blocks of {config.block_size}"
         changed = ", ".join(f"{name} {value}" for name, value in knobs.items())
         lines = [
             f"Pointsman {__version__} schedules for vLLM {vllm.__version__}, in place of its own scheduler",
             f"order {config.order}, {config.max_num_batched_tokens} tokens and {config.max_num_seqs} requests a step, "
-            f"{config.num_usable_blocks} KV blocks of {config.block_size}, {config.max_steps_in_flight} step(s) in "
-            f"flight{f'; {changed}' if changed else ''}",
+            f"{blocks}, {config.max_steps_in_flight} step(s) in flight{f'; {changed}' if changed else ''}",
         ]
-        groups = self._adapter.groups
         if groups is not None and (found := groups.why_nothing_is_found()):
             lines.append(found)
         if self._control is not None:

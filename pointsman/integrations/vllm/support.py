@@ -208,8 +208,6 @@ def _speculation_problems(vllm_config: Any) -> list[str]:
 
 def _kv_cache_problems(kv_cache_config: Any) -> list[str]:
     groups = kv_cache_config.kv_cache_groups
-    if not groups:
-        return ["models without a KV cache are not supported: serve a model with causal attention"]
     others = sorted({name for group in groups for name in _managers(group) if name not in _KNOWN_MANAGERS})
     if others:
         remedy = f"give {ONE_GROUP}" if _may_be_one_group(groups) else "serve another model"
