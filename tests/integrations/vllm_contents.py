@@ -15,8 +15,10 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     KVCacheConfig,
     MambaSpec,
+    RSWASpec,
     SlidingWindowSpec,
     get_mamba_prefill_checkpoint_position,
     is_mamba_prefill_checkpoint_valid,
@@ -27,8 +29,11 @@ from vllm.v1.kv_cache_interface import (
 class _Row:
     tables: list[list[int]]
     tokens: list[int]
+    num_prompt_tokens: int
     prefixes: list[int] = field(default_factory=list)
     """For each token, what tells it and all before it."""
+    runs: bool = False
+    """Whether it has computed something since it was admitted."""
     state_column: int | None = None
     """Where in the table of a group its newest state is; None: it has none of its own yet."""
 
@@ -57,7 +62,7 @@ class Contents:
         steps: list[tuple[str, int, int]] = []
         for new in output.scheduled_new_reqs:
             tables = [list(ids) for ids in new.block_ids]
-            self._rows[new.req_id] = _Row(tables, list(new.prompt_token_ids))
+            self._rows[new.req_id] = _Row(tables, list(new.prompt_token_ids), len(new.prompt_token_ids))
             steps.append((new.req_id, new.num_computed_tokens, output.num_scheduled_tokens[new.req_id]))
         cached = output.scheduled_cached_reqs
         for name, start, blocks in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
@@ -65,7 +70,7 @@ class Contents:
             for table, ids in zip(row.tables, blocks or ([],) * len(row.tables), strict=True):
                 if name in cached.resumed_req_ids:
                     table.clear()
-                    row.state_column = None
+                    row.state_column, row.runs = None, False
                 table += ids
             steps.append((name, start, output.num_scheduled_tokens[name]))
         for name, start, count in steps:
@@ -78,6 +83,7 @@ class Contents:
             row = self._rows[name]
             for group, spec in enumerate(self._specs):
                 self._write(group, spec, row, start, start + count)
+            row.runs = True
             size = self._state_size()
             row.state_column = -(-(start + count) // size) - 1 if size else None
         for name, start, count in steps:
@@ -149,6 +155,12 @@ class Contents:
                 assert held.get((table[0], 0)) == row.prefix(start - 1), "the state is another request's"
             held[table[0], 0] = row.prefix(end - 1)
             return
+        if isinstance(spec, CircularBufferSpec):  # of the newest tokens, whichever they are
+            assert len(table) == 1 and table[0], "a request has one block"
+            if row.runs:
+                assert held.get((table[0], 0)) == row.prefix(start - 1), "the ring is another request's"
+            held[table[0], 0] = row.prefix(end - 1)
+            return
         for position in range(start, end):
             block = table[position // spec.block_size]
             assert block != 0, "a token is written to the null block"
@@ -157,14 +169,18 @@ class Contents:
             held[block, position % spec.block_size] = row.prefix(position)
 
     def _read(self, name: str, group: int, spec: Any, row: _Row, start: int, end: int) -> None:
-        if isinstance(spec, MambaSpec):
+        if isinstance(spec, MambaSpec | CircularBufferSpec):
             return
         first = 0
         if isinstance(spec, SlidingWindowSpec):
             first = max(0, start - spec.sliding_window + 1)
         elif isinstance(spec, ChunkedLocalAttentionSpec):
             first = start // spec.attention_chunk_size * spec.attention_chunk_size
-        for position in range(first, end):
+        positions = [*range(first, end)]
+        if isinstance(spec, RSWASpec):
+            tail = max(row.num_prompt_tokens, start - spec.rswa_window + 1)
+            positions = [*range(min(row.num_prompt_tokens, end)), *range(tail, end)]
+        for position in positions:
             block = row.tables[group][position // spec.block_size]
             found = self._held[group].get((block, position % spec.block_size))
             assert found == row.prefix(position), (

@@ -35,9 +35,11 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as OwnScheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheGroupSpec,
     MambaSpec,
+    RSWASpec,
     SlidingWindowSpec,
 )
 from vllm.v1.request import Request, RequestStatus
@@ -99,6 +101,9 @@ def make_layout(rng: random.Random, block_size: int) -> tuple[tuple[str, int, in
             (("cached state", block_size, 0),),
             (full, windows, ("cached state", block_size, 0)),
             (full, ("cached state", block_size, 1)),  # which keeps one more within a chunk
+            (("prompt and window", block_size, window),),
+            (full, ("prompt and window", block_size, window)),
+            (full, ("ring", half, 0)),
         )
     )
 
@@ -199,7 +204,7 @@ def _blocks_of_longest(kind: str, block_size: int, max_model_len: int) -> int:
     """At most, of a group."""
     if kind == "cached state":
         return 5  # the newest, the one before, one of a step in flight, one within a chunk, a copy
-    return -(-max_model_len // block_size) + 1 if block_size else 1
+    return -(-max_model_len // block_size) + 1 if block_size and kind != "ring" else 1
 
 
 def _fill(workload: Workload, rng: random.Random, max_model_len: int) -> None:
@@ -232,7 +237,7 @@ class Side:
         if workload.layout:
             specs = [spec_of(each, workload.scheduler["max_model_len"]) for each in workload.layout]
             kv_cache_config.kv_cache_groups = [KVCacheGroupSpec([f"layer{n}"], spec) for n, spec in enumerate(specs)]
-            self.hash_size = workload.hash_size or min(spec.block_size for spec in specs)
+            self.hash_size = workload.hash_size or min(spec.block_size for spec in specs if spec.prefix_cacheable)
             kv_cache_config.prefix_cache_retention_interval = workload.retention
             kv_cache_config.hash_block_size = self.hash_size
             kv_cache_config.cache_hit_alignment_tokens = (
@@ -355,6 +360,10 @@ def spec_of(layout: tuple[str, int, int], max_model_len: int) -> Any:
         return SlidingWindowSpec(block_size=block_size, sliding_window=size, **sizes)
     if kind == "chunk":
         return ChunkedLocalAttentionSpec(block_size=block_size, attention_chunk_size=size, **sizes)
+    if kind == "prompt and window":
+        return RSWASpec(block_size=block_size, rswa_window=size, **sizes)
+    if kind == "ring":
+        return CircularBufferSpec(block_size=block_size, **sizes)
     state: dict[str, Any] = {"shapes": ((2, 4),), "dtypes": (torch.float32,)}
     if kind == "state":
         return MambaSpec(block_size=max_model_len, **state)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
 
 from pointsman.core.kv.cache import Journal, KVCache, Match
 from pointsman.core.state.batch import Batch
@@ -66,7 +67,7 @@ class GroupPool:
 class _Group:
     """One of vLLM's managers of a kind of KV, and what a step asks of it most."""
 
-    __slots__ = ("extra", "gives_back", "lag", "manager", "size", "tables")
+    __slots__ = ("extra", "gives_back", "is_ring", "lag", "manager", "size", "tables", "window_behind_prompt")
 
     def __init__(self, manager: Any, max_model_len: int) -> None:
         self.manager = manager
@@ -74,8 +75,12 @@ class _Group:
         self.size = int(manager.block_size)
         self.extra = self.size * int(getattr(manager, "num_speculative_blocks", 0))
         """Tokens of the blocks that drafts have."""
+        self.is_ring = isinstance(manager, CircularBufferManager)
+        """Whether each request has one block, whatever its length."""
+        self.window_behind_prompt: int | None = getattr(manager, "rswa_window", None)
+        """How many of the newest tokens are kept besides the prompt; None: not these alone."""
         skipped = manager.get_num_skipped_tokens(max_model_len)
-        self.gives_back = skipped >= self.size
+        self.gives_back = skipped >= self.size or self.window_behind_prompt is not None
         """Whether blocks are released while a request runs."""
         lags: set[int] = {
             n - manager.get_num_skipped_tokens(n) for n in range(max(0, max_model_len - self.size), max_model_len + 1)
@@ -91,6 +96,9 @@ class _Group:
 
     def give_back(self, name: str, final: int, num_prompt_tokens: int) -> None:
         """Release what a request needs no more; what steps in flight read is not final."""
+        if self.window_behind_prompt is not None:
+            self.manager.remove_skipped_blocks(name, final, num_prompt_tokens)
+            return
         count = self._num_returned(final)
         blocks = self.tables[name]
         if count and not blocks[min(count, len(blocks)) - 1].is_null:
@@ -98,6 +106,9 @@ class _Group:
 
     def next_return(self, final: int, limit: int) -> int:
         """The least number of final tokens, up to `limit`, with which one block more is released; `limit`: none is."""
+        if self.window_behind_prompt is not None:
+            num_left = max(0, final - self.window_behind_prompt)
+            return min(limit, (num_left // self.size + 1) * self.size + self.window_behind_prompt)
         now = self._num_returned(final)
         if self.lag is not None:
             return min(limit, (now + 1) * self.size + self.lag)
@@ -106,6 +117,15 @@ class _Group:
             middle = (low + high) // 2
             low, high = (middle, high) if self._num_returned(middle) == now else (low, middle)
         return high
+
+    def lacks_a_block(self, name: str, num_computed: int, num_prompt_tokens: int) -> bool:
+        """Whether a block is gone that a row reads or writes."""
+        blocks = self.tables[name]
+        first, end = 0, int(self.manager.get_num_skipped_tokens(num_computed)) // self.size
+        if self.window_behind_prompt is not None:
+            first = -(-num_prompt_tokens // self.size)
+            end = max(num_prompt_tokens, num_computed - self.window_behind_prompt) // self.size
+        return any(block.is_null for block in [*blocks[:first], *blocks[max(first, end) :]])
 
 
 class KVGroups(KVCache):
@@ -136,7 +156,11 @@ class KVGroups(KVCache):
         self._coordinator = self.manager.coordinator
         self._managers = self._coordinator.single_type_managers
         self._groups = [_Group(each, vllm_config.model_config.max_model_len) for each in self._managers]
-        self._shapes = [(group.tables, group.size, group.extra) for group in self._groups]
+        self._shapes = [
+            (place, group.tables, group.size, group.extra)
+            for place, group in enumerate(self._groups)
+            if not group.is_ring
+        ]
         self._giving = [group for group in self._groups if group.gives_back]
         self._states = [each for each in self._managers if getattr(each, "mamba_cache_mode", "none") == "align"]
         """The managers of states that are cached for prefixes: these rows are asked in each step of their prefill."""
@@ -311,7 +335,7 @@ class KVGroups(KVCache):
     def _slots(self, name: str, final: int, end: int) -> int:
         """Up to where a row need not be asked that has blocks for `end` tokens, of which the first ones are final."""
         slots = min(
-            [len(tables[name]) * size - extra for tables, size, extra in self._shapes], default=self._max_model_len
+            [len(tables[name]) * size - extra for _, tables, size, extra in self._shapes], default=self._max_model_len
         )
         for group in self._giving:
             slots = min(slots, group.next_return(final, slots))
@@ -340,7 +364,7 @@ class KVGroups(KVCache):
             count = 0
             for group in self._giving:
                 group.give_back(name, final, self._row_of[row].num_prompt_tokens)
-            for tables, size, extra in self._shapes:  # inline: for a few thousand rows a second
+            for _, tables, size, extra in self._shapes:  # inline: for a few thousand rows a second
                 missing = -(-(end + extra) // size) - len(tables[name])
                 if missing > 0:
                     count += missing
@@ -407,7 +431,7 @@ class KVGroups(KVCache):
             end = min(end, self._max_model_len)
             if self._states:
                 self._count_row(batch, row, end, is_whole=False)  # which notes where a state is kept within the chunk
-            for place, (tables, size, extra) in enumerate(self._shapes):
+            for place, tables, size, extra in self._shapes:
                 if self._states or -(-(end + extra) // size) > len(tables[name]):
                     given = self._managers[place].allocate_new_blocks(name, end, end)
                     if given:
@@ -517,12 +541,12 @@ class KVGroups(KVCache):
             if self._row_of.get(row) is not request:
                 return f"{request} is not known in its row"
             name = request.metadata.request_id
-            for each in self._managers:
-                if batch.num_slots.item(row) > len(each.req_to_blocks[name]) * each.block_size:
-                    return f"{request} has fewer blocks than slots in group {each.kv_cache_group_id}"
-                needed = each.get_num_skipped_tokens(batch.num_computed_tokens.item(row)) // each.block_size
-                if any(block.is_null for block in each.req_to_blocks[name][needed:]):
-                    return f"{request} lacks a block of group {each.kv_cache_group_id} that it reads"
+            for place, group in enumerate(self._groups):
+                num_blocks = len(group.tables[name])
+                if num_blocks != 1 if group.is_ring else batch.num_slots.item(row) > num_blocks * group.size:
+                    return f"{request} has {num_blocks} blocks in group {place}, and other slots"
+                if group.lacks_a_block(name, batch.num_computed_tokens.item(row), request.num_prompt_tokens):
+                    return f"{request} lacks a block of group {place} that it reads"
         held = {request.metadata.request_id for request in self._row_of.values()}
         for each in self._managers:
             strays = {name for name, blocks in each.req_to_blocks.items() if blocks} - held

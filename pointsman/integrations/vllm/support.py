@@ -225,7 +225,14 @@ def _kv_cache_problems(kv_cache_config: Any) -> list[str]:
 
 
 _KNOWN_MANAGERS = frozenset(
-    {"FullAttentionManager", "SlidingWindowManager", "ChunkedLocalAttentionManager", "MambaManager"}
+    {
+        "FullAttentionManager",
+        "SlidingWindowManager",
+        "ChunkedLocalAttentionManager",
+        "MambaManager",
+        "RSWAManager",
+        "CircularBufferManager",
+    }
 )
 """Of vLLM: what manages the KV of a group, as far as it was tried here."""
 
