@@ -78,7 +78,9 @@ def check_supported(vllm_config: Any, kv_cache_config: Any | None) -> None:
 def problems_of(vllm_config: Any, kv_cache_config: Any | None) -> list[str]:
     """The unsupported parts of the configuration, each with its remedy; arguments as for `check_supported`."""
     problems = [*_model_problems(vllm_config), *_engine_problems(vllm_config)]
-    return problems if kv_cache_config is None else problems + _kv_cache_problems(kv_cache_config)
+    if kv_cache_config is None:
+        return problems
+    return problems + _kv_cache_problems(kv_cache_config) + _replay_problems(vllm_config, kv_cache_config)
 
 
 def untested_parts(vllm_config: Any, version: str) -> list[str]:
@@ -222,6 +224,16 @@ def _kv_cache_problems(kv_cache_config: Any) -> list[str]:
             "--mamba-cache-mode align, or --no-enable-prefix-caching"
         ]
     return []
+
+
+def _replay_problems(vllm_config: Any, kv_cache_config: Any) -> list[str]:
+    windows = {getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) for group in kv_cache_config.kv_cache_groups}
+    if not any(windows) or not vllm_config.cache_config.enable_prefix_caching:
+        return []
+    return [
+        f"of a cached prefix this model computes the last {max(windows)} tokens again, which is not supported: give "
+        "--no-enable-prefix-caching"
+    ]
 
 
 _KNOWN_MANAGERS = frozenset(
