@@ -74,8 +74,9 @@ class Contents:
                 table += ids
             steps.append((name, start, output.num_scheduled_tokens[name]))
         for name, start, count in steps:
-            row = self._rows[name]
-            row.tokens += [sample(name, position) for position in range(len(row.tokens), start + count)]
+            row, drafts = self._rows[name], output.scheduled_spec_decode_tokens.get(name, [])
+            row.tokens += [sample(name, position) for position in range(len(row.tokens), start + count - len(drafts))]
+            row.tokens += drafts
         for group, spec in enumerate(self._specs):
             if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align":
                 self._continue_states(group, spec, steps)
@@ -89,6 +90,10 @@ class Contents:
         for name, start, count in steps:
             for group, spec in enumerate(self._specs):
                 self._read(name, group, spec, self._rows[name], start, start + count)
+        for name, drafts in output.scheduled_spec_decode_tokens.items():  # what is accepted is sampled again
+            row = self._rows[name]
+            known = len(row.tokens) - len(drafts)
+            del row.tokens[known:], row.prefixes[known:]
 
     def _state_size(self) -> int:
         sizes = [s.block_size for s in self._specs if isinstance(s, MambaSpec) and s.mamba_cache_mode == "align"]
