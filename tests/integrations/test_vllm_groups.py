@@ -19,6 +19,16 @@ FLAG = "--disable-hybrid-kv-cache-manager"
 SMALL_POOL = {"block_size": 32, "max_num_seqs": 6, "scheduler_reserve_full_isl": False}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 NO_CACHE = {"enable_prefix_caching": False}
+CACHE = {"enable_prefix_caching": True}
+PARTS = {**CACHE, "prefix_match_unit": 32}  # a prefix ends inside a block of 128
+SHORT_OF_STATES = {
+    "max_num_seqs": 6,
+    "scheduler_reserve_full_isl": False,
+    "num_gpu_blocks_override": 13,
+    "max_tokens": 60,
+}
+STATES = {"MambaSpec", "FullAttentionSpec"}
+LONG = {"dtype": "bfloat16", "shared": 700, "max_model_len": 1024, "max_num_batched_tokens": 640}  # blocks of 640
 CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     # A family, options, and its groups.
     "gemma3": ("gemma3", {}, {"SlidingWindowSpec", "FullAttentionSpec"}),
@@ -35,6 +45,15 @@ CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "nemotron-h": ("nemotron-h", NO_CACHE, {"MambaSpec", "FullAttentionSpec"}),
     "qwen3-next": ("qwen3-next", {**NO_CACHE, "dtype": "bfloat16"}, {"MambaSpec", "FullAttentionSpec"}),
     "lfm2": ("lfm2", NO_CACHE, {"MambaSpec", "FullAttentionSpec"}),
+    "lfm2, cached": ("lfm2", CACHE, STATES),
+    "lfm2, cached, asynchronous": ("lfm2", {**CACHE, "async_scheduling": True}, STATES),
+    "lfm2, cached, preempting": ("lfm2", {**CACHE, **SHORT_OF_STATES}, STATES),
+    "lfm2, cached in parts": ("lfm2", PARTS, STATES),
+    "lfm2, cached in parts, preempting": ("lfm2", {**PARTS, **SHORT_OF_STATES}, STATES),
+    "lfm2, cached in parts, asynchronous": ("lfm2", {**PARTS, "async_scheduling": True}, STATES),
+    "qwen3-next, cached": ("qwen3-next", {**CACHE, **LONG}, STATES),
+    "qwen3-next, cached, asynchronous": ("qwen3-next", {**CACHE, **LONG, "async_scheduling": True}, STATES),
+    "bert, which keeps no KV": ("bert", {}, set()),
     "mamba2, states alone": ("mamba2", NO_CACHE, {"MambaSpec"}),
     "falcon-h1, short pool": ("falcon-h1", {**NO_CACHE, "num_gpu_blocks_override": 12}, {"MambaSpec"}),
 }
@@ -43,7 +62,7 @@ MET_PER_100 = {"steps": 5_000, "preemptions": 50, "hits": 50, "chunks": 2_000, "
 """What so many workloads meet at least."""
 
 
-@pytest.mark.parametrize("case", short_of(list(CASES), {"gemma3, preempting", "falcon-h1, short pool"}))
+@pytest.mark.parametrize("case", short_of(list(CASES), {"gemma3, preempting", "lfm2, cached in parts, preempting"}))
 def test_tokens_are_those_of_vllms_own_scheduler(tmp_path: Path, case: str) -> None:
     """In as many steps, with as many cached tokens; twice the same prompts, so that the second time finds them."""
     family, options, groups = CASES[case]
@@ -52,12 +71,20 @@ def test_tokens_are_those_of_vllms_own_scheduler(tmp_path: Path, case: str) -> N
     assert len({tuple(tokens) for tokens in theirs["tokens"]}) >= 5, "the model does not tell its prompts apart"
     ours = run_in_vllm("vllm_groups.py", family, "ours", tmp_path, *given)
     assert groups <= set(ours["groups"])
-    for name in ("tokens", "cached", "steps"):
+    for name in ("tokens", "cached"):
         assert ours[name] == theirs[name], name
+    if case == "lfm2, cached in parts, preempting":  # it gives back what is not needed before it preempts
+        assert ours["steps"] <= theirs["steps"]
+    else:
+        assert ours["steps"] == theirs["steps"]
     assert ours["usage"] == 0
     if case == "gemma4, two block sizes":
         assert len(set(ours["block_sizes"])) == 2
     assert not case.endswith("preempting") or ours["preemptions"] > 0
+    if "cached" in case:
+        assert sum(count > 0 for count in ours["cached"]) >= 4
+    if "in parts" in case and "preempting" not in case:
+        assert any(count % 128 for count in ours["cached"]), "no prefix ends inside a block"
 
 
 @pytest.mark.soak
@@ -127,14 +154,19 @@ def test_check_tells_the_groups_that_vllm_makes(tmp_path: Path, family: str) -> 
 
 
 @pytest.mark.soak
-def test_what_is_not_supported_of_groups_is_refused(tmp_path: Path) -> None:
-    """States that are cached for prefixes; before and when vLLM starts."""
-    refused = run_in_vllm("vllm_groups.py", "falcon-h1", "refused", tmp_path, "enable_prefix_caching=true")
-    assert "give --no-enable-prefix-caching" in refused
+def test_it_is_said_which_prompts_find_nothing(tmp_path: Path) -> None:
+    """Before and when vLLM starts, of a model that caches states."""
     check = ["-m", "pointsman", "vllm", "check", tmp_path, "--skip-tokenizer-init"]
-    for flag, code in (("--enable-prefix-caching", 1), ("--no-enable-prefix-caching", 0)):
-        checked = vllm_parent().run(*check, flag, timeout=300)
-        assert checked.returncode == code, checked.stdout + checked.stderr
+    for options, flags, says, least in (
+        (CACHE, ["--enable-prefix-caching"], "shorter prompts find nothing", 129),
+        (PARTS, ["--enable-prefix-caching", "--prefix-match-unit", "32"], "every 32 tokens where a prompt ends", 33),
+        (NO_CACHE, ["--no-enable-prefix-caching"], "states of some layers, kept by", 0),
+    ):
+        given = [f"{key}={json.dumps(value)}" for key, value in options.items()]
+        not_found = run_in_vllm("vllm_groups.py", "lfm2", "ours", tmp_path, *given)["not found"]
+        assert not_found.startswith(f"prompts of fewer than {least} tokens") if least else not not_found
+        checked = vllm_parent().run(*check, *flags, timeout=300)
+        assert checked.returncode == 0 and says in checked.stdout, checked.stdout + checked.stderr
 
 
 def test_decisions_are_those_of_vllms_own_scheduler() -> None:

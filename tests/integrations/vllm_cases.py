@@ -23,7 +23,15 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.engine import EngineCoreEventType, FinishReason
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, RSWASpec, SinkFullAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
+)
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
 
@@ -246,13 +254,27 @@ def what_reads_no_cache_leaves_none_and_says_so() -> None:
 def models_whose_kv_vllm_manages_in_its_own_ways_are_refused() -> None:
     register_all_kvcache_specs(vllm_config())
     shape: dict[str, Any] = {"block_size": 4, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
-    for spec in (FullAttentionSpec(**shape), MLAAttentionSpec(**shape)):
+    states: dict[str, Any] = {"block_size": 4, "shapes": ((2, 4),), "dtypes": (torch.float32,)}
+    window = SlidingWindowMLASpec(**shape, sliding_window=8, bounded_replay=True)
+    for spec in (
+        FullAttentionSpec(**shape),
+        MLAAttentionSpec(**shape),
+        RSWASpec(**shape, rswa_window=8),
+        MambaSpec(**states),
+        MambaSpec(**states, mamba_cache_mode="align"),
+    ):
         check_supported(vllm_config(), kv_cache_config_of(spec))
-    for spec in (SinkFullAttentionSpec(**shape, sink_len=4), RSWASpec(**shape, rswa_window=8)):
+    check_supported(vllm_config(cache_config__enable_prefix_caching=False), kv_cache_config_of(window))
+    for spec, says in (
+        (SinkFullAttentionSpec(**shape, sink_len=4), "SinkFullAttentionManager"),
+        (CrossAttentionSpec(**shape), "CrossAttentionManager"),
+        (window, "the last 8 tokens again, which is not supported: give --no-enable-prefix-caching"),
+        (MambaSpec(**states, mamba_cache_mode="all"), "mamba_cache_mode is 'all'"),
+    ):
         try:
             check_supported(vllm_config(), kv_cache_config_of(spec))
         except UnsupportedVLLM as error:
-            assert "Manager" in str(error) and "leave --scheduler-cls out" in str(error)
+            assert says in str(error) and "leave --scheduler-cls out" in str(error), error
         else:
             raise AssertionError(f"{type(spec).__name__} is accepted")
 

@@ -1,7 +1,9 @@
 """What the KV blocks of each group hold, as workers would write and read them by what a scheduler's outputs say.
 
 A token's KV is told by all tokens up to it. In a step each row writes its tokens, and then reads, for each of them,
-what its layers attend to: the whole context, a window, its chunk, or the state behind the token before.
+what its layers attend to: the whole context, a window, its chunk, or the state behind the token before. States that
+are cached for prefixes lie in one block for each stretch of tokens: a row continues from the one that it wrote last, or
+from the one behind its cached prefix, and writes the one in which its step ends. Blocks are zeroed and copied before.
 """
 
 from __future__ import annotations
@@ -11,15 +13,29 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheConfig, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    KVCacheConfig,
+    MambaSpec,
+    RSWASpec,
+    SlidingWindowSpec,
+    get_mamba_prefill_checkpoint_position,
+    is_mamba_prefill_checkpoint_valid,
+)
 
 
 @dataclass
 class _Row:
     tables: list[list[int]]
     tokens: list[int]
+    num_prompt_tokens: int
     prefixes: list[int] = field(default_factory=list)
     """For each token, what tells it and all before it."""
+    runs: bool = False
+    """Whether it has computed something since it was admitted."""
+    state_column: int | None = None
+    """Where in the table of a group its newest state is; None: it has none of its own yet."""
 
     def prefix(self, position: int) -> int:
         for place in range(len(self.prefixes), position + 1):
@@ -32,7 +48,9 @@ class Contents:
     """Takes outputs in order, and says what a row would read that is not its own."""
 
     def __init__(self, kv_cache_config: KVCacheConfig) -> None:
+        self._config = kv_cache_config
         self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self._copied: set[int] = set()
         self._held: list[dict[tuple[int, int], int]] = [{} for _ in self._specs]
         self._rows: dict[str, _Row] = {}
 
@@ -40,10 +58,11 @@ class Contents:
         """A step; `sample(request id, position)` is the token at a position behind the prompt."""
         for name in output.finished_req_ids:
             self._rows.pop(name, None)
+        self._prepare(output)
         steps: list[tuple[str, int, int]] = []
         for new in output.scheduled_new_reqs:
             tables = [list(ids) for ids in new.block_ids]
-            self._rows[new.req_id] = _Row(tables, list(new.prompt_token_ids))
+            self._rows[new.req_id] = _Row(tables, list(new.prompt_token_ids), len(new.prompt_token_ids))
             steps.append((new.req_id, new.num_computed_tokens, output.num_scheduled_tokens[new.req_id]))
         cached = output.scheduled_cached_reqs
         for name, start, blocks in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
@@ -51,14 +70,23 @@ class Contents:
             for table, ids in zip(row.tables, blocks or ([],) * len(row.tables), strict=True):
                 if name in cached.resumed_req_ids:
                     table.clear()
+                    row.state_column, row.runs = None, False
                 table += ids
             steps.append((name, start, output.num_scheduled_tokens[name]))
         for name, start, count in steps:
             row, drafts = self._rows[name], output.scheduled_spec_decode_tokens.get(name, [])
             row.tokens += [sample(name, position) for position in range(len(row.tokens), start + count - len(drafts))]
             row.tokens += drafts
+        for group, spec in enumerate(self._specs):
+            if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align":
+                self._continue_states(group, spec, steps)
+        for name, start, count in steps:
+            row = self._rows[name]
             for group, spec in enumerate(self._specs):
                 self._write(group, spec, row, start, start + count)
+            row.runs = True
+            size = self._state_size()
+            row.state_column = -(-(start + count) // size) - 1 if size else None
         for name, start, count in steps:
             for group, spec in enumerate(self._specs):
                 self._read(name, group, spec, self._rows[name], start, start + count)
@@ -67,27 +95,97 @@ class Contents:
             known = len(row.tokens) - len(drafts)
             del row.tokens[known:], row.prefixes[known:]
 
+    def _state_size(self) -> int:
+        sizes = [s.block_size for s in self._specs if isinstance(s, MambaSpec) and s.mamba_cache_mode == "align"]
+        return sizes[0] if sizes else 0
+
+    def _prepare(self, output: SchedulerOutput) -> None:
+        """Zero and copy blocks."""
+        for spec, held in zip(self._specs, self._held, strict=True):
+            for block in output.new_block_ids_to_zero or ():
+                for offset in range(spec.block_size):
+                    held.pop((block, offset), None)
+            for copy in output.kv_cache_block_copies or ():
+                self._copied.add(copy.dst_block_id)
+                for offset in range(spec.block_size):
+                    held.pop((copy.dst_block_id, offset), None)
+                    if (copy.src_block_id, offset) in held:
+                        held[copy.dst_block_id, offset] = held[copy.src_block_id, offset]
+        self._copied -= set(output.new_block_ids_to_zero or ()) - {
+            copy.dst_block_id for copy in output.kv_cache_block_copies or ()
+        }
+
+    def _continue_states(self, group: int, spec: MambaSpec, steps: list[tuple[str, int, int]]) -> None:
+        """Each row takes its newest state along into the block in which its step ends."""
+        held, read, written = self._held[group], dict[int, str](), dict[int, str]()
+        for name, start, count in steps:
+            row = self._rows[name]
+            table, before = row.tables[group], row.state_column
+            if before is None:
+                before = (start - 1) // spec.block_size
+            if before >= 0:
+                block = table[before]
+                assert held.get((block, 0)) == row.prefix(start - 1), f"{name} continues from another state at {start}"
+                read[block] = name
+            block = table[-(-(start + count) // spec.block_size) - 1]
+            assert block != 0, f"{name} writes its state to the null block"
+            assert block not in written, f"{name} and {written[block]} write the same state"
+            written[block] = name
+        for block, name in written.items():
+            assert read.get(block, name) == name, f"{name} overwrites what {read[block]} continues from"
+
+    def _keep_within(self, group: int, spec: MambaSpec, row: _Row, start: int, end: int) -> None:
+        """Some layers keep one more state, from the middle of a chunk."""
+        position = get_mamba_prefill_checkpoint_position(end, self._config.cache_hit_alignment_tokens, False)
+        if spec.num_prefill_checkpoint_blocks and is_mamba_prefill_checkpoint_valid(
+            query_start=start,
+            query_end=end,
+            checkpoint_position=position,
+            hash_block_size=self._config.hash_block_size,
+            mamba_block_size=spec.block_size,
+            checkpoint_alignment=spec.prefill_checkpoint_alignment,
+        ):
+            block = row.tables[group][-(-end // spec.block_size) - 2]
+            if block:
+                self._held[group][block, 0] = row.prefix(position - 1)
+
     def _write(self, group: int, spec: Any, row: _Row, start: int, end: int) -> None:
         held, table = self._held[group], row.tables[group]
+        if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align":
+            held[table[-(-end // spec.block_size) - 1], 0] = row.prefix(end - 1)
+            self._keep_within(group, spec, row, start, end)
+            return
         if isinstance(spec, MambaSpec):
             if start:
                 assert held.get((table[0], 0)) == row.prefix(start - 1), "the state is another request's"
             held[table[0], 0] = row.prefix(end - 1)
             return
+        if isinstance(spec, CircularBufferSpec):  # of the newest tokens, whichever they are
+            assert len(table) == 1 and table[0], "a request has one block"
+            if row.runs:
+                assert held.get((table[0], 0)) == row.prefix(start - 1), "the ring is another request's"
+            held[table[0], 0] = row.prefix(end - 1)
+            return
         for position in range(start, end):
             block = table[position // spec.block_size]
             assert block != 0, "a token is written to the null block"
+            stale = held.get((block, position % spec.block_size), row.prefix(position)) != row.prefix(position)
+            assert not (stale and self._config.needs_kv_cache_zeroing) or block in self._copied, "a block is not zeroed"
             held[block, position % spec.block_size] = row.prefix(position)
 
     def _read(self, name: str, group: int, spec: Any, row: _Row, start: int, end: int) -> None:
-        if isinstance(spec, MambaSpec):
+        if isinstance(spec, MambaSpec | CircularBufferSpec):
             return
         first = 0
         if isinstance(spec, SlidingWindowSpec):
             first = max(0, start - spec.sliding_window + 1)
         elif isinstance(spec, ChunkedLocalAttentionSpec):
             first = start // spec.attention_chunk_size * spec.attention_chunk_size
-        for position in range(first, end):
+        positions = [*range(first, end)]
+        if isinstance(spec, RSWASpec):
+            tail = max(row.num_prompt_tokens, start - spec.rswa_window + 1)
+            positions = [*range(min(row.num_prompt_tokens, end)), *range(tail, end)]
+        for position in positions:
             block = row.tables[group][position // spec.block_size]
             found = self._held[group].get((block, position % spec.block_size))
             assert found == row.prefix(position), (

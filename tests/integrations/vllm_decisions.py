@@ -31,14 +31,16 @@ from vllm.config import SpeculativeConfig
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, partial_hash_hits_enabled
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as OwnScheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheGroupSpec,
     MambaSpec,
+    RSWASpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import DraftTokenIds
@@ -71,6 +73,12 @@ class Workload:
     num_drafts: int = 0
     layout: tuple[tuple[str, int, int], ...] = ()
     """Of each group its kind, block size, and window or chunk; none: one group of full attention."""
+    hash_size: int = 0
+    """Tokens of a hash of several groups; 0: those of the smallest block."""
+    retention: int | None = None
+    """vLLM's `prefix_cache_retention_interval`."""
+    is_strict: bool = False
+    """Whether no decision may differ, as nothing runs out."""
     arrivals: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     aborts: dict[int, list[str]] = field(default_factory=dict)
     """Before a step is scheduled."""
@@ -91,6 +99,14 @@ def make_layout(rng: random.Random, block_size: int) -> tuple[tuple[str, int, in
             (("full", half, 0), windows),
             (full, ("chunk", block_size, rng.randrange(1, 4) * block_size)),
             (full, ("state", 0, 0), ("state", 0, 0)),
+            (full, ("cached state", block_size, 0), ("cached state", block_size, 0)),
+            (full, ("cached state", block_size, 0)),
+            (("cached state", block_size, 0),),
+            (full, windows, ("cached state", block_size, 0)),
+            (full, ("cached state", block_size, 1)),  # which keeps one more within a chunk
+            (("prompt and window", block_size, window),),
+            (full, ("prompt and window", block_size, window)),
+            (full, ("ring", half, 0)),
         )
     )
 
@@ -122,10 +138,19 @@ def make_workload(seed: int, in_groups: bool = False) -> Workload:
         num_usable = MOST_REQUESTS * blocks_of_longest
     layout = make_layout(rng, block_size) if in_groups else ()
     if layout:  # at least the longest request, as vLLM checks when it starts
-        blocks_of_longest = sum(-(-max_model_len // size) if size else 1 for _, size, _ in layout)
+        blocks_of_longest = sum(_blocks_of_longest(kind, size, max_model_len) for kind, size, _ in layout)
         num_usable = max(blocks_of_longest, num_usable * len(layout))
-    if any(kind == "state" for kind, _, _ in layout):
+    kinds = {kind for kind, _, _ in layout}
+    if "state" in kinds:
         caches = False
+    hash_size, retention = 0, None
+    if "cached state" in kinds:
+        caches = True
+        if len(layout) > 1 and rng.random() < 0.5:
+            hash_size = rng.choice([size for size in (1, 2, 4, 8) if size < block_size])
+        retention = rng.choice((None, None, 0, 2 * block_size))
+        if asynchronous:  # as above
+            num_usable = MOST_REQUESTS * blocks_of_longest
     workload = Workload(
         seed,
         scheduler,
@@ -135,17 +160,69 @@ def make_workload(seed: int, in_groups: bool = False) -> Workload:
         asynchronous=asynchronous,
         max_loras=0 if asynchronous else rng.choice((0, 0, 1, 2)),  # see docs/vllm.md: when a slot is given back
         layout=layout,
+        hash_size=hash_size,
+        retention=retention,
     )
     _fill(workload, rng, max_model_len)
     num_drafts = 0 if asynchronous else random.Random(f"{seed} drafts").choice((0, 0, 1, 3, 8))
     threshold = scheduler["long_prefill_token_threshold"] or math.inf
     if num_drafts < min(threshold, scheduler["max_num_batched_tokens"]):  # vLLM's own fails, or hangs: see docs/vllm.md
         workload.num_drafts = num_drafts
-    if any(kind == "state" for kind, _, _ in layout):  # each draft has a state of its own there
+    if {"state", "cached state", "ring"} & {kind for kind, _, _ in layout}:  # each draft has a state of its own there
         workload.num_drafts = 0
     if workload.num_drafts and caches:  # see docs/vllm.md: what is evicted is not the same
         workload.num_blocks = max(workload.num_blocks, 1 + MOST_REQUESTS * blocks_of_longest)
     return workload
+
+
+def make_shared(number: int) -> Workload:
+    """Requests that begin alike and come in the same steps, over states that are cached: who waits for whose state."""
+    rng = random.Random(number)
+    block_size, max_model_len = 8, 120
+    scheduler = {
+        "max_model_len": max_model_len,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": rng.choice((20, 64, 300)),
+        "enable_chunked_prefill": True,
+        "policy": "fcfs",
+        "scheduler_reserve_full_isl": rng.random() < 0.5,
+        "watermark": 0.0,
+        "max_num_active_seqs": None,
+        "long_prefill_token_threshold": rng.choice((0, 0, 5, 20)),
+        "long_prefill_token_threshold_adaptive": rng.random() < 0.5,
+    }
+    workload = Workload(
+        number,
+        scheduler,
+        num_blocks=1000,
+        block_size=block_size,
+        caches=True,
+        asynchronous=number % 2 == 1,
+        max_loras=0,
+        layout=(("full", block_size, 0), ("cached state", block_size, 0), ("cached state", block_size, 0)),
+        hash_size=rng.choice((0, 2, 4)),
+        is_strict=True,
+    )
+    shared = [rng.randrange(100) for _ in range(max_model_len)]
+    for name in range(6):
+        prompt = [*shared[: rng.choice((24, 40, 41, 70))], *(rng.randrange(100) for _ in range(rng.randrange(8)))]
+        request: dict[str, Any] = {
+            "id": f"r{name}",
+            "prompt": prompt,
+            "params": {"max_tokens": 5},
+            "priority": 0,
+            "lora": 0,
+        }
+        request["arrival"] = rng.random()
+        workload.arrivals.setdefault(rng.randrange(3), []).append(request)
+    return workload
+
+
+def _blocks_of_longest(kind: str, block_size: int, max_model_len: int) -> int:
+    """At most, of a group."""
+    if kind == "cached state":
+        return 5  # the newest, the one before, one of a step in flight, one within a chunk, a copy
+    return -(-max_model_len // block_size) + 1 if block_size and kind != "ring" else 1
 
 
 def _fill(workload: Workload, rng: random.Random, max_model_len: int) -> None:
@@ -179,7 +256,14 @@ class Side:
         if workload.layout:
             specs = [spec_of(each, workload.scheduler["max_model_len"]) for each in workload.layout]
             kv_cache_config.kv_cache_groups = [KVCacheGroupSpec([f"layer{n}"], spec) for n, spec in enumerate(specs)]
-            self.hash_size = min(spec.block_size for spec in specs)
+            self.hash_size = workload.hash_size or min(spec.block_size for spec in specs if spec.prefix_cacheable)
+            kv_cache_config.prefix_cache_retention_interval = workload.retention
+            kv_cache_config.hash_block_size = self.hash_size
+            kv_cache_config.cache_hit_alignment_tokens = (
+                self.hash_size
+                if partial_hash_hits_enabled(kv_cache_config.kv_cache_groups, self.hash_size)
+                else workload.block_size
+            )
         self.scheduler = scheduler_class(
             vllm_config=config,
             kv_cache_config=kv_cache_config,
@@ -344,7 +428,15 @@ def spec_of(layout: tuple[str, int, int], max_model_len: int) -> Any:
         return SlidingWindowSpec(block_size=block_size, sliding_window=size, **sizes)
     if kind == "chunk":
         return ChunkedLocalAttentionSpec(block_size=block_size, attention_chunk_size=size, **sizes)
-    return MambaSpec(block_size=max_model_len, shapes=((2, 4),), dtypes=(torch.float32,))
+    if kind == "prompt and window":
+        return RSWASpec(block_size=block_size, rswa_window=size, **sizes)
+    if kind == "ring":
+        return CircularBufferSpec(block_size=block_size, **sizes)
+    state: dict[str, Any] = {"shapes": ((2, 4),), "dtypes": (torch.float32,)}
+    if kind == "state":
+        return MambaSpec(block_size=max_model_len, **state)
+    within = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1} if size else {}
+    return MambaSpec(block_size=block_size, mamba_cache_mode="align", **within, **state)
 
 
 def _logged(stats: Any) -> list[Any]:
@@ -372,6 +464,8 @@ def configured(base: Any, workload: Workload) -> Any:
     config.scheduler_config.async_scheduling = workload.asynchronous
     config.cache_config.block_size = workload.block_size
     config.cache_config.enable_prefix_caching = workload.caches
+    has_cached_states = any(kind == "cached state" for kind, _, _ in workload.layout)
+    config.cache_config.mamba_cache_mode = "align" if has_cached_states else "none"
     config.cache_config.num_gpu_blocks = workload.num_blocks
     config.lora_config = SimpleNamespace(max_loras=workload.max_loras) if workload.max_loras else None
     if workload.num_drafts:
@@ -431,9 +525,7 @@ def run_both(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) 
             if workload.layout and _does_more(theirs, ours):
                 tally["did more"] += 1
                 return None
-            if workload.layout and (
-                workload.caches or workload.num_drafts
-            ):  # see docs/vllm.md: what is generated can be found when it is released
+            if _may_find_otherwise(workload):
                 tally["found otherwise"] += 1
                 return None
             if workload.num_drafts and _gives_up_drafts(theirs, ours):
@@ -470,6 +562,13 @@ def _reads_differ(sides: tuple[Side, Side], step: int, tally: Counter[str]) -> d
     if not which:
         return None
     return {"step": step, "what": which, "theirs": theirs, "ours": ours}
+
+
+def _may_find_otherwise(workload: Workload) -> bool:
+    """Whether other prefixes may be found than in vLLM's own, as what is generated can be found later: see docs.
+    Then other tokens are left to compute."""
+    finds = workload.caches or workload.num_drafts > 0
+    return bool(workload.layout) and finds and not workload.is_strict
 
 
 def _resumes_in_chunks(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
@@ -517,8 +616,10 @@ def main() -> None:
     base = build_config(Settings(num_blocks=100, max_model_len=1 << 12, max_num_seqs=8, max_num_batched_tokens=1 << 12))
     tally: Counter[str] = Counter()
     differences = []
-    for seed in range(first, first + count):
-        workload = make_workload(seed, sys.argv[3:] == ["groups"])
+    in_groups = sys.argv[3:] == ["groups"]
+    workloads = [make_workload(seed, in_groups) for seed in range(first, first + count)]
+    workloads += [make_shared(number) for number in range(first, first + count // 4)] if in_groups else []
+    for workload in workloads:
         try:
             found = compare(base, workload, tally)
         except Exception as error:
@@ -529,9 +630,19 @@ def main() -> None:
         tally["with adapters"] += workload.max_loras > 0
         tally["with drafts"] += workload.num_drafts > 0
         if found is not None:
-            names = ("num_blocks", "block_size", "caches", "asynchronous", "max_loras", "num_drafts", "layout")
+            names = (
+                "num_blocks",
+                "block_size",
+                "caches",
+                "asynchronous",
+                "max_loras",
+                "num_drafts",
+                "layout",
+                "hash_size",
+                "retention",
+            )
             settings = {name: getattr(workload, name) for name in names} | workload.scheduler
-            differences.append({"seed": seed, **found, "settings": settings})
+            differences.append({"seed": workload.seed, **found, "settings": settings})
     print(json.dumps({"tally": tally, "differences": differences}))
 
 

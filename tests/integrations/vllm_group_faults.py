@@ -49,7 +49,10 @@ def drive(base: Any, seed: int, tally: Counter[str]) -> None:
     workload, rng = make_workload(seed, in_groups=seed % 3 > 0), random.Random(seed)
     faulty = Faulty(rng)
     config = configured(base, workload)
-    config.additional_config = {"pointsman": {"token_limits": [faulty], "max_step_retries": 1000}}
+    limits: list[Any] = [faulty]
+    if workload.scheduler["enable_chunked_prefill"] and rng.random() < 0.4:  # fewer tokens than a block has
+        limits.append(f"prefill-threshold:tokens={rng.randrange(1, workload.block_size + 1)}")
+    config.additional_config = {"pointsman": {"token_limits": limits, "max_step_retries": 1000}}
     side = Side(workload, config, Scheduler)
     side.runner.block_size = (
         0  # rows keep the blocks that they got in a step that failed, so some have more than they need

@@ -3,8 +3,8 @@
     python vllm_groups.py FAMILY ours|theirs|one|refused FOLDER [KEY=VALUE ...]   prints one JSON line
 
 What the requests got with our scheduler, or vLLM's own; `one`: ours, with all KV in one group; `refused`: why ours does
-not start. With ours, everything
-that must hold between two calls is checked after each. KEY=VALUE are options of `LLM`, as JSON.
+not start. With ours, everything that must hold between two calls is checked after each. KEY=VALUE are options of `LLM`,
+as JSON; but `shared` is how many tokens all prompts have in common, and `max_tokens` how many each request generates.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import transformers
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 
+DEMO = Path(__file__).parents[2] / "pointsman" / "engine" / "demo"
 OURS = "pointsman.integrations.vllm.Scheduler"
 SIZE = {
     "vocab_size": 512,
@@ -127,6 +128,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 128,
         },
     ),
+    "bert": ("Bert", {"num_hidden_layers": 2, "num_attention_heads": 2}),  # keeps no KV
     "falcon-h1": ("FalconH1", {"num_hidden_layers": 3, "mamba_d_ssm": 128, "mamba_expand": 2, **MAMBA}),
 }
 
@@ -138,6 +140,7 @@ def make(family: str, folder: Path) -> None:
     config = getattr(transformers, f"{name}Config")(**{**SIZE, **options})
     model_name = name if name in ("Llama4Text",) else name.removesuffix("Text")
     class_name = "Llama4ForCausalLM" if model_name == "Llama4Text" else f"{model_name}ForCausalLM"
+    class_name = "BertModel" if family == "bert" else class_name
     model = getattr(transformers, class_name)(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -164,12 +167,14 @@ def check_every_step(scheduler: Any) -> None:
 def main() -> None:
     family, how, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     given = {key: json.loads(value) for key, _, value in (each.partition("=") for each in sys.argv[4:])}
+    num_shared, max_tokens = given.pop("shared", 140), given.pop("max_tokens", 40)
     if not (folder / "config.json").exists():
         make(family, folder)
     options: dict[str, Any] = {"disable_hybrid_kv_cache_manager": True} if how == "one" else {}
     if how != "theirs":
         options |= {"scheduler_cls": OURS, "additional_config": {"pointsman": {"socket": ""}}}
     options = {
+        "skip_tokenizer_init": True,
         "dtype": "float32",
         "max_model_len": 512,
         "max_num_seqs": 4,
@@ -178,8 +183,15 @@ def main() -> None:
         **options,
         **given,
     }
+    if family == "bert":
+        options |= {
+            "runner": "pooling",
+            "max_num_batched_tokens": 512,
+            "tokenizer": str(DEMO),
+            "skip_tokenizer_init": False,
+        }
     try:
-        llm = LLM(str(folder), enforce_eager=True, seed=0, skip_tokenizer_init=True, **options)
+        llm = LLM(str(folder), enforce_eager=True, seed=0, **options)
     except Exception as error:
         if how != "refused":
             raise
@@ -191,12 +203,16 @@ def main() -> None:
     steps: list[int] = []
     schedule = scheduler.schedule
     scheduler.schedule = lambda *arguments: steps.append(1) or schedule(*arguments)
-    shared = [3 + index * 7 % 500 for index in range(140)]
+    shared = [3 + index * 7 % 500 for index in range(num_shared)]
     prompts = [[*shared, *(3 + index * (number + 3) % 500 for index in range(40 * number))] for number in range(6)]
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     tokens, cached = [], []
     for _ in range(2):  # once more: what the first time left in the cache
-        outputs = llm.generate([TokensPrompt(prompt_token_ids=each) for each in prompts], params, use_tqdm=False)
+        given_prompts = [TokensPrompt(prompt_token_ids=each) for each in prompts]
+        if family == "bert":
+            tokens += [each.outputs.embedding for each in llm.embed(given_prompts, use_tqdm=False)]
+            continue
+        outputs = llm.generate(given_prompts, params, use_tqdm=False)
         tokens += [list(each.outputs[0].token_ids) for each in outputs]
         cached += [each.num_cached_tokens for each in outputs]
     specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
@@ -212,6 +228,7 @@ def main() -> None:
     }
     if how != "theirs":
         found["preemptions"] = scheduler.core.stats().num_preemptions
+        found["not found"] = "" if scheduler.groups is None else scheduler.groups.why_nothing_is_found()
     print(json.dumps(found))
 
 

@@ -121,6 +121,8 @@ class KVCache(ABC):
     """Of that number of rows, the tokens of each that steps in flight compute; set by the scheduler."""
     unpublished: list[Request]
     """Requests whose prompt blocks `publish_deferred` has to publish."""
+    cuts_chunks: bool = False
+    """Whether chunks of prefills end where `cut` says, and what is found may not be settled yet."""
 
     @property
     @abstractmethod
@@ -160,6 +162,16 @@ class KVCache(ABC):
     @abstractmethod
     def look_up(self, request: Request) -> Match:
         """The cached prefix of the request's known tokens; at least one token is left to compute."""
+
+    def is_settled(self, match: Match) -> bool:
+        """Whether a row that starts in this step may read what was found. What a step computes may be published as soon
+        as it is scheduled, and not every layout can be read in the same step."""
+        return True
+
+    def cut(self, request: Request, start: int, want: int, most: int) -> int:
+        """How many of `want` tokens from `start` on the request may compute in this step, so that the states of layers
+        can be cached where its chunk ends. 0: it waits for a step with more tokens, of which it may get `most`."""
+        return want
 
     @abstractmethod
     def num_blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:

@@ -333,6 +333,7 @@ CAUSES: dict[Reason, Cause] = {
     Reason.KV_LOAD: Cause(None, "its KV is being loaded", _no_request),
     Reason.BEHIND: Cause(None, "it is not its turn", _before_it),
     Reason.PARKED: Cause(None, "it is parked", _no_request),
+    Reason.STATE: Cause(None, "the state behind its cached prefix is computed in this step", _no_request),
 }
 
 

@@ -16,13 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
+from pointsman.core.kv.cache import KVCache
+from pointsman.core.policy.budget import StepBudget
 from pointsman.core.policy.gate import Limit
 from pointsman.core.policy.policy import Parameter
 from pointsman.core.policy.target_itl import TargetItl
-from pointsman.core.state.batch import NOT_AHEAD, Batch
+from pointsman.core.policy.view import SchedulerView
+from pointsman.core.state.batch import NOT_AHEAD, PREFILLING, Batch
 from pointsman.core.state.interfaces import View
 from pointsman.core.state.numbers import MAX_INT
-from pointsman.core.state.reason import Deferral
+from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
 
 Int64Array = npt.NDArray[np.int64]
@@ -78,12 +81,52 @@ class OneSampleInFlight(Limit):
             want[((batch.flags[rows] & NOT_AHEAD) != 0) & (batch.num_pending[rows] > 0)] = 0
 
 
+class ChunkEnds(Limit):
+    """A chunk of a prefill ends where the KV cache can keep the layers' states (`KVCache.cut`).
+
+    The end depends on the tokens that the step has left, so rows are asked in admission order, each with what those
+    before it leave. Decoding rows are not cut.
+    """
+
+    is_shared = True
+
+    def __init__(self, kv: KVCache, budget: StepBudget, view: SchedulerView) -> None:
+        self._kv = kv
+        self._budget = budget
+        self._view = view
+
+    def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
+        if not batch.num_prefilling:
+            return
+        requests = batch.members.requests
+        for index in ((batch.flags[rows] & PREFILLING) != 0).nonzero()[0].tolist():
+            asked, left = want.item(index), self._budget.tokens - int(want[:index].sum())
+            if asked <= 0:
+                continue
+            if left <= 0:
+                want[index] = 0
+                continue
+            row = rows.item(index)
+            start = batch.num_computed_tokens.item(row)
+            lacks = batch.num_tokens.item(row) + batch.num_pending.item(row) - start
+            most = asked if asked < lacks else self._budget.tokens
+            want[index] = self._kv.cut(requests[index], start, min(asked, left), most)
+
+    def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
+        if not self._kv.is_settled(self._view.match):
+            return Deferral(Reason.STATE, 0)
+        lacks = request._state.num_tokens - start
+        most = want if want < min(lacks, self._view.budget) else self._budget.tokens
+        allowed = self._kv.cut(request, start, want, most)
+        return allowed or Deferral(Reason.BUDGET, self._kv.cut(request, start, lacks, most) - want)
+
+
 LIMITS: dict[str, type[Limit]] = {limit.name: limit for limit in (LongPrefillThreshold, TargetItl)}
 
 
-def limits_of(config: SchedulerConfig, encoder: Limit | None) -> list[Any]:
+def limits_of(config: SchedulerConfig, ends: Limit | None, encoder: Limit | None) -> list[Any]:
     """The limits that the configuration's knobs ask for, and those that it names, in the order in which they apply;
-    `encoder` is the last one."""
+    `ends` and `encoder` are the last ones."""
     limits: list[Any] = []
     threshold, budget = config.prefill_threshold, config.max_num_batched_tokens
     if threshold:
@@ -92,6 +135,4 @@ def limits_of(config: SchedulerConfig, encoder: Limit | None) -> list[Any]:
     if config.max_steps_in_flight > 1:
         limits.append(OneSampleInFlight())
     limits += config.token_limits
-    if encoder is not None:
-        limits.append(encoder)
-    return limits
+    return limits + [limit for limit in (ends, encoder) if limit is not None]

@@ -58,6 +58,8 @@ class Reason(enum.Enum):
     """It is not the head of the queue."""
     PARKED = "parked"
     """It waits for something other than capacity."""
+    STATE = "state"
+    """The state behind its cached prefix is computed in this step, and it can read it in the next one."""
 
     def __init__(self, _: str) -> None:
         self._position = len(self.__class__.__members__)

@@ -14,7 +14,7 @@ from pointsman.core.kv.transfers import Transfers, make_transfers
 from pointsman.core.policy.adapters import AdapterSlots
 from pointsman.core.policy.budget import StepBudget, TokenBudget
 from pointsman.core.policy.encoder_budget import EncoderCache
-from pointsman.core.policy.limits import limits_of
+from pointsman.core.policy.limits import ChunkEnds, limits_of
 from pointsman.core.policy.listening import listeners_of
 from pointsman.core.policy.partial_prefills import make_partial_prefills
 from pointsman.core.policy.registry import check_cuts, make
@@ -125,7 +125,8 @@ def assemble(
     queue = make("order", config.order)
     victim = make("victim", default_victim(queue.name) if config.victim is None else config.victim)
     view, budget = SchedulerView(batch, kv, queue), StepBudget(config)
-    limits = [make("limit", limit) for limit in limits_of(config, encoder)]
+    ends = ChunkEnds(kv, budget, view) if kv.cuts_chunks else None
+    limits = [make("limit", limit) for limit in limits_of(config, ends, encoder)]
     reserves = [make("reserve", reserve) for reserve in reserves_of(config)]
     budget.policies = tuple(limit for limit in limits if hasattr(limit, "step_budget"))
     check_cuts(config, limits)

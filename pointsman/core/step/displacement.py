@@ -163,7 +163,10 @@ class Trial:
             rows = self._batch.members.rows[gone]
             if not partial.has_place(head, rows):
                 return False
-        return budget >= (head.num_tokens if admission.gates.budget.may_have_to_fit(head) else 1)
+        if budget < (head.num_tokens if admission.gates.budget.may_have_to_fit(head) else 1):
+            return False
+        start = self._match.num_tokens  # its first chunk must reach a position where it may end
+        return self._kv.cut(head, start, min(budget, head.num_tokens - start), admission.budget.tokens) > 0
 
     def has_room(self, gone: Int64Array) -> bool:
         """Whether there is a sequence slot for the head, and its blocks with every reserve."""

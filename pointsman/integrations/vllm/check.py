@@ -24,7 +24,6 @@ from pointsman.integrations.vllm.layouts import own_groups
 from pointsman.integrations.vllm.settings import FLAGS, read_settings, scheduler_config
 from pointsman.integrations.vllm.support import (
     GO_BACK,
-    STATES_ARE_CACHED,
     TESTED,
     UnsupportedVLLM,
     check_recording,
@@ -122,7 +121,6 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
     try:
         groups = groups_of(vllm_config)
     except LayersUnknown as unknown:
-        report.problems += _kv_cache_problems(vllm_config)
         report.groups.append(f"how the layers share it is known when vLLM loads them: {unknown}")
     if groups is not None:
         report.problems += kv_cache_problems(SimpleNamespace(kv_cache_groups=groups.groups))
@@ -212,14 +210,6 @@ def _first_line(error: Exception) -> str:
     return " ".join(lines[:3]) if lines else type(error).__name__
 
 
-def _kv_cache_problems(vllm_config: Any) -> list[str]:
-    """Problems of the KV cache's groups, as far as the model's configuration shows them."""
-    cache = vllm_config.cache_config
-    if _has_states(vllm_config) and getattr(cache, "mamba_cache_mode", "none") != "none":
-        return [STATES_ARE_CACHED]
-    return []
-
-
 def _has_states(vllm_config: Any) -> bool:
     model = vllm_config.model_config
     return bool(getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False))
@@ -229,7 +219,7 @@ def _groups(vllm_config: Any) -> str:
     """What the model's configuration shows of its groups of KV; "": one of full attention."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     if _has_states(vllm_config):
-        return "states of some layers"
+        return f"states of some layers{_where_cached(vllm_config.cache_config)}"
     window = model.get_sliding_window() if hasattr(model, "get_sliding_window") else None
     chunk = getattr(model, "attention_chunk_size", None)
     if (window is None and chunk is None) or getattr(model, "disable_sliding_window", False):
@@ -240,6 +230,19 @@ def _groups(vllm_config: Any) -> str:
         return ""
     local = f"a sliding window of {window} tokens" if window is not None else f"chunks of {chunk} tokens"
     return f"{local} in {'some' if is_mixed else 'its'} layers"
+
+
+def _where_cached(cache: Any) -> str:
+    """Where the states of layers are cached for prefixes; "": nowhere."""
+    if getattr(cache, "mamba_cache_mode", "none") != "align":
+        return ""
+    unit = getattr(cache, "prefix_match_unit", None)
+    if unit is not None:
+        return f", cached where blocks end and every {unit} tokens where a prompt ends"
+    return (
+        ", cached where blocks end: shorter prompts find nothing in the prefix cache (vLLM makes the block at least as "
+        "large as a state, often 500 to 900 tokens, when it loads the model; see --prefix-match-unit)"
+    )
 
 
 def _read_knobs(report: Report, vllm_config: Any, made: Groups | None) -> None:
@@ -267,6 +270,7 @@ def _read_knobs(report: Report, vllm_config: Any, made: Groups | None) -> None:
         count = len(made.groups)
         layout = SimpleNamespace(kv_cache_groups=made.groups)
         groups = "" if not count or is_one_full_group(layout) else f"{count} group{'s' * (count > 1)}"
+        groups += _where_cached(cache) if has_states else ""
         keeper = "vLLM's own KV manager" if own_groups(layout, config, size) is None else "Pointsman"
     report.kv_cache = blocks_of + (f", {groups}, kept by {keeper}" if groups else "")
     if has_states:

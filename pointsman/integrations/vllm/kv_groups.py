@@ -6,7 +6,8 @@ takes, which blocks are no longer needed, and what of a prefix can be found agai
 up or admitted, and about the few rows that run out of slots; a step in which none does asks nothing.
 
 What is generated can be found again when its request releases its blocks, as everywhere in this scheduler, and not as
-soon as a block is full: in vLLM's own that is a large part of what its manager takes in a step.
+soon as a block is full: in vLLM's own that is a large part of what its manager takes in a step. The exception are
+states that are cached for prefixes: a row keeps the newest two, so each is published before it is given back.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
 
 from pointsman.core.kv.cache import Journal, KVCache, Match
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.request import Request
+from pointsman.integrations.vllm.state_ends import StateEnds
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -55,7 +58,7 @@ class GroupPool:
 
     @property
     def usage(self) -> float:
-        return float(1.0 - self.num_free / self.num_usable)
+        return float(1.0 - self.num_free / self.num_usable) if self.num_usable else 0.0
 
     def num_in_use(self, blocks: Int64Array) -> int:
         return sum(self._pool.blocks[block].ref_cnt > 0 for block in blocks.tolist())
@@ -64,7 +67,7 @@ class GroupPool:
 class _Group:
     """One of vLLM's managers of a kind of KV, and what a step asks of it most."""
 
-    __slots__ = ("extra", "gives_back", "lag", "manager", "size", "tables")
+    __slots__ = ("extra", "gives_back", "is_ring", "lag", "manager", "size", "tables", "window_behind_prompt")
 
     def __init__(self, manager: Any, max_model_len: int) -> None:
         self.manager = manager
@@ -72,8 +75,12 @@ class _Group:
         self.size = int(manager.block_size)
         self.extra = self.size * int(getattr(manager, "num_speculative_blocks", 0))
         """Tokens of the blocks that drafts have."""
+        self.is_ring = isinstance(manager, CircularBufferManager)
+        """Whether each request has one block, whatever its length."""
+        self.window_behind_prompt: int | None = getattr(manager, "rswa_window", None)
+        """How many of the newest tokens are kept besides the prompt; None: not these alone."""
         skipped = manager.get_num_skipped_tokens(max_model_len)
-        self.gives_back = skipped >= self.size
+        self.gives_back = skipped >= self.size or self.window_behind_prompt is not None
         """Whether blocks are released while a request runs."""
         lags: set[int] = {
             n - manager.get_num_skipped_tokens(n) for n in range(max(0, max_model_len - self.size), max_model_len + 1)
@@ -89,6 +96,9 @@ class _Group:
 
     def give_back(self, name: str, final: int, num_prompt_tokens: int) -> None:
         """Release what a request needs no more; what steps in flight read is not final."""
+        if self.window_behind_prompt is not None:
+            self.manager.remove_skipped_blocks(name, final, num_prompt_tokens)
+            return
         count = self._num_returned(final)
         blocks = self.tables[name]
         if count and not blocks[min(count, len(blocks)) - 1].is_null:
@@ -96,6 +106,9 @@ class _Group:
 
     def next_return(self, final: int, limit: int) -> int:
         """The least number of final tokens, up to `limit`, with which one block more is released; `limit`: none is."""
+        if self.window_behind_prompt is not None:
+            num_left = max(0, final - self.window_behind_prompt)
+            return min(limit, (num_left // self.size + 1) * self.size + self.window_behind_prompt)
         now = self._num_returned(final)
         if self.lag is not None:
             return min(limit, (now + 1) * self.size + self.lag)
@@ -104,6 +117,15 @@ class _Group:
             middle = (low + high) // 2
             low, high = (middle, high) if self._num_returned(middle) == now else (low, middle)
         return high
+
+    def lacks_a_block(self, name: str, num_computed: int, num_prompt_tokens: int) -> bool:
+        """Whether a block is gone that a row reads or writes."""
+        blocks = self.tables[name]
+        first, end = 0, int(self.manager.get_num_skipped_tokens(num_computed)) // self.size
+        if self.window_behind_prompt is not None:
+            first = -(-num_prompt_tokens // self.size)
+            end = max(num_prompt_tokens, num_computed - self.window_behind_prompt) // self.size
+        return any(block.is_null for block in [*blocks[:first], *blocks[max(first, end) :]])
 
 
 class KVGroups(KVCache):
@@ -134,8 +156,17 @@ class KVGroups(KVCache):
         self._coordinator = self.manager.coordinator
         self._managers = self._coordinator.single_type_managers
         self._groups = [_Group(each, vllm_config.model_config.max_model_len) for each in self._managers]
-        self._shapes = [(group.tables, group.size, group.extra) for group in self._groups]
+        self._shapes = [
+            (place, group.tables, group.size, group.extra)
+            for place, group in enumerate(self._groups)
+            if not group.is_ring
+        ]
         self._giving = [group for group in self._groups if group.gives_back]
+        self._states = [each for each in self._managers if getattr(each, "mamba_cache_mode", "none") == "align"]
+        """The managers of states that are cached for prefixes: these rows are asked in each step of their prefill."""
+        self.ends = self._make_ends(vllm_config, block_size, hash_block_size) if self._states else None
+        """Where their chunks end; None: anywhere."""
+        self.cuts_chunks = self.ends is not None
         self._nothing: tuple[Sequence[Any], ...] = tuple(() for _ in self._managers)
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._row_of: dict[int, Request] = {}
@@ -149,16 +180,51 @@ class KVGroups(KVCache):
         self._num_publications = 0
         self._is_ahead = False
         self._admitted = 0  # tokens of the newest admission in its first step
-        self._num_usable_tokens = self._longest()
+        self._num_usable_tokens = self._longest(self._num_spare_blocks(vllm_config))
 
-    def _longest(self) -> int:
+    def _make_ends(self, vllm_config: Any, block_size: int, hash_block_size: int) -> StateEnds:
+        scheduler = vllm_config.scheduler_config
+        budget = scheduler.max_num_scheduled_tokens
+        longest = scheduler.max_num_batched_tokens if budget is None else budget
+        if scheduler.long_prefill_token_threshold > 0:
+            longest = min(longest, scheduler.long_prefill_token_threshold)
+        finds_parts = bool(self._coordinator.enable_partial_hash_hits)
+        return StateEnds(self._states, block_size, hash_block_size, finds_parts=finds_parts, max_chunk=longest)
+
+    def _num_spare_blocks(self, vllm_config: Any) -> int:
+        """The most that a request holds, or is asked for, beyond what its sequence takes: the states that its steps in
+        flight continue from, and copies of blocks that it shares a part of."""
+        if self.ends is None:
+            return 0
+        spare = len(self._states) * int(vllm_config.max_concurrent_batches)
+        if self.ends.finds_parts:
+            reserves_whole = vllm_config.scheduler_config.scheduler_reserve_full_isl
+            spare += len(self._managers) - (0 if reserves_whole else len(self._states))
+        return spare
+
+    def _longest(self, spare: int) -> int:
         """The longest sequence that the pool can hold."""
         low, high = 0, self._max_model_len
         while low < high:
             middle = (low + high + 1) // 2
-            needed = self._count("", middle, self._nothing, 0, is_whole=True)
+            needed = spare + self._count("", middle, self._nothing, 0, is_whole=True)
             low, high = (middle, high) if needed <= self.pool.num_usable else (low, middle - 1)
         return low
+
+    def why_nothing_is_found(self) -> str:
+        """Which prompts can never find a prefix in the cache, and why; "": there is no cache."""
+        if not self.caches or not self._managers:
+            return ""
+        unit = self._managers[0].cache_hit_alignment_tokens
+        remedy = ""
+        if self.ends is not None and not self.ends.finds_parts:
+            remedy = f" (with --prefix-match-unit, a divisor of {unit}, also where a prompt ends)"
+        elif self.ends is not None:
+            remedy = f", of prompts where they end and where blocks of {self.ends.size} do"
+        return (
+            f"prompts of fewer than {unit + 1} tokens find nothing in the prefix cache: what is found in it "
+            f"ends at a multiple of {unit} tokens{remedy}, and one token is left to compute"
+        )
 
     @property
     def num_usable_tokens(self) -> int:
@@ -182,8 +248,23 @@ class KVGroups(KVCache):
             return Match(NO_BLOCKS, None, 0)
         _sync(request)
         found, num_tokens, boundary = self.manager.get_computed_blocks(of_vllm)
+        if request.row is None:
+            of_vllm.shared_prefix_boundary = boundary
         ids = [block.block_id for group in found.blocks for block in group if not block.is_null]
         return Match(np.array(ids, dtype=np.int64), (found, boundary), num_tokens)
+
+    def is_settled(self, match: Match) -> bool:
+        if match.node is None:
+            return True
+        found = match.node[0].blocks
+        last = [(each, found[each.kv_cache_group_id][-1:]) for each in self._states]
+        return not any(block.block_hash in each.cached_blocks_this_step for each, blocks in last for block in blocks)
+
+    def cut(self, request: Request, start: int, want: int, most: int) -> int:
+        if self.ends is None:
+            return want
+        junction = request.metadata.shared_prefix_boundary
+        return self.ends.cut(start, want, most, request.num_prompt_tokens, request.num_tokens, junction)
 
     def num_blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
         return self._to_start(request, match, num_tokens, is_whole=False)
@@ -193,23 +274,36 @@ class KVGroups(KVCache):
 
     def _to_start(self, request: Request, match: Match, num_tokens: int, *, is_whole: bool) -> int:
         blocks = self._nothing if match.node is None else match.node[0].blocks
-        count = self._count(request.metadata.request_id, num_tokens, blocks, match.num_tokens, is_whole=is_whole)
+        end = _prefill_end(request)
+        name = request.metadata.request_id
+        count = self._count(name, num_tokens, blocks, match.num_tokens, is_whole=is_whole, prefill_end=end)
+        if request.row is None:
+            for each in self._states:  # they note who asks
+                each.free(name)
         return count + self.pool.num_in_use(match.blocks)
 
     def _count(
-        self, name: str, num_tokens: int, found: tuple[Sequence[Any], ...], num_found: int, *, is_whole: bool
+        self,
+        name: str,
+        num_tokens: int,
+        found: tuple[Sequence[Any], ...],
+        num_computed: int,
+        *,
+        is_whole: bool,
+        prefill_end: int = 0,
     ) -> int:
-        """Free blocks that a request needs for its first tokens; `is_whole`: the most that it holds at a time, of
-        groups that give blocks back."""
+        """Free blocks that a request needs for its first tokens, of which the first ones are computed or found;
+        `is_whole`: the most that it holds at a time, of groups that give blocks back."""
         count: int = self._coordinator.get_num_blocks_to_allocate(
             request_id=name,
             num_tokens=min(num_tokens, self._max_model_len),
             new_computed_blocks=found,
             num_encoder_tokens=0,
-            total_computed_tokens=num_found,
-            num_local_computed_tokens=num_found,
+            total_computed_tokens=num_computed,
+            num_local_computed_tokens=num_computed,
             num_tokens_main_model=min(num_tokens, self._max_model_len),
             apply_admission_cap=is_whole,
+            prefill_end=prefill_end,
         )
         return count
 
@@ -234,11 +328,15 @@ class KVGroups(KVCache):
     def num_slots(self, request: Request, blocks: Int64Array) -> int:
         """Less than the blocks hold where a block falls behind its window before: then the row is asked, and gives it
         back."""
+        if self.ends is not None:
+            return self._admitted
         return self._slots(request.metadata.request_id, 0, self._admitted)
 
     def _slots(self, name: str, final: int, end: int) -> int:
         """Up to where a row need not be asked that has blocks for `end` tokens, of which the first ones are final."""
-        slots = min([len(tables[name]) * size - extra for tables, size, extra in self._shapes])
+        slots = min(
+            [len(tables[name]) * size - extra for _, tables, size, extra in self._shapes], default=self._max_model_len
+        )
         for group in self._giving:
             slots = min(slots, group.next_return(final, slots))
         return max(slots, end)
@@ -257,13 +355,16 @@ class KVGroups(KVCache):
             row, end = rows.item(index), ends.item(index)
             name = self._row_of[row].metadata.request_id
             if is_whole:  # it may have got its tokens of this step, for which it reads what would be given back
-                needed[index] = self._count(name, end, self._nothing, 0, is_whole=True)
+                needed[index] = self._count_row(batch, row, end, is_whole=True)
+                continue
+            if self._states:
+                needed[index] = self._ask_for_states(batch, row, end)
                 continue
             final = self._final(batch, row) if self._giving else 0
             count = 0
             for group in self._giving:
                 group.give_back(name, final, self._row_of[row].num_prompt_tokens)
-            for tables, size, extra in self._shapes:  # inline: for a few thousand rows a second
+            for _, tables, size, extra in self._shapes:  # inline: for a few thousand rows a second
                 missing = -(-(end + extra) // size) - len(tables[name])
                 if missing > 0:
                     count += missing
@@ -272,6 +373,45 @@ class KVGroups(KVCache):
             else:
                 batch.num_slots[row] = self._slots(name, final, end)
         return needed
+
+    def _count_row(self, batch: Batch, row: int, end: int, *, is_whole: bool) -> int:
+        request, start = self._row_of[row], batch.num_computed_tokens.item(row)
+        name, prefill_end = request.metadata.request_id, _prefill_end(request)
+        return self._count(name, end, self._nothing, start, is_whole=is_whole, prefill_end=prefill_end)
+
+    def _ask_for_states(self, batch: Batch, row: int, end: int) -> int:
+        """Of a row with cached states, the free blocks that it needs; what it needs no more is given back."""
+        request, final = self._row_of[row], self._final(batch, row)
+        name, start = request.metadata.request_id, batch.num_computed_tokens.item(row)
+        self._publish_filled(request, final)
+        self.manager.remove_skipped_blocks(name, final, request.num_prompt_tokens)
+        prefill_end = _prefill_end(request) if self._coordinator.retention_interval == 0 else 0
+        count: int = sum(
+            # With a cap, which states do not have, they do not note where a state is kept within the chunk.
+            each.get_num_blocks_to_allocate(name, end, (), start, start, end, each in self._states, prefill_end)
+            for each in self._managers
+        )
+        if not count:
+            self._count_row(batch, row, end, is_whole=False)
+            self._set_slots(batch, row, final, end)
+        return count
+
+    def _publish_filled(self, request: Request, num_tokens: int) -> None:
+        """Publish the blocks that the first tokens of a row with cached states fill. Inside a block there is only the
+        state of the newest token, which a step in flight may be about to change."""
+        states = self._states[0]
+        num_filled = num_tokens // states.block_size
+        if num_filled > states.num_cached_block.get(request.metadata.request_id, 0):
+            _sync(request)
+            self._publish(request, num_filled * states.block_size)
+
+    def _set_slots(self, batch: Batch, row: int, final: int, end: int) -> None:
+        """A row has blocks for `end` tokens, of which it is about to compute the last ones."""
+        request = self._row_of[row]
+        if self._states and batch.num_computed_tokens.item(row) < _prefill_end(request):
+            batch.num_slots[row] = end
+        else:
+            batch.num_slots[row] = self._slots(request.metadata.request_id, final, end)
 
     def _final(self, batch: Batch, row: int) -> int:
         """Tokens of a row that no step in flight computes, or may have to compute again; before its share of a step."""
@@ -289,15 +429,15 @@ class KVGroups(KVCache):
         for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
             name = self._row_of[row].metadata.request_id
             end = min(end, self._max_model_len)
-            new = self._new.get(name)
-            for place, (tables, size, extra) in enumerate(self._shapes):
-                if -(-(end + extra) // size) > len(tables[name]):
-                    if new is None:
-                        new = self._new[name] = [[] for _ in self._groups]
+            if self._states:
+                self._count_row(batch, row, end, is_whole=False)  # which notes where a state is kept within the chunk
+            for place, tables, size, extra in self._shapes:
+                if self._states or -(-(end + extra) // size) > len(tables[name]):
                     given = self._managers[place].allocate_new_blocks(name, end, end)
-                    new[place] += [block.block_id for block in given]
-            final = self._final(batch, row) if self._giving else 0
-            batch.num_slots[row] = self._slots(name, final, end)
+                    if given:
+                        new = self._new.setdefault(name, [[] for _ in self._groups])
+                        new[place] += [block.block_id for block in given]
+            self._set_slots(batch, row, self._final(batch, row) if self._giving else 0, end)
         return NO_NEW
 
     def grow_for_steps(
@@ -319,7 +459,8 @@ class KVGroups(KVCache):
         row = request.row
         assert row is not None
         self._row_of[row] = request
-        self._publish(request, min(batch.num_computed_tokens.item(row), request.num_prompt_tokens))
+        most = request.num_tokens if self._states else request.num_prompt_tokens
+        self._publish(request, min(batch.num_computed_tokens.item(row), most))
 
     def _publish(self, request: Request, num_tokens: int) -> None:
         of_vllm = request.metadata
@@ -356,8 +497,11 @@ class KVGroups(KVCache):
         if of_vllm.prefill_stats is not None:
             self._published[of_vllm.request_id] = self.manager.estimate_cached_tokens(of_vllm)
         if publish and self.caches:
-            _sync(request)
-            self._publish(request, num_valid_tokens)
+            if self._states:
+                self._publish_filled(request, num_valid_tokens)
+            else:
+                _sync(request)
+                self._publish(request, num_valid_tokens)
         self.manager.free(of_vllm)
         self._new.pop(of_vllm.request_id, None)
         self._mute.discard(of_vllm.request_id)
@@ -385,6 +529,7 @@ class KVGroups(KVCache):
 
     def reset(self) -> None:
         if not self._row_of:
+            self.take_copies()  # of a step that nobody executed
             self.manager.reset_prefix_cache()
         else:  # vLLM's own refuses then
             pool = self.manager.block_pool
@@ -396,12 +541,12 @@ class KVGroups(KVCache):
             if self._row_of.get(row) is not request:
                 return f"{request} is not known in its row"
             name = request.metadata.request_id
-            for each in self._managers:
-                if batch.num_slots.item(row) > len(each.req_to_blocks[name]) * each.block_size:
-                    return f"{request} has fewer blocks than slots in group {each.kv_cache_group_id}"
-                needed = each.get_num_skipped_tokens(batch.num_computed_tokens.item(row)) // each.block_size
-                if any(block.is_null for block in each.req_to_blocks[name][needed:]):
-                    return f"{request} lacks a block of group {each.kv_cache_group_id} that it reads"
+            for place, group in enumerate(self._groups):
+                num_blocks = len(group.tables[name])
+                if num_blocks != 1 if group.is_ring else batch.num_slots.item(row) > num_blocks * group.size:
+                    return f"{request} has {num_blocks} blocks in group {place}, and other slots"
+                if group.lacks_a_block(name, batch.num_computed_tokens.item(row), request.num_prompt_tokens):
+                    return f"{request} lacks a block of group {place} that it reads"
         held = {request.metadata.request_id for request in self._row_of.values()}
         for each in self._managers:
             strays = {name for name, blocks in each.req_to_blocks.items() if blocks} - held
@@ -429,6 +574,19 @@ class KVGroups(KVCache):
         """New blocks that workers have to zero; None: none."""
         ids: list[int] = self.manager.take_new_block_ids()
         return ids if ids and self.manager.kv_cache_config.needs_kv_cache_zeroing else None
+
+    def take_copies(self) -> list[Any] | None:
+        """Blocks that workers have to copy before a step, of which requests share a part; None: there are none. A later
+        step may use the sources for something else: workers execute steps in order."""
+        self.manager.take_boundary_state_offloads()  # for connectors
+        copies, retained = self.manager.take_kv_cache_block_copies()
+        self.manager.block_pool.free_blocks(retained)
+        return copies or None
+
+
+def _prefill_end(request: Request) -> int:
+    """What vLLM calls the end of a prefill; of a resumed request, before its newest token."""
+    return max(request.num_prompt_tokens, request.num_tokens - 1)
 
 
 def _sync(request: Request) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict
 from itertools import islice
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pointsman.core import ConfigError, Explanation, Request, Scheduler
 from pointsman.integrations.vllm.control import Client, ControlError, ControlSocket
@@ -21,6 +21,9 @@ from pointsman.integrations.vllm.settings import Settings
 from pointsman.integrations.vllm.support import untested_parts
 from pointsman.version import __version__
 from pointsman.web.live import SECONDS_BETWEEN_PARTS, LiveFilm, TooManyWatchers
+
+if TYPE_CHECKING:
+    from pointsman.integrations.vllm.kv_groups import KVGroups
 
 logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
 
@@ -36,6 +39,7 @@ class Adapter(Protocol):
     """The part of `Scheduler` that operation needs."""
 
     core: Scheduler
+    groups: KVGroups | None
     lock: threading.Lock
     of_id: dict[str, Request]
     step_seconds: float
@@ -82,14 +86,17 @@ class Operation:
     def _start_lines(self, vllm_config: Any, knobs: Mapping[str, Any]) -> list[str]:
         import vllm
 
-        config = self._adapter.core.config
+        config, groups = self._adapter.core.config, self._adapter.groups
+        keeps_nothing = groups is not None and not groups.pool.num_usable
+        blocks = "no KV" if keeps_nothing else f"{config.num_usable_blocks} KV blocks of {config.block_size}"
         changed = ", ".join(f"{name} {value}" for name, value in knobs.items())
         lines = [
             f"Pointsman {__version__} schedules for vLLM {vllm.__version__}, in place of its own scheduler",
             f"order {config.order}, {config.max_num_batched_tokens} tokens and {config.max_num_seqs} requests a step, "
-            f"{config.num_usable_blocks} KV blocks of {config.block_size}, {config.max_steps_in_flight} step(s) in "
-            f"flight{f'; {changed}' if changed else ''}",
+            f"{blocks}, {config.max_steps_in_flight} step(s) in flight{f'; {changed}' if changed else ''}",
         ]
+        if groups is not None and (found := groups.why_nothing_is_found()):
+            lines.append(found)
         if self._control is not None:
             lines.append(f"ask it why requests wait: pointsman explain --socket {self._control.path}")
         if self.recordings.current is not None:

@@ -179,7 +179,8 @@ class Scheduler:
         self.kv_cache_manager: Any = KVCacheManagerView(self.core, kv_cache_config, block_size, self.of_id)
         if groups is not None:
             self.kv_cache_manager = groups.manager
-        self._groups = groups
+        self.groups = groups
+        """The KV in groups that vLLM's manager keeps; None: the core owns its blocks."""
         self._pause_state = PauseState.UNPAUSED
         self._has_clients = False  # other clients than the first
         self._operation = Operation(self, vllm_config, settings, recording)
@@ -348,6 +349,9 @@ class Scheduler:
         try:
             output = self.core.schedule(now)
         except PolicyError as error:
+            if self.groups is not None and self.groups.cuts_chunks:
+                # What a row got in this step may not lie where its next chunk ends: states are kept at few positions.
+                self.core.reset_prefix_cache(now, preempt_running=True)
             return self._step_without_rows(error)
         self._num_failures = 0
         ids = self._outputs.ids(output)
@@ -464,10 +468,10 @@ class Scheduler:
         if update.finished:
             self._finish(update.finished, ids, outputs, indices)
         if self._kv_events is not None:
-            if self._groups is None:
+            if self.groups is None:
                 self._kv_events.publish(self.core.take_kv_events())
             else:
-                self._kv_events.publish_as_they_are(self._groups.manager.take_events())
+                self._kv_events.publish_as_they_are(self.groups.manager.take_events())
         return self._by_client(step, outputs, indices, model_runner_output)
 
     def _take(self, output: Output, sampled: Sampled, of_vllm: Any, now: float) -> tuple[StepResult, StepUpdate]:

@@ -38,6 +38,7 @@ new_output = maker(
     "preempted_req_ids",
     "num_spec_tokens_to_schedule",
     "new_block_ids_to_zero",
+    "kv_cache_block_copies",
 )
 new_request_data = maker(
     NewRequestData,
@@ -150,6 +151,7 @@ class OutputMaker:
             preempted_req_ids=_names(output.preempted) if output.preempted else set(),
             num_spec_tokens_to_schedule=num_drafts,
             new_block_ids_to_zero=None if groups is None else groups.take_to_zero(),
+            kv_cache_block_copies=None if groups is None else groups.take_copies(),
         )
         self._ids_before = ids
         return made

@@ -154,8 +154,11 @@ def scheduler_config(
     threshold = threshold if threshold < budget else 0  # vLLM allows it without effect
     events = vllm_config.kv_events_config
     order = "priority" if scheduler.policy == "priority" else "fcfs"
+    num_blocks = kv_cache_config.num_blocks
+    if getattr(kv_cache_config, "kv_cache_groups", None) == []:  # nothing is kept, so blocks never run out
+        num_blocks = 1 + scheduler.max_num_seqs * -(-vllm_config.model_config.max_model_len // block_size)
     values: dict[str, Any] = {
-        "num_blocks": kv_cache_config.num_blocks,
+        "num_blocks": num_blocks,
         "num_reserved_blocks": 1,  # vLLM's null block
         "block_size": block_size,
         "max_model_len": vllm_config.model_config.max_model_len,

@@ -35,11 +35,6 @@ ONE_GROUP = (
     "too, so that fewer requests fit"
 )
 """The remedy for models with windows or chunks beside full attention."""
-STATES_ARE_CACHED = Refusal(
-    "cached-states",
-    "the states of this model's layers (Mamba, linear attention, convolutions) are cached for prefixes, which is not "
-    "supported: give --no-enable-prefix-caching",
-)
 TESTED_BY_RUNNING = "0.32"
 TESTED = {TESTED_BY_RUNNING: "run", "0.33": "its dataclasses were checked, it was not run"}
 """The supported minor versions of vLLM, and how each was tested."""
@@ -105,7 +100,9 @@ def check_supported(vllm_config: Any, kv_cache_config: Any | None) -> None:
 def problems_of(vllm_config: Any, kv_cache_config: Any | None) -> list[Refusal]:
     """The unsupported parts of the configuration, each with its remedy; arguments as for `check_supported`."""
     problems = [*_model_problems(vllm_config), *_engine_problems(vllm_config)]
-    return problems if kv_cache_config is None else problems + kv_cache_problems(kv_cache_config)
+    if kv_cache_config is None:
+        return problems
+    return problems + kv_cache_problems(kv_cache_config) + _replay_problems(vllm_config, kv_cache_config)
 
 
 def untested_parts(vllm_config: Any, version: str) -> list[str]:
@@ -265,9 +262,17 @@ def _speculation_problems(vllm_config: Any) -> list[Refusal]:
                 Refusal(
                     "drafter-kv",
                     f"speculative decoding by the method {speculation.method!r}, whose drafter keeps KV of its own, is "
-                    'supported: use the method "not ngram" in --speculative-config',
+                    'not supported: use the method "ngram" in --speculative-config',
                 )
             )
+    if getattr(vllm_config.cache_config, "mamba_cache_mode", "none") == "align":
+        problems.append(
+            Refusal(
+                "cached-states-drafts",
+                "speculative decoding with states that are cached for prefixes is not supported: give "
+                "--no-enable-prefix-caching",
+            )
+        )
     if getattr(speculation, "num_speculative_tokens_per_batch_size", None):
         problems.append(
             Refusal(
@@ -282,10 +287,6 @@ def _speculation_problems(vllm_config: Any) -> list[Refusal]:
 def kv_cache_problems(kv_cache_config: Any) -> list[Refusal]:
     """What of vLLM's `KVCacheConfig` is not supported."""
     groups = kv_cache_config.kv_cache_groups
-    if not groups:
-        return [
-            Refusal("no-kv-cache", "models without a KV cache are not supported: serve a model with causal attention")
-        ]
     others = sorted({name for group in groups for name in managers_of(group) if name not in _KNOWN_MANAGERS})
     if others:
         remedy = f"give {ONE_GROUP}" if _may_be_one_group(groups) else "serve another model"
@@ -296,13 +297,40 @@ def kv_cache_problems(kv_cache_config: Any) -> list[Refusal]:
                 f"in ways that are not supported: {remedy}",
             )
         ]
-    if any(_mamba_mode(group) not in (None, "none") for group in groups):
-        return [STATES_ARE_CACHED]
+    modes = {mode for group in groups if (mode := _mamba_mode(group)) not in (None, "none", "align")}
+    if modes:
+        return [
+            Refusal(
+                "mamba-cache-mode",
+                f"mamba_cache_mode is {modes.pop()!r}, and states are cached here in the mode 'align' alone: give "
+                "--mamba-cache-mode align, or --no-enable-prefix-caching",
+            )
+        ]
     return []
 
 
+def _replay_problems(vllm_config: Any, kv_cache_config: Any) -> list[Refusal]:
+    windows = {getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) for group in kv_cache_config.kv_cache_groups}
+    if not any(windows) or not vllm_config.cache_config.enable_prefix_caching:
+        return []
+    return [
+        Refusal(
+            "window-replay",
+            f"of a cached prefix this model computes the last {max(windows)} tokens again, which is not supported: give "
+            "--no-enable-prefix-caching",
+        )
+    ]
+
+
 _KNOWN_MANAGERS = frozenset(
-    {"FullAttentionManager", "SlidingWindowManager", "ChunkedLocalAttentionManager", "MambaManager"}
+    {
+        "FullAttentionManager",
+        "SlidingWindowManager",
+        "ChunkedLocalAttentionManager",
+        "MambaManager",
+        "RSWAManager",
+        "CircularBufferManager",
+    }
 )
 """Of vLLM: what manages the KV of a group, as far as it was tried here."""
 

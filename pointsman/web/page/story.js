@@ -39,6 +39,7 @@ const REASONS = {
   kv_load: [null, "its KV is being loaded"],
   behind: [null, "it is not its turn"],
   parked: [null, "it is parked"],
+  state: [null, "the state behind its cached prefix is computed in this step"],
 };
 
 const words = (name) => name.replaceAll("_", " ");
