@@ -1,8 +1,8 @@
 """Which encoder inputs may a step compute, and which embeddings does the encoder cache keep?
 
 A row gets tokens only as far as the embeddings of their placeholders are cached or are computed in the same step, at
-most `encoder_budget` of them; a chunk is cut before the first input that is neither. So an input is computed when its
-tokens are reached, and not before.
+most `encoder_budget` of them; a chunk is cut before the first input that is neither. So an input is computed when a
+token is reached that reads one of its embeddings, and not before.
 
 A row holds an entry from the step in which it reaches the input until the step in which it has passed it, and releases
 it with its row, or when a step fails. Between steps it therefore holds at most one, that of the input it has computed
@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
+from pointsman.core.policy.budget import StepBudget
 from pointsman.core.policy.gate import Limit
 from pointsman.core.state.batch import ENCODER_INPUTS, PREFILLING, Batch
 from pointsman.core.state.inputs import EncoderEntry, EncoderInput
@@ -47,11 +48,13 @@ class EncoderCache(Limit):
 
     is_shared = True
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, token_budget: StepBudget) -> None:
+        self._token_budget = token_budget
         self.size = config.encoder_cache_size
         self._full_budget = config.encoder_budget
         self._chunked = config.enable_chunked_prefill
-        self._max_overtakes = config.max_overtakes
+        self._max_overtakes = config.max_overtakes if config.shortage == "replan" else 0
+        self.splits = config.split_encoder_inputs
         self._budget = self._full_budget  # embeddings that this step may still compute
         self._step_id = -1
         self._origin: dict[EncoderEntry, tuple[int, Request]] = {}  # of every entry: its step and request
@@ -80,7 +83,7 @@ class EncoderCache(Limit):
         if self._budget < self._full_budget:
             self._budget = self._full_budget
             self.revision += 1
-        for request in list(self._holds):
+        for request in sorted(self._holds, key=lambda request: request._state.serial):  # as they were admitted
             computed = request.num_computed_tokens
             self._let_go(request, [item for item in self._holds[request] if item.start < computed < item.end])
 
@@ -95,13 +98,25 @@ class EncoderCache(Limit):
         return computed, freed
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
-        """Cut what rows want before the first input that is unavailable."""
+        """Cut what rows want to the token budget, in order, and before the first input that is unavailable: what the
+        budget cuts off needs no embeddings."""
         both = PREFILLING | ENCODER_INPUTS
+        reaching = ((batch.flags[rows] & both) == both).nonzero()[0].tolist()
+        if not reaching:
+            return
         plan = _Plan(self)
-        for index in ((batch.flags[rows] & both) == both).nonzero()[0].tolist():
-            start, request = int(batch.num_computed_tokens[rows[index]]), batch.members.requests[index]
-            want[index], blocked = plan.reach(request, start, int(want[index]))
-            if blocked is not None and want[index] == 0:
+        left = self._token_budget.tokens - (np.add.accumulate(want) - want)
+        num_cut = 0
+        for index in reaching:
+            start, request, wanted = (
+                batch.num_computed_tokens.item(rows[index]),
+                batch.members.requests[index],
+                want.item(index),
+            )
+            tokens, blocked = plan.reach(request, start, min(wanted, max(left.item(index) + num_cut, 0)))
+            want[index] = tokens
+            num_cut += wanted - tokens
+            if blocked is not None and tokens == 0:
                 self._waits(request, blocked)
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
@@ -119,7 +134,7 @@ class EncoderCache(Limit):
         for index, item in enumerate(request.encoder_inputs):
             if item.start >= start + num_tokens:
                 break
-            if item.end > start and item not in held:
+            if item.reads(start, start + num_tokens) and item not in held:
                 self._hold(request, index, item)
 
     def horizon(self, num_steps: int) -> int:
@@ -259,7 +274,9 @@ class _Plan:
         for item in request.encoder_inputs:
             if item.start >= start + want:
                 break
-            if item.end > start:
+            if start < item.start and start + want < item.end and not self._cache.splits:
+                return item.start - start, None
+            if item.reads(start, start + want):
                 blocked = self._take(item.entry)
                 if blocked is not None:
                     return max(item.start - start, 0), blocked

@@ -115,10 +115,11 @@ def assemble(
     kv.num_sound_tokens = steps.num_sound_tokens
     drafts = Drafts(config, batch, events)
     drafts.last_updated_step = start.step_id - 1
-    encoder = EncoderCache(config) if config.encoder_budget else None
+    budget = StepBudget(config)
+    encoder = EncoderCache(config, budget) if config.encoder_budget else None
     queue = make("order", config.order)
     victim = make("victim", default_victim(queue.name) if config.victim is None else config.victim)
-    view, budget = SchedulerView(batch, kv, queue), StepBudget(config)
+    view = SchedulerView(batch, kv, queue)
     limits = [make("limit", limit) for limit in limits_of(config, encoder)]
     reserves = [make("reserve", reserve) for reserve in reserves_of(config)]
     budget.policies = tuple(limit for limit in limits if hasattr(limit, "step_budget"))
