@@ -1,8 +1,9 @@
 """Random workloads through vLLM's own scheduler and ours, in lockstep: a script for the environment with vLLM.
 
-    python vllm_decisions.py FIRST COUNT [groups]   prints one JSON line: what they met, and where the two differ
+    python vllm_decisions.py FIRST COUNT [groups|images]   prints one JSON line: what they met, and where they differ
 
-(with the root of the repository and its benchmarks in PYTHONPATH). With "groups", the KV is in several layouts.
+(with the root of the repository and its benchmarks in PYTHONPATH). With "groups", the KV is in several layouts; with
+"images", prompts have some, under small encoder budgets and caches.
 
 Both are built as vLLM's engine core builds them and get the same calls; what they decide is executed by a stand-in for
 the model runner, whose token for a position of a request is a function of both. In every step the requests, their
@@ -27,10 +28,14 @@ import torch
 from _scheduler_worker import EOS, Settings
 from _vllm_runner import StandInRunner
 from _vllm_worker import build_config, build_kv_cache_config
+from vllm.config import ModelConfig
 from vllm.lora.request import LoRARequest
+from vllm.multimodal import encoder_budget
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched import scheduler as own_scheduler
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as OwnScheduler
 from vllm.v1.kv_cache_interface import (
@@ -68,6 +73,8 @@ class Workload:
     max_loras: int
     layout: tuple[tuple[str, int, int], ...] = ()
     """Of each group its kind, block size, and window or chunk; none: one group of full attention."""
+    encoder: tuple[int, int] = (0, 0)
+    """Embeddings of a step, and of the cache."""
     arrivals: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     aborts: dict[int, list[str]] = field(default_factory=dict)
     """Before a step is scheduled."""
@@ -92,7 +99,7 @@ def make_layout(rng: random.Random, block_size: int) -> tuple[tuple[str, int, in
     )
 
 
-def make_workload(seed: int, in_groups: bool = False) -> Workload:
+def make_workload(seed: int, in_groups: bool = False, has_images: bool = False) -> Workload:
     """Random, with small pools and budgets, and prompts that begin alike."""
     rng = random.Random(seed)
     block_size = rng.choice((2, 4, 8))
@@ -134,7 +141,40 @@ def make_workload(seed: int, in_groups: bool = False) -> Workload:
         layout=layout,
     )
     _fill(workload, rng, max_model_len)
+    if has_images:
+        _add_images(workload, rng)
     return workload
+
+
+def _add_images(workload: Workload, rng: random.Random) -> None:
+    """Images at random places of the prompts; prompts that begin alike have the same ones there."""
+    workload.scheduler["enable_chunked_prefill"] = True  # see docs/vllm.md: without it, prompts start whole
+    workload.scheduler["disable_chunked_mm_input"] = rng.random() < 0.3
+    sizes = {}
+    for number in range(rng.randrange(2, 9)):
+        length = rng.randrange(1, 9)
+        masked = rng.random() < 0.4
+        mask = "".join(rng.choice("011") for _ in range(length)) if masked else "1" * length
+        sizes[f"image{number}"] = mask if "1" in mask else "1" * length
+    largest = max(mask.count("1") for mask in sizes.values())
+    total = sum(mask.count("1") for mask in sizes.values())
+    budget, cache = (rng.choice((largest, largest + 2, 2 * largest, total)) for _ in range(2))
+    workload.encoder = (budget, 10_000 if workload.asynchronous else cache)  # see docs/vllm.md: when they are released
+    gaps = rng.choice((3, 8, 20))
+    for request in (request for requests in workload.arrivals.values() for request in requests):
+        # Of the tokens before, so that equal beginnings have equal images.
+        images, at, prompt = [], 0, request["prompt"]
+        while True:
+            chance = random.Random(f"{workload.seed} {prompt[: at + 1]}")
+            at += chance.randrange(gaps)
+            key = chance.choice(sorted(sizes))
+            if at + len(sizes[key]) > len(prompt):
+                break
+            images.append((key, at, sizes[key]))
+            for place in range(at, at + len(sizes[key])):
+                prompt[place] = 0
+            at += len(sizes[key])
+        request["images"] = images
 
 
 def _fill(workload: Workload, rng: random.Random, max_model_len: int) -> None:
@@ -168,6 +208,8 @@ class Side:
             specs = [spec_of(each, workload.scheduler["max_model_len"]) for each in workload.layout]
             kv_cache_config.kv_cache_groups = [KVCacheGroupSpec([f"layer{n}"], spec) for n, spec in enumerate(specs)]
             self.hash_size = min(spec.block_size for spec in specs)
+        encoder = StandInBudget.sizes = workload.encoder
+        config.model_config.has_images = any(encoder)
         self.scheduler = scheduler_class(
             vllm_config=config,
             kv_cache_config=kv_cache_config,
@@ -184,6 +226,12 @@ class Side:
             self.film = FilmRecorder(self.written)
             self.scheduler.core.start_film(self.film)
         self.in_flight: deque[tuple[Any, Any]] = deque()
+        self.embeddings: set[str] = set()
+        """What a worker has, by identifiers."""
+        self.freed: set[str] = set()
+        self.lacking: list[str] = []
+        """Rows that read embeddings that are not there."""
+        self.images: dict[str, list[Any]] = {}
         self.num_added = 0
         self.allowed: dict[str, tuple[int, set[int]]] = {}
         """Of a request, from which position on the sampler may choose its stop tokens, and these."""
@@ -205,6 +253,7 @@ class Side:
                 priority=request["priority"],
                 lora_request=LoRARequest(f"lora{lora}", lora, "/nowhere") if lora else None,
                 block_hasher=hasher,
+                mm_features=[feature_of(*image) for image in request.get("images", ())],
             )
         )
 
@@ -219,6 +268,8 @@ class Side:
             self.contents.take(output, self._sample)
             if self.film is not None:
                 self._ask()
+        if any(self.workload.encoder):
+            self._encode(output)
         self.in_flight.append((output, self.runner.execute(output, self._sample)))
         cached = output.scheduled_cached_reqs
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -230,7 +281,27 @@ class Side:
             "resumed": sorted(cached.resumed_req_ids),
             "preempted": sorted(output.preempted_req_ids or ()),
             "finished": sorted(output.finished_req_ids),
+            "encoder inputs": output.scheduled_encoder_inputs,
         }
+
+    def _encode(self, output: Any) -> None:
+        """Do with embeddings what workers do, and look whether every row has those that it reads."""
+        self.freed = set(output.free_encoder_mm_hashes)
+        self.embeddings -= self.freed
+        for new in output.scheduled_new_reqs:
+            self.images[new.req_id] = new.mm_features
+        for name, indices in output.scheduled_encoder_inputs.items():
+            for index in indices:
+                self.embeddings.add(self.images[name][index].identifier)
+        cached = output.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for name, count in output.num_scheduled_tokens.items():
+            for feature in self.images[name]:
+                at = feature.mm_position
+                first, last = max(starts[name] - at.offset, 0), min(starts[name] + count - at.offset, at.length)
+                if first < last and at.is_embed[first:last].any() and feature.identifier not in self.embeddings:
+                    self.lacking.append(f"{name} lacks {feature.identifier}")
 
     def _ask(self) -> None:
         """What operators ask has an answer."""
@@ -271,6 +342,22 @@ class Side:
         token = random.Random(f"{self.workload.seed} {name} {position}").randrange(NUM_TOKENS)
         first, stops = self.allowed[name]
         return NUM_TOKENS if token in stops and position < first else token
+
+
+class StandInBudget:
+    """The sizes of a workload, in place of what vLLM reads from a model's processor."""
+
+    sizes = (0, 0)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.encoder_compute_budget, self.encoder_cache_size = self.sizes
+        self.mm_max_toks_per_item = {"image": 1}
+
+
+def feature_of(key: str, offset: int, mask: str) -> Any:
+    """An image without a payload."""
+    position = PlaceholderRange(offset, len(mask), torch.tensor([each == "1" for each in mask]))
+    return MultiModalFeatureSpec(data=None, modality="image", identifier=key, mm_position=position)
 
 
 def spec_of(layout: tuple[str, int, int], max_model_len: int) -> Any:
@@ -352,6 +439,8 @@ def run_both(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) 
         if not arrivals and len(ended) >= len(names) and not any(side.scheduler.has_requests() for side in sides):
             break
         theirs, ours = (side.schedule() for side in sides)
+        if sides[1].lacking:
+            return {"step": step, "what": sides[1].lacking, "theirs": theirs, "ours": ours}
         if theirs != ours:
             if not workload.scheduler["enable_chunked_prefill"] and _resumes_in_chunks(theirs, ours):
                 tally["resumed in chunks"] += 1
@@ -417,11 +506,13 @@ def _count(decision: dict[str, Any], tally: Counter[str]) -> None:
 def main() -> None:
     first, count = int(sys.argv[1]), int(sys.argv[2])
     init_none_hash(HASH)
+    encoder_budget.MultiModalBudget = own_scheduler.MultiModalBudget = StandInBudget
+    ModelConfig.supports_multimodal_inputs = property(lambda config: getattr(config, "has_images", False))
     base = build_config(Settings(num_blocks=100, max_model_len=1 << 12, max_num_seqs=8, max_num_batched_tokens=1 << 12))
     tally: Counter[str] = Counter()
     differences = []
     for seed in range(first, first + count):
-        workload = make_workload(seed, sys.argv[3:] == ["groups"])
+        workload = make_workload(seed, "groups" in sys.argv[3:], "images" in sys.argv[3:])
         try:
             found = compare(base, workload, tally)
         except Exception as error:
@@ -431,7 +522,7 @@ def main() -> None:
         tally["asynchronous"] += workload.asynchronous
         tally["with adapters"] += workload.max_loras > 0
         if found is not None:
-            names = ("num_blocks", "block_size", "caches", "asynchronous", "max_loras", "layout")
+            names = ("num_blocks", "block_size", "caches", "asynchronous", "max_loras", "layout", "encoder")
             settings = {name: getattr(workload, name) for name in names} | workload.scheduler
             differences.append({"seed": seed, **found, "settings": settings})
     print(json.dumps({"tally": tally, "differences": differences}))

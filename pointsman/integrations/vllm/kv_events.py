@@ -82,7 +82,8 @@ class KVEvents:
         found = []
         for at, name in enumerate(event.block_hashes):
             tokens = event.token_ids[at * self._block_size : (at + 1) * self._block_size]
-            keys = of_adapter if at else of_adapter + of_salt
+            of_inputs = tuple(("mm", item.key, item.offset) for item in event.inputs[at]) if event.inputs else ()
+            keys = of_adapter + of_inputs + (() if at else of_salt)
             parent = self._hashes[name] = hash_block_tokens(self._hash, parent, tokens, keys or None)
             found.append(parent)
         return found

@@ -41,6 +41,7 @@ from pointsman.core import (
 )
 from pointsman.core import Scheduler as Core
 from pointsman.core import SchedulerOutput as Output
+from pointsman.integrations.vllm.encoder_inputs import EncoderInputs
 from pointsman.integrations.vllm.kv_events import KVEvents
 from pointsman.integrations.vllm.kv_groups import KVGroups
 from pointsman.integrations.vllm.operation import Operation, open_record
@@ -148,8 +149,10 @@ class Scheduler:
             v2_runner=bool(vllm_config.use_v2_model_runner),
             sends_tokens=vllm_config.parallel_config.pipeline_parallel_size > 1 and not asynchronous,
             runs_ahead=config.max_steps_in_flight > 1,
+            uses_mrope=bool(getattr(vllm_config.model_config, "uses_mrope", False)),
             groups=groups,
         )
+        self._encoder_inputs = EncoderInputs(config.encoder_budget, config.encoder_cache_size)
         self._statistics = Statistics(self.core, config.num_draft_tokens, vllm_config) if log_stats else None
         detail = vllm_config.observability_config.per_request_spec_decode_metrics
         self._drafts = Drafts(config.num_draft_tokens, detail, self._statistics)
@@ -216,6 +219,7 @@ class Scheduler:
                 prompt_token_ids=request.prompt_token_ids,
                 arrival_time=request.arrival_time - self._clock_offset,
                 runs_ahead=self._runs_ahead,
+                encoder_inputs=self._encoder_inputs.begin(request) if request.mm_features else (),
             )
             check_retention(ours, self._max_retention)
             self.core.add(ours, now, park=ParkReason.GRAMMAR if needs_grammar else None)
@@ -284,6 +288,7 @@ class Scheduler:
         self.of_id.pop(name, None)
         self._structured.discard(name)
         self._details.forget(name)
+        self._encoder_inputs.end(name)
 
     def _take_grammars(self, now: float) -> None:
         """Queue requests whose grammar has been compiled, and finish those whose grammar failed."""
@@ -320,6 +325,9 @@ class Scheduler:
         self._num_failures = 0
         ids = self._outputs.ids(output)
         of_vllm = self._outputs.make(output, ids, self.core.max_drafts if self._speculates else 0)
+        if output.encoder_inputs or output.freed_encoder_entries:
+            of_vllm.free_encoder_mm_hashes = self._encoder_inputs.freed(output)
+            of_vllm.scheduled_encoder_inputs = self._encoder_inputs.scheduled(output)
         if output.preempted or output.finished or output.num_continued < len(ids):
             self._note_changes(output, now)
         if self._structured:
@@ -631,7 +639,9 @@ class Scheduler:
             return True
 
     def reset_encoder_cache(self) -> None:
-        """Does nothing: there is no encoder cache."""
+        """Forget all embeddings, as vLLM's workers do at the same time."""
+        with self.lock:
+            self.core.reset_encoder_cache(time.monotonic())
 
     def shutdown(self) -> None:
         """Close the control socket, recordings and publishers."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from vllm.multimodal.utils import strip_covered_mm_data
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from pointsman.core import Request
@@ -61,14 +62,23 @@ class OutputMaker:
         sends_tokens: whether workers need the sampled tokens (pipeline parallelism without asynchronous scheduling).
         runs_ahead: whether steps are scheduled while others are in flight, so that a row of one step may be missing in
             the next.
+        uses_mrope: whether positions are made of the grids of images, so that those are needed even where their
+            embeddings are not.
         groups: the KV blocks, where there are several groups of them; None: the core's outputs have them.
     """
 
     def __init__(
-        self, *, v2_runner: bool, sends_tokens: bool, runs_ahead: bool, groups: KVGroups | None = None
+        self,
+        *,
+        v2_runner: bool,
+        sends_tokens: bool,
+        runs_ahead: bool,
+        uses_mrope: bool = False,
+        groups: KVGroups | None = None,
     ) -> None:
         self._groups = groups
         self._v2_runner = v2_runner
+        self._uses_mrope = uses_mrope
         self._sends_tokens = sends_tokens
         self._sends_all_tokens = runs_ahead and not v2_runner
         # By row of the core's batch, of the request on it; both grow with the rows.
@@ -209,7 +219,7 @@ class OutputMaker:
             data = new_request_data(
                 req_id=ids[index],
                 prompt_token_ids=of_vllm.prompt_token_ids,
-                mm_features=[],
+                mm_features=self._inputs(of_vllm.mm_features, num_hits),
                 sampling_params=of_vllm.sampling_params,
                 pooling_params=of_vllm.pooling_params,
                 block_ids=own,
@@ -219,6 +229,14 @@ class OutputMaker:
             )
             new.append(data)
         return new
+
+    def _inputs(self, features: list[Any], num_hits: int) -> list[Any]:
+        """The encoder inputs of an admitted request. The second runner gets those within the cached prefix without
+        their payload. The first keeps what it gets here as long as the request lives, and needs the payload if the
+        request is preempted and the prefix evicted."""
+        if self._v2_runner:
+            return list(strip_covered_mm_data(features, num_hits, uses_mrope=self._uses_mrope))
+        return list(features)
 
     def _add_resumed(self, cached: Any, output: Output, index: int, blocks: tuple[list[int], ...]) -> None:
         """Add a resumed row to the cached requests."""

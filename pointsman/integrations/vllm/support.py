@@ -144,10 +144,13 @@ def _model_problems(vllm_config: Any) -> list[str]:
     problems = []
     if model.is_encoder_decoder:
         problems.append("encoder-decoder models are not supported: serve a decoder-only model")
-    elif model.supports_multimodal_inputs:
+    if getattr(vllm_config, "is_mm_encoder_only", False):
+        problems.append("an instance that runs the encoder alone is not supported: leave --mm-encoder-only out")
+    manager = getattr(vllm_config, "ec_manager_config", None)
+    if manager is not None and manager.encoder_cache_manager_cls is not None:
         problems.append(
-            "multimodal inputs are not supported: serve a text model, or this one's text part alone with "
-            "--language-model-only"
+            f"the encoder cache manager {manager.encoder_cache_manager_cls} would not be asked: leave "
+            "--ec-manager-config out"
         )
     if getattr(model, "is_diffusion", False):
         problems.append("diffusion models are not supported: serve a model that generates one token after the other")
