@@ -140,6 +140,8 @@ def make_workload(seed: int, in_groups: bool = False, has_images: bool = False) 
         max_loras=0 if asynchronous else rng.choice((0, 0, 1, 2)),  # see docs/vllm.md: when a slot is given back
         layout=layout,
     )
+    if has_images:
+        workload.max_loras = 0  # see docs/vllm.md: a row that waits for embeddings keeps its adapter's slot
     _fill(workload, rng, max_model_len)
     if has_images:
         _add_images(workload, rng)
@@ -228,6 +230,7 @@ class Side:
         self.in_flight: deque[tuple[Any, Any]] = deque()
         self.embeddings: set[str] = set()
         """What a worker has, by identifiers."""
+        self.embeddings_before: set[str] = set()
         self.freed: set[str] = set()
         self.lacking: list[str] = []
         """Rows that read embeddings that are not there."""
@@ -286,6 +289,7 @@ class Side:
 
     def _encode(self, output: Any) -> None:
         """Do with embeddings what workers do, and look whether every row has those that it reads."""
+        self.embeddings_before = set(self.embeddings)
         self.freed = set(output.free_encoder_mm_hashes)
         self.embeddings -= self.freed
         for new in output.scheduled_new_reqs:
@@ -441,7 +445,20 @@ def run_both(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) 
         theirs, ours = (side.schedule() for side in sides)
         if sides[1].lacking:
             return {"step": step, "what": sides[1].lacking, "theirs": theirs, "ours": ours}
+        if any(workload.encoder):
+            tally["inputs computed"] += sum(map(len, theirs["encoder inputs"].values()))
+            tally["freed"] += len(sides[0].freed)
+            tally["freed otherwise"] += sides[0].freed != sides[1].freed
         if theirs != ours:
+            if sides[0].lacking:  # see docs/vllm.md
+                tally["theirs lacks embeddings"] += 1
+                return None
+            if any(workload.encoder) and _goes_further(sides, theirs, ours):
+                tally["went further"] += 1
+                return None
+            if any(workload.encoder) and _keeps_others(sides, theirs, ours):
+                tally["kept others"] += 1
+                return None
             if not workload.scheduler["enable_chunked_prefill"] and _resumes_in_chunks(theirs, ours):
                 tally["resumed in chunks"] += 1
                 return None
@@ -477,6 +494,49 @@ def _resumes_in_chunks(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
     more = [name for name in ours["tokens"] if name not in theirs["tokens"]]
     same = theirs["tokens"].items() <= ours["tokens"].items() and theirs["preempted"] == ours["preempted"]
     return same and bool(more) and more[0] in ours["resumed"]
+
+
+def _keeps_others(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
+    """Whether they differ in that one computes embeddings again that the other has kept; see docs/vllm.md."""
+    if {**theirs, "encoder inputs": None} != {**ours, "encoder inputs": None}:
+        return False
+    computed = [_computed(sides[0], theirs), _computed(sides[1], ours)]
+    kept = [side.embeddings_before for side in sides]
+    return computed[0] - computed[1] <= kept[1] and computed[1] - computed[0] <= kept[0]
+
+
+def _computed(side: Side, decision: dict[str, Any]) -> set[str]:
+    """The identifiers of what a step computes."""
+    inputs = decision["encoder inputs"].items()
+    return {side.images[name][index].identifier for name, indices in inputs for index in indices}
+
+
+def _goes_further(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
+    """Whether the first row that differs goes on in ours where theirs ends before an image: whose embeddings ours has
+    kept, or of which the row reads none yet, or for which theirs lacks space; see docs/vllm.md."""
+    if theirs["preempted"] != ours["preempted"] or theirs["finished"] != ours["finished"]:
+        return False
+    for name, count in ours["tokens"].items():
+        before = theirs["tokens"].get(name, 0)
+        if count == before:
+            continue
+        end = ours["starts"][name] + before
+        for feature in sides[1].images[name]:
+            at = feature.mm_position
+            if at.offset <= end < at.offset + at.length and before < count:
+                reads = at.is_embed[end - at.offset : end - at.offset + count - before].any()
+                return not reads or feature.identifier in sides[1].embeddings_before or _holds_unread(sides)
+        return False
+    return False
+
+
+def _holds_unread(sides: tuple[Side, Side]) -> bool:
+    """Whether theirs holds embeddings for a row that reads none of them yet."""
+    held = {key for key, users in sides[0].scheduler.encoder_cache_manager.cached.items() if users}
+    encoder = sides[1].scheduler.core._encoder
+    ours = {item.key for request in encoder.holders() for item in encoder.holds(request)}
+    masks = {f.identifier: f.mm_position.is_embed for features in sides[0].images.values() for f in features}
+    return any(not masks[key].all() for key in held - ours if key in masks)
 
 
 def _does_more(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
