@@ -16,6 +16,10 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
+from vllm_env import TORCHVISION
+
+sys.path.insert(0, str(TORCHVISION))
+
 import numpy as np
 import torch
 import transformers
@@ -30,7 +34,7 @@ from vllm.inputs import TokensPrompt
 from tests.integrations.vllm_groups import OURS, check_every_step
 
 VOCABULARY = 512
-SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<image>", "<boi>", "<eoi>", "\n\n"]
+SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<image>", "<boi>", "<eoi>", "\n\n", "\n", "\n\n\n", "\n\n\n\n", "<video>"]
 TEXT = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -54,7 +58,7 @@ VISION = {
 
 
 def tokenizer() -> Any:
-    """Of words: the special ones, and "w8" to "w511"."""
+    """Of words: the special ones, and "w12" to "w511"."""
     words = SPECIAL + [f"w{number}" for number in range(len(SPECIAL), VOCABULARY)]
     model = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     model.pre_tokenizer = WhitespaceSplit()
@@ -65,7 +69,12 @@ def tokenizer() -> Any:
         pad_token="<pad>",
         unk_token="<unk>",
         additional_special_tokens=SPECIAL[4:],
-        extra_special_tokens={"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"},
+        extra_special_tokens={
+            "image_token": "<image>",
+            "boi_token": "<boi>",
+            "eoi_token": "<eoi>",
+            "video_token": "<video>",
+        },
     )
 
 
@@ -110,7 +119,31 @@ def gemma3() -> tuple[Any, Any]:
     return transformers.Gemma3ForConditionalGeneration(config), processor
 
 
-FAMILIES = {"llava": (llava, "<image>"), "gemma3": (gemma3, "<boi>")}
+def qwen2_vl() -> tuple[Any, Any]:
+    """Qwen 2 VL: as many embeddings as an image has patches, and positions made of their grid."""
+    vision = {"embed_dim": 32, "hidden_size": 64, "depth": 2, "num_heads": 2, "patch_size": 14, "mlp_ratio": 2}
+    text = {
+        **TEXT,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
+    }
+    config = transformers.Qwen2VLConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_id=SPECIAL.index("<image>"),
+        video_token_id=SPECIAL.index("<video>"),
+        vision_start_token_id=SPECIAL.index("<boi>"),
+        vision_end_token_id=SPECIAL.index("<eoi>"),
+    )
+    pixels = {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 24}
+    images = transformers.Qwen2VLImageProcessor(size=pixels)
+    videos = transformers.Qwen2VLVideoProcessor(size=pixels)
+    processor = transformers.Qwen2VLProcessor(images, tokenizer(), videos)
+    return transformers.Qwen2VLForConditionalGeneration(config), processor
+
+
+FAMILIES = {"llava": (llava, "<image>"), "gemma3": (gemma3, "<boi>"), "qwen2-vl": (qwen2_vl, "<image>")}
 """How a model is made, and what stands for an image in its prompts."""
 
 
@@ -133,16 +166,18 @@ def make(family: str, folder: Path) -> None:
 
 
 def picture(number: int) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(number).integers(0, 255, (48, 40, 3), dtype=np.uint8))
+    return Image.fromarray(
+        np.random.default_rng(number).integers(0, 255, (48 + 40 * number, 40 + 30 * number, 3), dtype=np.uint8)
+    )
 
 
 def prompts(family: str) -> list[TokensPrompt]:
     """Some with the same images at the same places, and some with others there."""
     image = SPECIAL.index(FAMILIES[family][1])
-    shared = [8 + index * 7 % 500 for index in range(140)]
+    shared = [12 + index * 7 % 500 for index in range(140)]
     made = []
     for number in range(8):
-        own = [8 + index * (number + 3) % 500 for index in range(30 * number)]
+        own = [12 + index * (number + 3) % 500 for index in range(30 * number)]
         pictures = [picture(0), picture(number % 3), picture(number)][: 1 + number % 3]
         tokens = [1, *shared[:40]]
         for place in range(len(pictures)):
