@@ -50,8 +50,30 @@ def test_images_in_one_situation_after_the_other() -> None:
     assert found["payload, second runner"] == [False, True], "which gets a resumed request anew"
     assert found["reset"] == [["cat"], ["cat"]], "once, and once more behind the reset"
     assert found["session"] == [[["cat"], ["dog"]], 23], "the second image, behind 20 tokens"
+    hits, are_equal, ended = found["embeddings"]
+    assert hits == [0, 8, 0, 16, 0, 16, 0] and are_equal, "by the same bytes, with the same tokens among them"
+    assert ended == "error", "a prompt of embeddings does not come in parts"
     is_equal, keys = found["events"]
     assert is_equal and keys == [[["cat", 6], "salt"], [["cat", -2]], [["dog", 4]], [["dog", -4]], None]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("family", "options"), [("qwen3", {}), ("qwen3", SMALL_POOL), ("gemma3", {}), ("qwen3", {"async_scheduling": True})]
+)
+def test_prompts_of_embeddings_get_the_tokens_that_vllms_own_scheduler_gives(
+    tmp_path: Path, family: str, options: dict[str, Any]
+) -> None:
+    """And those of the same prompts as tokens, beside them; found again as often."""
+    given = [f"{key}={json.dumps(value)}" for key, value in options.items()]
+    theirs, ours = (run_in_vllm("vllm_embeds.py", family, how, tmp_path, *given) for how in ("theirs", "ours"))
+    assert len({tuple(tokens) for tokens in theirs["tokens"]}) >= 5
+    assert ours["tokens"] == theirs["tokens"]
+    assert ours["tokens"][::2] == ours["tokens"][1::2]
+    if options is not SMALL_POOL:
+        assert ours["cached"] == theirs["cached"] and max(ours["cached"]) > 0
+    else:
+        assert ours["preemptions"] > 0
 
 
 @pytest.mark.soak
@@ -61,9 +83,9 @@ def test_tokens_are_those_of_vllms_own_scheduler(tmp_path: Path, case: str) -> N
     """In the same steps, with the same images computed in each; twice, so that caches are used."""
     family, options = CASES[case]
     given = [f"{key}={json.dumps(value)}" for key, value in options.items()]
-    theirs = run_in_vllm("vllm_images.py", family, "theirs", tmp_path, *given)
+    theirs = run_in_vllm("vllm_images.py", family, "theirs", tmp_path, *given, sources=TORCHVISION)
     assert len({tuple(tokens) for tokens in theirs["tokens"]}) >= 5, "the model does not tell its prompts apart"
-    ours = run_in_vllm("vllm_images.py", family, "ours", tmp_path, *given)
+    ours = run_in_vllm("vllm_images.py", family, "ours", tmp_path, *given, sources=TORCHVISION)
     for name in ("tokens", "cached", "steps", "encoder", "groups"):
         assert ours[name] == theirs[name], name
     assert ours["reused"] > 0

@@ -12,6 +12,7 @@ import json
 import logging
 from typing import Any
 
+import torch
 from _scheduler_worker import Settings
 from _vllm_runner import StandInRunner
 from _vllm_worker import build_config, build_kv_cache_config
@@ -69,13 +70,14 @@ class Host:
         self.ended: dict[str, str] = {}
         self.tokens: list[dict[str, int]] = []
 
-    def add(self, name: str, prompt: list[int], *images: tuple[str, int, str], **options: Any) -> Request:
+    def add(self, name: str, prompt: list[int] | None, *images: tuple[str, int, str], **options: Any) -> Request:
+        """`options` are of vLLM's `Request`, and `max_tokens`."""
         features = [feature_of(*image) for image in images]
         for feature in features:
             feature.data = MultiModalKwargsItem({})
         params = SamplingParams(max_tokens=options.pop("max_tokens", 1), ignore_eos=True)
         request = Request(
-            name, list(prompt), params, None, mm_features=features,
+            name, None if prompt is None else list(prompt), params, None, mm_features=features,
             block_hasher=get_request_block_hasher(BLOCK_SIZE, HASH), **options,
         )  # fmt: skip
         self.scheduler.add_request(request)
@@ -216,6 +218,36 @@ def events() -> list[bool]:
     return [told == [maybe_convert_block_hash(each) for each in request.block_hashes[:5]], keys]
 
 
+def embeddings() -> list[Any]:
+    """Prompts that are given as embeddings, or partly: found by their bytes, under vLLM's hashes."""
+    host = Host((0, 0), events=True)
+    found: list[Any] = []
+    host.scheduler._kv_events._publisher.publish = lambda batch: found.extend(batch.events)
+    rows = torch.arange(3 * 20 * 4, dtype=torch.float32).reshape(3, 20, 4)
+    rows[1, :8] = rows[0, :8]
+    hits, hashes = [], []
+    is_token = [place < 3 for place in range(20)]
+    for number, (prompt, vectors, options) in enumerate((
+        (None, rows[0], {}),
+        (None, rows[1], {}),
+        (None, rows[2], {}),
+        (None, rows[0], {}),
+        ([5] * 20, rows[0], {"prompt_is_token_ids": is_token}),
+        ([5] * 20, rows[0], {"prompt_is_token_ids": is_token}),
+        ([0] * 20, None, {}),
+    )):  # fmt: skip
+        request = host.add(f"r{number}", prompt, prompt_embeds=vectors, max_tokens=9, **options)
+        host.run()
+        request.append_output_token_ids([7] * 4)
+        hits.append(host.new[f"r{number}"].num_computed_tokens)
+        hashes += [maybe_convert_block_hash(each) for each in request.block_hashes[:3]]
+    told = [each for event in found for each in event.block_hashes]
+    assert host.new["r4"].prompt_is_token_ids == is_token and host.new["r0"].prompt_token_ids is None
+    host.add("parts", None, prompt_embeds=rows[0], resumable=True)
+    host.run()
+    return [hits, set(hashes) <= set(told), host.ended["parts"]]
+
+
 def main() -> None:
     init_none_hash(HASH)
     encoder_budget.MultiModalBudget = StandInBudget
@@ -231,6 +263,7 @@ def main() -> None:
         "reset": reset(),
         "session": session(),
         "events": events(),
+        "embeddings": embeddings(),
     }
     print(json.dumps(found))
 

@@ -16,10 +16,6 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-from vllm_env import TORCHVISION
-
-sys.path.insert(0, str(TORCHVISION))
-
 import numpy as np
 import torch
 import transformers

@@ -3,10 +3,14 @@
 An input is known by vLLM's identifier: a digest of its content, or what the client named it. Requests with equal
 identifiers share embeddings and cached prefixes, and the workers keep embeddings by them alone. So an identifier that
 comes with another number of embeddings than before names another content, and its request is refused.
+
+Embeddings that stand for a prompt, or for a part of it, need no encoder. Where prefixes are cached, each block of such
+a prompt is an input of which nothing is computed, and whose key is a digest of the block's bytes.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -126,6 +130,25 @@ def _to_input(feature: Any) -> EncoderInput:
         mask = "".join("1" if reads else "0" for reads in position.is_embed.tolist())
         mask = mask if "0" in mask else None
     return EncoderInput(feature.identifier, position.offset, position.length, position.get_num_embeds(), mask)
+
+
+GIVEN = "embeddings:"
+"""Begins the key of a block of a prompt that is given as embeddings."""
+
+
+def given_embeddings(request: Any, block_size: int) -> list[EncoderInput]:
+    """What identifies the blocks of a prompt that is given as embeddings: all bytes of each, as vLLM does."""
+    from vllm.v1.utils import tensor_data
+
+    embeddings, end = request.prompt_embeds, request.num_prompt_tokens
+    inputs = []
+    for start in range(0, end, block_size):
+        length = min(block_size, end - start)
+        digest = request._prompt_embeds_per_block_hashes.get((start, start + length))  # of full blocks
+        if digest is None:
+            digest = hashlib.sha256(tensor_data(embeddings[start : start + length])).digest()
+        inputs.append(EncoderInput(GIVEN + digest.hex(), start, length, 0, "0" * length))
+    return inputs
 
 
 def shift_inputs(features: Sequence[Any], num_tokens: int) -> list[Any]:

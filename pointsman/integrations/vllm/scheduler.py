@@ -28,6 +28,7 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
 from pointsman.core import (
+    EncoderInput,
     FinishReason,
     ParkReason,
     PauseMode,
@@ -41,7 +42,7 @@ from pointsman.core import (
 )
 from pointsman.core import Scheduler as Core
 from pointsman.core import SchedulerOutput as Output
-from pointsman.integrations.vllm.encoder_inputs import EncoderInputs
+from pointsman.integrations.vllm.encoder_inputs import EncoderInputs, given_embeddings
 from pointsman.integrations.vllm.kv_events import KVEvents
 from pointsman.integrations.vllm.kv_groups import KVGroups
 from pointsman.integrations.vllm.operation import Operation, open_record
@@ -216,10 +217,10 @@ class Scheduler:
             ours = to_request(
                 request,
                 self._free_id(name),
-                prompt_token_ids=request.prompt_token_ids,
+                prompt_token_ids=request.prompt_token_ids if request.prompt_embeds is None else request._all_token_ids,
                 arrival_time=request.arrival_time - self._clock_offset,
                 runs_ahead=self._runs_ahead,
-                encoder_inputs=self._encoder_inputs.begin(request) if request.mm_features else (),
+                encoder_inputs=self._read_inputs(request),
             )
             check_retention(ours, self._max_retention)
             self.core.add(ours, now, park=ParkReason.GRAMMAR if needs_grammar else None)
@@ -237,6 +238,23 @@ class Scheduler:
         self._drafts.begin(request)
         if self._statistics is not None:
             request.record_event(EngineCoreEventType.QUEUED)
+
+    def _read_inputs(self, request: Any) -> Sequence[EncoderInput]:
+        """The encoder inputs of a request, or what its prompt of embeddings is found by.
+
+        Raises:
+            RequestRefused: it could never run.
+        """
+        if request.prompt_embeds is not None:
+            if request.resumable:
+                raise RequestRefused(
+                    f"request {request.request_id!r} refused: a prompt that comes in parts cannot be given as "
+                    "embeddings; send it at once, or as tokens"
+                )
+            if not request.mm_features:
+                is_keyed = self._groups is None and self.core.config.enable_prefix_caching
+                return given_embeddings(request, self.core.config.block_size) if is_keyed else ()
+        return self._encoder_inputs.begin(request) if request.mm_features else ()
 
     def _free_id(self, name: str) -> str:
         """The core's id for a request: vLLM's, or another one while the workers have not been informed that an earlier

@@ -50,6 +50,8 @@ new_request_data = maker(
     "block_ids",
     "num_computed_tokens",
     "lora_request",
+    "prompt_embeds",
+    "prompt_is_token_ids",
     "prefill_token_ids",
 )
 
@@ -225,6 +227,8 @@ class OutputMaker:
                 block_ids=own,
                 num_computed_tokens=num_hits,
                 lora_request=of_vllm.lora_request,
+                prompt_embeds=of_vllm.prompt_embeds,
+                prompt_is_token_ids=of_vllm.prompt_is_token_ids,
                 prefill_token_ids=request.all_token_ids.tolist() if self._v2_runner else None,
             )
             new.append(data)

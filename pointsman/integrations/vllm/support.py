@@ -154,8 +154,6 @@ def _model_problems(vllm_config: Any) -> list[str]:
         )
     if getattr(model, "is_diffusion", False):
         problems.append("diffusion models are not supported: serve a model that generates one token after the other")
-    if getattr(model, "enable_prompt_embeds", False):
-        problems.append("prompts given as embeddings are not supported: leave --enable-prompt-embeds out")
     return problems
 
 
