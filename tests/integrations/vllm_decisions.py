@@ -27,15 +27,11 @@ from typing import Any
 import torch
 from _scheduler_worker import EOS, Settings
 from _vllm_runner import StandInRunner
-from _vllm_worker import build_config, build_kv_cache_config
-from vllm.config import ModelConfig
+from _vllm_worker import build_config, build_kv_cache_config, feature_of, stand_in_for_encoder
 from vllm.lora.request import LoRARequest
-from vllm.multimodal import encoder_budget
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched import scheduler as own_scheduler
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as OwnScheduler
 from vllm.v1.kv_cache_interface import (
@@ -210,8 +206,7 @@ class Side:
             specs = [spec_of(each, workload.scheduler["max_model_len"]) for each in workload.layout]
             kv_cache_config.kv_cache_groups = [KVCacheGroupSpec([f"layer{n}"], spec) for n, spec in enumerate(specs)]
             self.hash_size = min(spec.block_size for spec in specs)
-        encoder = StandInBudget.sizes = workload.encoder
-        config.model_config.has_images = any(encoder)
+        stand_in_for_encoder(config, workload.encoder)
         self.scheduler = scheduler_class(
             vllm_config=config,
             kv_cache_config=kv_cache_config,
@@ -346,22 +341,6 @@ class Side:
         token = random.Random(f"{self.workload.seed} {name} {position}").randrange(NUM_TOKENS)
         first, stops = self.allowed[name]
         return NUM_TOKENS if token in stops and position < first else token
-
-
-class StandInBudget:
-    """The sizes of a workload, in place of what vLLM reads from a model's processor."""
-
-    sizes = (0, 0)
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.encoder_compute_budget, self.encoder_cache_size = self.sizes
-        self.mm_max_toks_per_item = {"image": 1}
-
-
-def feature_of(key: str, offset: int, mask: str) -> Any:
-    """An image without a payload."""
-    position = PlaceholderRange(offset, len(mask), torch.tensor([each == "1" for each in mask]))
-    return MultiModalFeatureSpec(data=None, modality="image", identifier=key, mm_position=position)
 
 
 def spec_of(layout: tuple[str, int, int], max_model_len: int) -> Any:
@@ -566,8 +545,6 @@ def _count(decision: dict[str, Any], tally: Counter[str]) -> None:
 def main() -> None:
     first, count = int(sys.argv[1]), int(sys.argv[2])
     init_none_hash(HASH)
-    encoder_budget.MultiModalBudget = own_scheduler.MultiModalBudget = StandInBudget
-    ModelConfig.supports_multimodal_inputs = property(lambda config: getattr(config, "has_images", False))
     base = build_config(Settings(num_blocks=100, max_model_len=1 << 12, max_num_seqs=8, max_num_batched_tokens=1 << 12))
     tally: Counter[str] = Counter()
     differences = []

@@ -15,18 +15,16 @@ from typing import Any
 import torch
 from _scheduler_worker import Settings
 from _vllm_runner import StandInRunner
-from _vllm_worker import build_config, build_kv_cache_config
+from _vllm_worker import build_config, build_kv_cache_config, feature_of, stand_in_for_encoder
 from vllm import SamplingParams
-from vllm.config import ModelConfig
 from vllm.config.kv_events import KVEventsConfig
-from vllm.multimodal import encoder_budget
 from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from pointsman.integrations.vllm import Scheduler
-from tests.integrations.vllm_decisions import HASH, StandInBudget, feature_of
+from tests.integrations.vllm_decisions import HASH
 
 BLOCK_SIZE = 8
 
@@ -47,8 +45,7 @@ class Host:
             num_blocks=num_blocks, max_model_len=512, max_num_seqs=min(8, budget), max_num_batched_tokens=512
         )
         config = build_config(settings)
-        StandInBudget.sizes = encoder
-        config.model_config.has_images = True
+        stand_in_for_encoder(config, encoder)
         config.scheduler_config.max_num_batched_tokens = budget
         config.additional_config = {"pointsman": {"socket": "", "preset": "vllm"}}
         if events:
@@ -250,8 +247,6 @@ def embeddings() -> list[Any]:
 
 def main() -> None:
     init_none_hash(HASH)
-    encoder_budget.MultiModalBudget = StandInBudget
-    ModelConfig.supports_multimodal_inputs = property(lambda config: getattr(config, "has_images", False))
     logging.getLogger("vllm.pointsman").setLevel(logging.CRITICAL)
     found = {
         "too large": too_large(),

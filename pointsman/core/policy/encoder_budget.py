@@ -101,23 +101,25 @@ class EncoderCache(Limit):
         """Cut what rows want to the token budget, in order, and before the first input that is unavailable: what the
         budget cuts off needs no embeddings."""
         both = PREFILLING | ENCODER_INPUTS
-        reaching = ((batch.flags[rows] & both) == both).nonzero()[0].tolist()
-        if not reaching:
+        reaching = ((batch.flags[rows] & both) == both).nonzero()[0]
+        if not len(reaching):
             return
-        plan = _Plan(self)
-        left = self._token_budget.tokens - (np.add.accumulate(want) - want)
+        plan, requests = _Plan(self), batch.members.requests
+        left = self._token_budget.tokens - (np.add.accumulate(want) - want)[reaching]
+        starts, wanted = batch.num_computed_tokens[rows[reaching]], want[reaching]
+        granted: list[int] = []
         num_cut = 0
-        for index in reaching:
-            start, request, wanted = (
-                batch.num_computed_tokens.item(rows[index]),
-                batch.members.requests[index],
-                want.item(index),
-            )
-            tokens, blocked = plan.reach(request, start, min(wanted, max(left.item(index) + num_cut, 0)))
-            want[index] = tokens
-            num_cut += wanted - tokens
+        for index, start, most, room in zip(
+            reaching.tolist(), starts.tolist(), wanted.tolist(), left.tolist(), strict=True
+        ):
+            tokens, blocked = 0, None
+            if room + num_cut > 0:
+                tokens, blocked = plan.reach(requests[index], start, min(most, room + num_cut))
+            granted.append(tokens)
+            num_cut += most - tokens
             if blocked is not None and tokens == 0:
-                self._waits(request, blocked)
+                self._waits(requests[index], blocked)
+        want[reaching] = granted
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         if not request.encoder_inputs:
@@ -271,15 +273,19 @@ class _Plan:
 
     def reach(self, request: Request, start: int, want: int) -> tuple[int, Deferral | None]:
         """How many of `want` tokens from `start` on the row can compute, and what blocks the remaining ones."""
-        for item in request.encoder_inputs:
-            if item.start >= start + want:
+        end = start + want
+        for item in request._state.encoder_inputs:
+            key, first, length, count, mask = item
+            if first >= end:
                 break
-            if start < item.start and start + want < item.end and not self._cache.splits:
-                return item.start - start, None
-            if item.reads(start, start + want):
-                blocked = self._take(item.entry)
+            if first + length <= start:
+                continue
+            if start < first and end < first + length and not self._cache.splits:
+                return first - start, None
+            if count and (mask is None or item.reads(start, end)):
+                blocked = self._take(EncoderEntry(key, count))
                 if blocked is not None:
-                    return max(item.start - start, 0), blocked
+                    return max(first - start, 0), blocked
         return want, None
 
     def _take(self, entry: EncoderEntry) -> Deferral | None:

@@ -118,6 +118,9 @@ class EncoderInputs:
         return keys
 
 
+TO_DIGITS = bytes.maketrans(b"\0\1", b"01")
+
+
 def _refused(request: Any, why: str) -> RequestRefused:
     return RequestRefused(f"request {request.request_id!r} refused: {why}")
 
@@ -125,11 +128,13 @@ def _refused(request: Any, why: str) -> RequestRefused:
 def _to_input(feature: Any) -> EncoderInput:
     """One of vLLM's inputs."""
     position = feature.mm_position
-    mask = None
-    if position.is_embed is not None:
-        mask = "".join("1" if reads else "0" for reads in position.is_embed.tolist())
-        mask = mask if "0" in mask else None
-    return EncoderInput(feature.identifier, position.offset, position.length, position.get_num_embeds(), mask)
+    length: int = position.length
+    if position.is_embed is None:
+        return EncoderInput(feature.identifier, position.offset, length, length)
+    bits = position.is_embed.numpy().tobytes()  # a byte for each placeholder
+    count = bits.count(1)
+    mask = None if count == length else bits.translate(TO_DIGITS).decode()
+    return EncoderInput(feature.identifier, position.offset, length, count, mask)
 
 
 GIVEN = "embeddings:"
