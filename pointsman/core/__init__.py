@@ -33,6 +33,7 @@ from pointsman.core.replay import ReplayDifference, ReplayReport, replay
 from pointsman.core.scheduler import Scheduler
 from pointsman.core.state.events import Listener, StepDecision, StepRun
 from pointsman.core.state.inputs import Adapter, EncoderEntry, EncoderInput
+from pointsman.core.state.layout import KVGroup
 from pointsman.core.state.output import Copies, Load, Save, SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.state.reason import Holder, Reason
 from pointsman.core.state.repetition import RepetitionDetectionParams
@@ -60,6 +61,7 @@ __all__ = [
     "InvalidTransition",
     "InvariantError",
     "KVConnector",
+    "KVGroup",
     "Listener",
     "Load",
     "ParkReason",

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 from pointsman.core.errors import ConfigError
 from pointsman.core.presets import PRESETS, SYSTEMS
 from pointsman.core.state.interfaces import Eviction, Order, Victim
+from pointsman.core.state.layout import FULL, KINDS, KVGroup
 from pointsman.core.state.numbers import MAX_INT
 
 MAX_OVERTAKES = 64
@@ -31,6 +32,10 @@ class SchedulerConfig:
     """Tokens per KV block."""
     num_reserved_blocks: int = 0
     """Block ids 0 to num_reserved_blocks - 1 are never allocated (vLLM's null block, a trash block)."""
+    kv_groups: tuple[KVGroup, ...] = ()
+    """Groups of layers with block tables of their own, all of blocks of `block_size` tokens from the one pool:
+    `KVGroup("full")`, `KVGroup("window", 1024)`, `KVGroup("chunk", 8192)`. What lies behind a request's window returns
+    to the pool while it runs. (): one group of full attention."""
 
     max_num_seqs: int = 256
     """Maximum number of requests in a step; hosts size their buffers for it."""
@@ -69,10 +74,15 @@ class SchedulerConfig:
 
     num_draft_tokens: int = 0
     """Speculation: maximum number of draft tokens that a step verifies for one request, beside its own next token; 0:
-    none. The budget must hold them for every request."""
+    none. Where the budget does not hold them for every row, all rows verify fewer."""
     draft_table: tuple[tuple[int, int], ...] = ()
     """Pairs (running requests, drafts), ascending: with at least that number of running requests, at most that number
     of drafts each. Verification is nearly free while steps are small, and costs what it computes once they are full."""
+
+    pad_first_decodes: bool = False
+    """Whether a request whose first step computes one token alone verifies `num_draft_tokens` placeholders beside it
+    (`UNSAMPLED`, which no host accepts), unless that step continues a prefill: so that all rows of the step have as
+    many tokens, as graphs captured for uniform decodes need."""
 
     order: str | Order = "fcfs"
     """Which request is admitted next: a name, with parameters if need be ("name:key=value,key=value"), or an object
@@ -164,6 +174,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft_table", _checked_draft_table(self.draft_table))  # JSON has lists
+        object.__setattr__(self, "kv_groups", _checked_groups(self.kv_groups))
         for name in ("reserves", "token_limits"):
             object.__setattr__(self, name, _checked_policies(name, getattr(self, name)))
         self._check_ranges()
@@ -203,14 +214,35 @@ class SchedulerConfig:
         return self.num_blocks - self.num_reserved_blocks
 
     @property
+    def has_kv_groups(self) -> bool:
+        """Whether KV is in other groups than one of full attention."""
+        return self.kv_groups not in ((), (FULL,))
+
+    @property
     def num_seats(self) -> int:
         """Sequence slots: maximum number of requests that hold blocks at once."""
         return self.max_num_seqs if self.max_num_active_seqs is None else self.max_num_active_seqs
 
     @property
     def num_usable_tokens(self) -> int:
-        """Tokens whose KV the usable blocks hold."""
-        return self.num_usable_blocks * self.block_size
+        """The longest sequence whose KV the usable blocks hold; with `kv_groups`, at most the model's longest."""
+        if not self.has_kv_groups:
+            return self.num_usable_blocks * self.block_size
+        low, high = 0, self.max_model_len
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.most_blocks(middle) <= self.num_usable_blocks else (low, middle - 1)
+        return low
+
+    @property
+    def max_tokens_in_flight(self) -> int:
+        """Tokens that steps in flight compute at most."""
+        return self.max_num_batched_tokens * self.max_steps_in_flight
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """The most blocks that a request holds at a time until it has computed its first `num_tokens`."""
+        groups = self.kv_groups or (FULL,)
+        return sum(group.most_blocks(num_tokens, self.max_tokens_in_flight, self.block_size) for group in groups)
 
     def max_drafts(self, num_running: int) -> int:
         """Maximum number of draft tokens of a request in a step with `num_running` running ones."""
@@ -271,6 +303,7 @@ class SchedulerConfig:
             "first_chunk_only",
             "count_owed_blocks",
             "admit_after_preemption",
+            "pad_first_decodes",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
@@ -355,6 +388,25 @@ class SchedulerConfig:
         self._check_encoder()
         self._check_speculation()
         self._check_prefill_first()
+        if self.has_kv_groups:
+            self._check_kv_groups()
+
+    def _check_kv_groups(self) -> None:
+        """What there is of one group of full attention alone."""
+        without: tuple[tuple[str, object], ...] = (
+            ("eviction", "lru"),
+            ("preemption_mode", "recompute"),
+            ("enable_kv_cache_events", False),
+            ("count_common_prefix", False),
+        )
+        for name, default in without:
+            value = getattr(self, name)
+            if value != default:
+                shown = _named(value) if name == "eviction" else value
+                raise ConfigError(
+                    f"{name} is {shown!r}, and with {len(self.kv_groups)} kv_groups it must be {default!r}; "
+                    "leave it at its default, or keep all KV in one group of full attention"
+                )
 
     def _check_encoder(self) -> None:
         if not self.split_encoder_inputs and not self.encoder_budget:
@@ -373,17 +425,15 @@ class SchedulerConfig:
             )
 
     def _check_speculation(self) -> None:
-        needed = self.max_num_seqs * (1 + self.num_draft_tokens)
-        if self.num_draft_tokens and self.max_num_batched_tokens < needed and self.batching != "prefill-first":
-            raise ConfigError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}, and max_num_seqs {self.max_num_seqs} with "
-                f"num_draft_tokens {self.num_draft_tokens} may decode {needed} tokens in a step; raise the budget, or "
-                "lower one of the two"
-            )
         if self.draft_table and not self.num_draft_tokens:
             raise ConfigError(
                 f"draft_table is {self.draft_table} and num_draft_tokens 0, so it would have no effect; raise "
                 "num_draft_tokens or leave the table empty"
+            )
+        if self.pad_first_decodes and (not self.num_draft_tokens or self.draft_table or self.batching != "mixed"):
+            raise ConfigError(
+                "pad_first_decodes=True needs num_draft_tokens, one number for all rows (no draft_table), and batching "
+                '"mixed"; leave it at its default'
             )
         for running, drafts in self.draft_table:
             if drafts > self.num_draft_tokens:
@@ -457,6 +507,25 @@ def _checked_policies(name: str, given: object) -> tuple[Any, ...]:
     if isinstance(given, str) or not isinstance(given, (tuple, list)):
         raise ConfigError(f'{name} is {given!r}; give a list of names or objects, such as ("watermark:share=0.02",)')
     return tuple(given)
+
+
+def _checked_groups(given: object) -> tuple[KVGroup, ...]:
+    try:
+        if isinstance(given, str):
+            raise TypeError
+        groups = tuple(KVGroup(*group) for group in given)  # type: ignore[attr-defined]
+    except TypeError:
+        raise ConfigError(
+            f'kv_groups is {given!r}; give pairs of a kind and a size, such as (("full", 0), ("window", 1024))'
+        ) from None
+    for group in groups:
+        if group.kind not in KINDS:
+            raise ConfigError(f"a group in kv_groups is of kind {group.kind!r}; choose one of {', '.join(KINDS)}")
+        if group.is_full and group.size != 0:
+            raise ConfigError(f'a group in kv_groups is "full", of size {group.size}; leave the size out')
+        if not group.is_full:
+            _check_int(f'the size of a "{group.kind}" group in kv_groups', group.size, 1)
+    return groups
 
 
 def _checked_draft_table(table: object) -> tuple[tuple[int, int], ...]:

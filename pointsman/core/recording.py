@@ -223,6 +223,8 @@ def output_decision(output: SchedulerOutput) -> dict[str, Any]:
     ]
     decision["saves"] = [[save.block_id, save.key.hex()] for save in output.saves]
     decision.update((name, getattr(output, name).tolist()) for name in _OUTPUT_ARRAYS)
+    if len(output.block_groups):
+        decision |= {name: getattr(output, name).tolist() for name in ("block_groups", "block_places")}
     return decision
 
 

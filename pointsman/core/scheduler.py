@@ -29,7 +29,6 @@ from pointsman.core.errors import InvalidTransition, PolicyError, UnknownTransfe
 from pointsman.core.kv.cache import KVCache
 from pointsman.core.kv.connector import AnswerLog, KVConnector
 from pointsman.core.kv.events import KVEvent
-from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.observe.explain import Explanation, explain, find_holder
 from pointsman.core.observe.invariants import check
 from pointsman.core.observe.request_log import RequestLog
@@ -641,14 +640,13 @@ class Scheduler:
         # One step number is left out, so that drafts for an earlier step are stale and not checked.
         start = Start(self._next_step_id + 1, self._table.next_serial)
         kv, pause = self._kv, self._admission.pause
-        if not isinstance(kv, KVCacheManager):
+        if self._kv_cache is not None:
             raise InvalidTransition(
                 f"the KV blocks of {type(kv).__name__} cannot be recorded, as a replay would need it; film the run"
             )
         self._recorder = recorder
         self._listeners = (*self._listeners, recorder)
         self._assemble(start)
-        assert isinstance(self._kv, KVCacheManager)
         self._kv.continue_reports(kv)
         recorder.start(self._config, start, self.policies)
         if pause is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -23,6 +24,7 @@ from pointsman.sim.errors import SimulationError
 from pointsman.sim.trial import Job, Judge, Sample
 
 MAX_PROCESSES = 61  # of a pool on Windows
+CONNECT_SECONDS = 10.0  # until a Ray cluster counts as unreachable
 
 
 class Runner(Protocol):
@@ -151,8 +153,16 @@ class _OnRay:
         self._pool = pool
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Sample]:
-        samples: Iterator[Sample] = self._pool.map(lambda actor, job: actor.measure.remote(job), jobs)
-        return samples
+        from ray.exceptions import RayError
+
+        try:
+            yield from self._pool.map(lambda actor, job: actor.measure.remote(job), jobs)
+        except RayError as error:
+            reason = str(error.cause if isinstance(getattr(error, "cause", None), Exception) else error).strip()
+            raise SimulationError(
+                f"a worker on the Ray cluster failed: {reason.splitlines()[-1]}; each node must stay up, with this "
+                "version of Python and pip install 'pointsman[ray]'"
+            ) from error
 
 
 @contextmanager
@@ -166,6 +176,7 @@ def _on_ray(judge: Judge, num_actors: int, address: str) -> Iterator[Runner]:
         ) from None
     was_there = ray.is_initialized()
     if not was_there:
+        _check_that_it_answers(address)
         try:
             ray.init(address, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -184,6 +195,19 @@ def _on_ray(judge: Judge, num_actors: int, address: str) -> Iterator[Runner]:
             ray.kill(actor)
         if not was_there:
             ray.shutdown()
+
+
+def _check_that_it_answers(address: str) -> None:
+    """Ray itself tries for minutes to reach an address, and prints a line every few seconds."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not (host and port.isdecimal()):  # a word, such as auto or local
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise SimulationError(
+            f"cannot reach a Ray cluster at {address!r}: {error}; give the host:port that ray start --head printed"
+        ) from None
 
 
 class _Actor:

@@ -22,6 +22,7 @@ _ALONE: Mapping[str, Any] = {
     "max_steps_in_flight": 1,
     "num_draft_tokens": 0,
     "draft_table": (),
+    "pad_first_decodes": False,
     "preemption_mode": "recompute",
     "kv_load_timeout": None,
     "kv_load_failure_policy": "recompute",

@@ -52,11 +52,6 @@ def test_a_preset_lies_underneath(name: str) -> None:
         ({"speculative_config": "ngram"}, None, "--speculative-config is 'ngram', not JSON"),
         ({"speculative_config": '{"method": "eagle"}'}, None, "method is 'eagle'; the one there is is \"ngram\""),
         (
-            {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 8}'},
-            None,
-            "num_draft_tokens 8 may decode 576 tokens in a step",
-        ),
-        (
             {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}', "num_draft_tokens": 2},
             None,
             "speculative_config and num_draft_tokens 2 both set speculation",

@@ -49,7 +49,12 @@ NOT_OPTIONS = {
         "admit_after_preemption",
         "shortage",
     ),  # of other systems
-    *("share_within_step", "count_common_prefix", "max_overtakes"),  # for hosts other than this engine
+    *(
+        "share_within_step",
+        "count_common_prefix",
+        "max_overtakes",
+        "pad_first_decodes",
+    ),  # for hosts other than this engine
 }
 
 

@@ -12,7 +12,7 @@ from tests.soak import short_of
 pytestmark = NEEDS_VLLM
 
 
-@pytest.mark.parametrize("feature", short_of(["offline", "online", "pooling", "lora"], {"offline", "online"}))
+@pytest.mark.parametrize("feature", short_of(["offline", "online", "pooling", "lora", "drafts"], {"offline", "online"}))
 def test_features_are_as_with_vllms_own_scheduler(tmp_path: Path, feature: str) -> None:
     if feature == "lora":
         run_in_vllm("vllm_features.py", "adapters", "-", DEMO, tmp_path)

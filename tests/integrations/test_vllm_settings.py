@@ -43,6 +43,18 @@ def test_flags_that_vllm_accepts_are_not_refused() -> None:
     assert 0.97 < settled(scheduler_config__watermark=0.99).watermark < 1.0, "all but one of the usable blocks"
 
 
+def test_drafts_need_no_room_in_the_budget_for_all_rows() -> None:
+    """vLLM's default for a server is 2,048 tokens and 256 requests."""
+    many = settled(
+        num_speculative_tokens=15,
+        scheduler_config__max_num_seqs=256,
+        scheduler_config__max_num_batched_tokens=2048,
+    )
+    assert (many.num_draft_tokens, many.pad_first_decodes) == (15, True)
+    table = {"draft_table": [[8, 2]]}
+    assert not settled(table, num_speculative_tokens=3, scheduler_config__max_num_seqs=8).pad_first_decodes
+
+
 def test_knobs_and_presets_come_from_the_additional_config() -> None:
     settings = read_settings({"pointsman": {"decode_reserve": "mean", "socket": "/s", "record": "/r"}})
     assert (dict(settings.knobs), settings.socket, settings.record) == ({"decode_reserve": "mean"}, "/s", "/r")
@@ -111,6 +123,14 @@ def test_every_knob_is_either_vllms_or_ours() -> None:
             "--no-async-scheduling",
         ),
         ({"speculative_config": SimpleNamespace(method="eagle"), "num_lookahead_tokens": 3}, "the method 'eagle'"),
+        (
+            {
+                "speculative_config": SimpleNamespace(
+                    method="ngram", parallel_drafting=True, max_num_new_slots_for_drafting=2
+                )
+            },
+            "leave parallel_drafting out",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_with_a_remedy(changes: dict[str, Any], words: str) -> None:

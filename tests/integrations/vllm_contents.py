@@ -58,13 +58,18 @@ class Contents:
                 table += ids
             steps.append((name, start, output.num_scheduled_tokens[name]))
         for name, start, count in steps:
-            row = self._rows[name]
-            row.tokens += [sample(name, position) for position in range(len(row.tokens), start + count)]
+            row, drafts = self._rows[name], output.scheduled_spec_decode_tokens.get(name, [])
+            row.tokens += [sample(name, position) for position in range(len(row.tokens), start + count - len(drafts))]
+            row.tokens += drafts
             for group, spec in enumerate(self._specs):
                 self._write(group, spec, row, start, start + count)
         for name, start, count in steps:
             for group, spec in enumerate(self._specs):
                 self._read(name, group, spec, self._rows[name], start, start + count)
+        for name, drafts in output.scheduled_spec_decode_tokens.items():  # what is accepted is sampled again
+            row = self._rows[name]
+            known = len(row.tokens) - len(drafts)
+            del row.tokens[known:], row.prefixes[known:]
 
     def _write(self, group: int, spec: Any, row: _Row, start: int, end: int) -> None:
         held, table = self._held[group], row.tables[group]

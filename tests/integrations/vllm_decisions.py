@@ -28,6 +28,7 @@ import torch
 from _scheduler_worker import EOS, Settings
 from _vllm_runner import StandInRunner
 from _vllm_worker import build_config, build_kv_cache_config, feature_of, stand_in_for_encoder
+from vllm.config import SpeculativeConfig
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -41,6 +42,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -67,6 +69,7 @@ class Workload:
     caches: bool
     asynchronous: bool
     max_loras: int
+    num_drafts: int = 0
     layout: tuple[tuple[str, int, int], ...] = ()
     """Of each group its kind, block size, and window or chunk; none: one group of full attention."""
     encoder: tuple[int, int] = (0, 0)
@@ -139,7 +142,16 @@ def make_workload(seed: int, in_groups: bool = False, has_images: bool = False) 
     if has_images:
         workload.max_loras = 0  # see docs/vllm.md: a row that waits for embeddings keeps its adapter's slot
     _fill(workload, rng, max_model_len)
+    num_drafts = 0 if asynchronous else random.Random(f"{seed} drafts").choice((0, 0, 1, 3, 8))
+    threshold = scheduler["long_prefill_token_threshold"] or math.inf
+    if num_drafts < min(threshold, scheduler["max_num_batched_tokens"]):  # vLLM's own fails, or hangs: see docs/vllm.md
+        workload.num_drafts = num_drafts
+    if any(kind == "state" for kind, _, _ in layout):  # each draft has a state of its own there
+        workload.num_drafts = 0
+    if workload.num_drafts and caches:  # see docs/vllm.md: what is evicted is not the same
+        workload.num_blocks = max(workload.num_blocks, 1 + MOST_REQUESTS * blocks_of_longest)
     if has_images:
+        workload.num_drafts = 0
         _add_images(workload, rng)
     return workload
 
@@ -188,6 +200,7 @@ def _fill(workload: Workload, rng: random.Random, max_model_len: int) -> None:
         if rng.random() < 0.2:
             params["min_tokens"] = rng.randrange(params["max_tokens"] + 1)
         request = {"id": f"r{number}", "prompt": prompt, "params": params, "priority": rng.randrange(3)}
+        request["arrival"] = random.Random(f"{workload.seed} {number}").random()  # each front end has its clock
         request["lora"] = rng.randrange(4) if workload.max_loras else 0
         workload.arrivals.setdefault(rng.randrange(span), []).append(request)
         if rng.random() < 0.15:
@@ -230,16 +243,18 @@ class Side:
         self.lacking: list[str] = []
         """Rows that read embeddings that are not there."""
         self.images: dict[str, list[Any]] = {}
-        self.num_added = 0
         self.allowed: dict[str, tuple[int, set[int]]] = {}
         """Of a request, from which position on the sampler may choose its stop tokens, and these."""
+        self.limits: dict[str, int] = {}
+        """The most tokens of each request."""
 
     def add(self, request: dict[str, Any]) -> None:
         params = SamplingParams(**request["params"])
         params.update_from_generation_config({}, EOS)
         lora = request["lora"]
-        self.num_added += 1
-        self.allowed[request["id"]] = len(request["prompt"]) + params.min_tokens, params.all_stop_token_ids
+        length = len(request["prompt"])
+        self.allowed[request["id"]] = length + params.min_tokens, params.all_stop_token_ids
+        self.limits[request["id"]] = min(length + params.max_tokens, self.workload.scheduler["max_model_len"])
         hasher = get_request_block_hasher(self.hash_size, HASH) if self.workload.caches else None
         self.scheduler.add_request(
             Request(
@@ -247,7 +262,7 @@ class Side:
                 prompt_token_ids=list(request["prompt"]),
                 sampling_params=params,
                 pooling_params=None,
-                arrival_time=float(self.num_added),
+                arrival_time=request["arrival"],
                 priority=request["priority"],
                 lora_request=LoRARequest(f"lora{lora}", lora, "/nowhere") if lora else None,
                 block_hasher=hasher,
@@ -274,6 +289,7 @@ class Side:
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         return {
             "tokens": output.num_scheduled_tokens,
+            "drafts": output.scheduled_spec_decode_tokens,
             "starts": dict(sorted(starts.items())),
             "new": [new.req_id for new in output.scheduled_new_reqs],
             "resumed": sorted(cached.resumed_req_ids),
@@ -325,7 +341,11 @@ class Side:
     def update(self) -> dict[str, Any]:
         """Take in the result of the oldest step in flight; what clients are told, by request."""
         told: dict[str, Any] = {}
-        for outputs in self.scheduler.update_from_output(*self.in_flight.popleft()).values():
+        output, result = self.in_flight.popleft()
+        by_client = self.scheduler.update_from_output(output, result)
+        if self.workload.num_drafts and result.req_ids:
+            self.scheduler.update_draft_token_ids(self._drafts(output, result))
+        for outputs in by_client.values():
             for each in outputs.outputs:
                 reason = None if each.finish_reason is None else str(each.finish_reason)
                 events = [str(event.type) for event in each.events or ()]
@@ -336,6 +356,23 @@ class Side:
                 if self.workload.layout:  # when blocks are given back is not told
                     del told["its loggers"][1]
         return dict(sorted(told.items()))
+
+    def _drafts(self, output: Any, result: Any) -> DraftTokenIds:
+        """Of each row that sampled some drafts, or none; the first ones are right."""
+        cached = output.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        drafts: list[list[int]] = []
+        for name, run in zip(result.req_ids, result.sampled_token_ids, strict=True):
+            unverified = len(output.scheduled_spec_decode_tokens.get(name, ()))
+            at = starts[name] + output.num_scheduled_tokens[name] - unverified + len(run)
+            rng = random.Random(f"{self.workload.seed} {name} {at} drafts")
+            most = min(self.workload.num_drafts, self.limits[name] - at - 1)
+            count = rng.randrange(most + 1) if run and most > 0 else 0
+            num_right = rng.randrange(count + 1)
+            own = [self._sample(name, at + place) for place in range(count)]
+            drafts.append([token if place < num_right else NUM_TOKENS + 1 for place, token in enumerate(own)])
+        return DraftTokenIds(list(result.req_ids), drafts)
 
     def _sample(self, name: str, position: int) -> int:
         token = random.Random(f"{self.workload.seed} {name} {position}").randrange(NUM_TOKENS)
@@ -362,6 +399,7 @@ def _logged(stats: Any) -> list[Any]:
         [stats.num_running_reqs, stats.num_waiting_reqs + stats.num_skipped_waiting_reqs],
         round(stats.kv_cache_usage, 9),
         asdict(stats.prefix_cache_stats),
+        None if stats.spec_decoding_stats is None else asdict(stats.spec_decoding_stats),
         None if work is None else [work.num_flops_per_gpu, work.num_read_bytes_per_gpu, work.num_write_bytes_per_gpu],
     ]
 
@@ -382,6 +420,14 @@ def configured(base: Any, workload: Workload) -> Any:
     config.cache_config.enable_prefix_caching = workload.caches
     config.cache_config.num_gpu_blocks = workload.num_blocks
     config.lora_config = SimpleNamespace(max_loras=workload.max_loras) if workload.max_loras else None
+    if workload.num_drafts:
+        config.speculative_config = SpeculativeConfig(
+            method="ngram",
+            num_speculative_tokens=workload.num_drafts,
+            prompt_lookup_max=2,
+            target_model_config=config.model_config,
+            target_parallel_config=config.parallel_config,
+        )
     config.observability_config = copy.copy(base.observability_config)
     config.observability_config.enable_mfu_metrics = workload.seed % 4 == 0
     return config
@@ -444,10 +490,13 @@ def run_both(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) 
             if workload.layout and _does_more(theirs, ours):
                 tally["did more"] += 1
                 return None
-            if (
-                workload.layout and workload.caches
+            if workload.layout and (
+                workload.caches or workload.num_drafts
             ):  # see docs/vllm.md: what is generated can be found when it is released
                 tally["found otherwise"] += 1
+                return None
+            if workload.num_drafts and _gives_up_drafts(theirs, ours):
+                tally["gave up drafts"] += 1
                 return None
             what = [key for key in theirs if theirs[key] != ours[key]]
             return {"step": step, "what": what, "theirs": theirs, "ours": ours}
@@ -518,6 +567,13 @@ def _holds_unread(sides: tuple[Side, Side]) -> bool:
     return any(not masks[key].all() for key in held - ours if key in masks)
 
 
+def _gives_up_drafts(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
+    """Whether they differ in that ours verifies fewer drafts where blocks run out; see docs/vllm.md."""
+    kept = [name for name in ours["tokens"] if name in theirs["tokens"]]
+    fewer = [name for name in kept if len(ours["drafts"].get(name, ())) < len(theirs["drafts"].get(name, ()))]
+    return bool(fewer) or set(ours["preempted"]) < set(theirs["preempted"])
+
+
 def _does_more(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
     """Whether ours runs all that theirs does, and preempts nobody else: it asks all rows for what is behind their
     windows before it lets one of them give way."""
@@ -540,6 +596,7 @@ def _count(decision: dict[str, Any], tally: Counter[str]) -> None:
     tally["hits"] += sum(starts[name] > 0 for name in decision["new"])
     tally["chunks"] += sum(count > 1 and starts[name] > 0 for name, count in tokens.items())
     tally["empty"] += not tokens
+    tally["drafts"] += sum(map(len, decision["drafts"].values()))
 
 
 def main() -> None:
@@ -558,8 +615,18 @@ def main() -> None:
                 raise
         tally["asynchronous"] += workload.asynchronous
         tally["with adapters"] += workload.max_loras > 0
+        tally["with drafts"] += workload.num_drafts > 0
         if found is not None:
-            names = ("num_blocks", "block_size", "caches", "asynchronous", "max_loras", "layout", "encoder")
+            names = (
+                "num_blocks",
+                "block_size",
+                "caches",
+                "asynchronous",
+                "max_loras",
+                "num_drafts",
+                "layout",
+                "encoder",
+            )
             settings = {name: getattr(workload, name) for name in names} | workload.scheduler
             differences.append({"seed": seed, **found, "settings": settings})
     print(json.dumps({"tally": tally, "differences": differences}))

@@ -86,6 +86,36 @@ def sampling(llm: LLM) -> Any:
     return found
 
 
+def drafts(ours: bool, model: str, folder: Path) -> Any:
+    """N-gram drafts, more than the budget holds for all rows at once; prompts that are cached up to their last token,
+    whose first rows are padded."""
+    speculation = {"method": "ngram", "num_speculative_tokens": 15, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    preset = {"additional_config": {"pointsman": {"socket": "", "preset": "vllm"}}} if ours else {}
+    llm = LLM(model, **knobs(ours, speculative_config=speculation, num_gpu_blocks_override=200, **preset))
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    rows: list[Any] = []
+    schedule = scheduler.schedule
+
+    def noted(*arguments: Any) -> Any:
+        output = schedule(*arguments)
+        names = {name: name.rpartition("-")[0] for name in output.num_scheduled_tokens}  # without a random part
+        told = output.scheduled_spec_decode_tokens
+        rows.append([[names[name], count, told.get(name, [])] for name, count in output.num_scheduled_tokens.items()])
+        return output
+
+    scheduler.schedule = noted
+    prompts = [TokensPrompt(prompt_token_ids=[7 + number, 8, 9, 7, 8] * 13) for number in range(8)]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    found = []
+    for some in (prompts, prompts[:4], prompts):
+        outputs = llm.generate(some, params, use_tqdm=False)
+        found.append([list(output.outputs[0].token_ids) for output in outputs])
+    assert any(tokens and set(tokens) == {-1} for step in rows for _, _, tokens in step), "no row was padded"
+    assert max(sum(count for _, count, _ in step) for step in rows) == KNOBS["max_num_batched_tokens"]
+    # Beyond max_tokens vLLM's own makes drafts, see docs/vllm.md: how many a row has is not compared.
+    return [found, [[[name, -1 in tokens] for name, _, tokens in step] for step in rows]]
+
+
 def pooling(ours: bool, model: str, folder: Path) -> Any:
     """Embeddings, of prompts that take several steps too."""
     llm = LLM(model, runner="pooling", **knobs(ours))
@@ -228,7 +258,7 @@ def main() -> None:
         return
     if feature != "online":  # no process of the engine's own is needed for what is asked in one thread
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    features = {each.__name__: each for each in (offline, online, pooling, lora)}
+    features = {each.__name__: each for each in (offline, online, pooling, lora, drafts)}
     print(json.dumps(features[feature](whose == "ours", model, Path(folder))))
 
 

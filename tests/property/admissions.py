@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from pointsman.core import Reason, SchedulerConfig, SchedulerOutput, SchedulerStats
+from pointsman.core import KVGroup, Reason, SchedulerConfig, SchedulerOutput, SchedulerStats
 
+from .group_shadow import GroupShadowHost
 from .ledger import Entry, Place
 from .partials import LACKS_BLOCKS, bypass_bound, is_wall, may_lack_place, must_wait, passing
 from .policies import has_unknown_reserve, is_in_sequence, parameter, sets_budget
@@ -36,7 +37,8 @@ def check_admissions(
         num_running = sum(entry.place is Place.RUNNING for entry in world.live)
         require(num_running <= world.num_seats, f"{num_running} run after an admission, limit {world.num_seats}")
         _check_reserves(world, output, after.num_free_blocks)
-        _check_hits(world, output)
+        if not world.config.has_kv_groups or after.num_evictions == 0:
+            _check_hits(world, output)
         _check_own_hits(world, output, after.num_evictions)
 
 
@@ -171,7 +173,8 @@ def _budget_left(world: World, output: SchedulerOutput) -> int:
 def _least_budget(config: SchedulerConfig, head: Entry) -> int:
     """Tokens of budget with which `head` is never short of it, on the worst assumption: nothing cached."""
     whole = not config.enable_chunked_prefill and not head.ran_before
-    return head.num_tokens if whole or config.first_chunk_only else 1
+    first = 1 + config.num_draft_tokens if config.pad_first_decodes else 1
+    return max(head.num_tokens, first) if whole or config.first_chunk_only else first
 
 
 def _watermark(config: SchedulerConfig) -> int:
@@ -185,6 +188,10 @@ def _enough_blocks(world: World, head: Entry, running: list[Entry]) -> int:
     config, size = world.config, world.config.block_size
     if has_unknown_reserve(config):
         return config.num_usable_blocks + 1
+    if config.has_kv_groups:  # what the running rows hold is not told
+        enough = sum(config.most_blocks(entry.num_tokens) for entry in [head, *running])
+        reserved = _watermark(config) + _growth(config) + _expected_output(world, head)
+        return enough + (reserved if running else 0)
     enough = -(-head.num_tokens // size)
     for entry in running:
         enough += max(0, -(-entry.num_tokens // size) - len(world.host.table(entry.request)))
@@ -205,7 +212,9 @@ def _expected_output(world: World, entry: Entry) -> int:
     if config.decode_reserve != "mean":
         each.append(config.decode_reserve)
     left = entry.reference.limit - entry.num_tokens if entry.request.max_tokens else 0
-    return sum(-(-int(min(expected, left)) // config.block_size) for expected in each)
+    groups = config.kv_groups or (KVGroup(),)
+    tokens = [int(min(expected, left)) for expected in each]
+    return sum(group.most_blocks(count, 1, config.block_size) for count in tokens for group in groups)
 
 
 def _check_need_of_victims(world: World, output: SchedulerOutput, victims: list[Entry], num_free: int) -> None:
@@ -238,6 +247,13 @@ def _num_owed(world: World, entry: Entry) -> int:
     """Blocks that a request still needs for the tokens it has, if they are computed in part only."""
     if entry.num_computed >= entry.num_tokens - 1:
         return 0
+    if isinstance(world.host, GroupShadowHost):  # of groups with windows it is not told what they hold
+        full = [index for index, group in enumerate(world.config.kv_groups) if group.is_full]
+        table = world.host.placed(entry.request)
+        return sum(
+            max(0, -(-entry.num_tokens // world.config.block_size) - sum(group == index for group, _, _ in table))
+            for index in full
+        )
     return max(0, -(-entry.num_tokens // world.config.block_size) - len(world.host.table(entry.request)))
 
 

@@ -189,7 +189,9 @@ class Expectations:
             require(request not in self.verifying, f"{name} goes on, though its drafts are in flight")
             if not drafts:
                 continue
-            require(index < output.num_continued, f"{name} is admitted with drafts")
+            if index >= output.num_continued:
+                self._check_padding(output, index, drafts)
+                continue
             waiting = self.proposed.get(request, [])
             require(drafts == waiting[: len(drafts)], f"{name} verifies {drafts}, {waiting} was proposed for it")
             require(len(drafts) <= most, f"{name} verifies {len(drafts)} drafts, the limit is {most}")
@@ -198,9 +200,20 @@ class Expectations:
             require(end < limit, f"{name} verifies drafts up to token {end}, its limit is {limit}")
             if preempted and not output.resync:
                 size = self.config.block_size
-                enough = max(self.tables[request], -(-self.num_known[request] // size))
+                num_groups = max(1, len(self.config.kv_groups))
+                enough = max(self.tables[request], -(-self.num_known[request] // size) * num_groups)
                 held = self.tables[request] + len(output.blocks(index))
                 require(held <= enough, f"{name} has {held} blocks with drafts, in a step that preempted")
+
+    def _check_padding(self, output: SchedulerOutput, index: int, drafts: list[int]) -> None:
+        """A row is admitted with placeholders beside its last known token, if at all."""
+        name, config = output.requests[index].request_id, self.config
+        require(config.pad_first_decodes, f"{name} is admitted with drafts")
+        require(drafts == [-1] * config.num_draft_tokens, f"{name} is padded with {drafts}")
+        start, count = int(output.num_computed_tokens[index]), int(output.num_scheduled_tokens[index])
+        require(start == self.num_known[output.requests[index]] - 1, f"{name} is padded, and does not decode")
+        require(start + count < config.max_model_len, f"{name} is padded up to token {start + count}")
+        require(start > 0 or output.num_continued > 0, f"{name} is padded in a step of prefills")
 
     def contenders(self, output: SchedulerOutput) -> list[Entry]:
         """Who may be admitted, in the order in which they are asked: where the configuration wants it, also those that
@@ -224,7 +237,8 @@ class Expectations:
             name = entry.request.request_id
             require(entry in ready, f"{name} is admitted, but it was {entry.place}, or its samples are in flight")
             start = int(output.num_computed_tokens[output.num_continued + index])
-            scheduled = int(output.num_scheduled_tokens[output.num_continued + index])
+            row = output.num_continued + index
+            scheduled = int(output.num_scheduled_tokens[row] - output.num_draft_tokens[row])
             cached = int(output.num_cached_tokens[index])
             require(start == cached, f"{name} starts at {start} with {cached} cached tokens")
             require(cached < entry.num_tokens, f"{name}: all of its {cached} tokens are cached, so there is no logit")

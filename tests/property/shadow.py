@@ -478,19 +478,19 @@ class ShadowHost:
         if not self.config.share_within_step:
             # Every row may attend before another one writes, so what it has cached must be there already.
             for sequence, start, _, _ in spans:
-                self._read(sequence, start)
+                if start:
+                    self._read(sequence, start, start)
         for sequence, start, end, drafts in spans:
-            computed = range(start, end + len(drafts))
-            slots = [self._slot(sequence, position) for position in computed]
-            step.written.setdefault(sequence.request, []).extend(slots)
             contents = sequence.contents[start:end]
             for draft in drafts:
                 contents.append(self.contents.extend(contents[-1], draft))
-            for content, slot in zip(contents, slots, strict=True):
-                self.slots[slot] = content
-                self.last_writes[slot] = step.output.step_id
-        for sequence, _, end, _ in spans:
-            self._read(sequence, end)
+            for slots in self._write_slots(sequence, range(start, end + len(drafts))):
+                step.written.setdefault(sequence.request, []).extend(slots)
+                for content, slot in zip(contents, slots, strict=True):
+                    self.slots[slot] = content
+                    self.last_writes[slot] = step.output.step_id
+        for sequence, start, end, _ in spans:
+            self._read(sequence, end, start)
         for index, (sequence, _, end, drafts) in enumerate(spans):
             is_last, is_silent = end == len(sequence.tokens), sequence.request.max_tokens == 0
             step.sampled.append(self._verify(sequence, drafts) if is_last and not is_silent else [])
@@ -502,8 +502,13 @@ class ShadowHost:
         block, offset = divmod(position, self.config.block_size)
         return sequence.table[block] * self.config.block_size + offset
 
-    def _read(self, sequence: HostSequence, end: int) -> None:
-        """Read positions [0, end) as attention would, and compare each with the content that belongs there."""
+    def _write_slots(self, sequence: HostSequence, computed: range) -> list[list[int]]:
+        """For each group of layers, where the KV of these positions is written."""
+        return [[self._slot(sequence, position) for position in computed]]
+
+    def _read(self, sequence: HostSequence, end: int, start: int = 0) -> None:
+        """Read what positions from `start` to `end` attend to, here [0, end), and compare each with the content that
+        belongs there."""
         for position in range(end):
             slot = self._slot(sequence, position)
             found, expected = self.slots[slot], sequence.contents[position]

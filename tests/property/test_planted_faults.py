@@ -84,6 +84,8 @@ RETAINING = {**CACHING, "eviction": "retention:share=1", "block_size": 1, "num_b
 RETAINING |= {"max_loras": 0, "batching": "mixed", "max_num_seqs": 5}
 UNCACHED_CHUNKS = {**PLAIN, **WITHOUT_CACHE}
 UNCACHED_CHUNKS |= {"block_size": 2, "num_blocks": 20, "long_prefill_token_threshold": 2}
+GROUPS = {**PLAIN, **CACHING, "kv_groups": (("full", 0), ("window", 4)), "block_size": 2, "num_blocks": 30}
+GROUPS |= {"max_model_len": 30, "eviction": "lru", "full_sequence_must_fit": False}
 Patch = pytest.MonkeyPatch
 
 
@@ -929,7 +931,59 @@ def keys_forget_the_parent(patch: Patch) -> None:
 
 Fault = tuple[Callable[[Patch], None], dict[str, Any]]  # how to plant it, and knobs under which it shows soon
 
+# ------------------------------------------------------------- groups of KV
+
+
+def window_blocks_are_lost(patch: Patch) -> None:
+    def release_any(original: Any, pool: Any, blocks: Any) -> None:
+        original(pool, blocks[1:] if len(blocks) == 3 else blocks)
+
+    around(patch, "BlockPool.release_any", release_any)
+
+
+def given_back_one_too_early(patch: Patch) -> None:
+    around(patch, "GroupedKVCache._final", lambda original, kv, batch, rows: original(kv, batch, rows) + kv.block_size)
+
+
+def read_in_flight_and_given_back(patch: Patch) -> None:
+    around(patch, "StepsInFlight.num_tokens", lambda original, steps, num_rows: original(steps, num_rows) * 0)
+
+
+def a_hit_ignores_the_window(patch: Patch) -> None:
+    def blocks(original: Any, prefixes: Any, nodes: Any, kind: int, num_groups: int) -> Any:
+        ids, has = original(prefixes, nodes, kind, num_groups)
+        return ids, has | True
+
+    around(patch, "GroupPrefixes.blocks", blocks)
+
+
+def an_entry_outlives_its_block(patch: Patch) -> None:
+    replace(patch, "GroupPrefixes._drop", lambda self, entry: None)
+
+
+def a_group_is_found_for_another(patch: Patch) -> None:
+    def enter(original: Any, prefixes: Any, node: Any, kind: int, blocks: list[int]) -> Any:
+        entry = original(prefixes, node, kind, blocks)
+        node.entries[1 - kind] = node.entries[1 - kind] or (entry,)
+        return entry
+
+    around(patch, "GroupPrefixes.enter", enter)
+
+
+def undo_forgets_groups(patch: Patch) -> None:
+    replace(patch, "GroupedKVCache.undo", lambda self, journal: None)
+
+
+def moves_what_others_hold(patch: Patch) -> None:
+    def note_first(original: Any, kv: Any, rows: Any) -> None:
+        original(kv, rows)
+        kv._moves_at[rows] = kv._due_at[rows]
+
+    around(patch, "GroupedKVCache._note_first", note_first)
+
+
 BOOKKEEPING: tuple[Fault, ...] = (
+    (window_blocks_are_lost, GROUPS),
     (pool_loses_a_block, {}),
     (recording_begins_with_a_used_pool, WITHOUT_CACHE),
     (recording_begins_with_what_was_learned, {"decode_reserve": "mean", "num_blocks": 12}),
@@ -1014,6 +1068,13 @@ BOOKKEEPING: tuple[Fault, ...] = (
     (blocks_are_saved_for_no_request, SWAPS),
 )
 WRONG_CONTENT: tuple[Fault, ...] = (
+    (given_back_one_too_early, GROUPS),
+    (read_in_flight_and_given_back, {**GROUPS, "max_steps_in_flight": 3}),
+    (a_hit_ignores_the_window, GROUPS),
+    (an_entry_outlives_its_block, GROUPS),
+    (a_group_is_found_for_another, GROUPS),
+    (undo_forgets_groups, GROUPS),
+    (moves_what_others_hold, {**GROUPS, "share_within_step": True}),
     (salt_is_ignored, CACHING),
     (adapter_is_ignored, ADAPTERS),
     (adapter_version_is_ignored, ADAPTERS),
@@ -1087,6 +1148,9 @@ def test_wrong_content_is_caught_by_the_shadow_alone(
     signs = (
         "reads position",
         "names a block",
+        "lacks blocks",
+        "got a block outside",
+        "in two groups",
         "embeddings",
         "and it is there",
         "is handed",

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from pointsman.core import Reason
-from tests.soak import SOAK, short_or_long
+from pointsman.core import KVGroup, Reason
+from tests.soak import SOAK, short_of, short_or_long
 
 from .operations import EXECUTED, OPERATIONS, Operation, drive, make_world, run_operation
 from .workload import DrawChooser
@@ -27,6 +27,7 @@ RULES_PER_SEED = 60
 NUM_LIMIT_SEEDS = 48
 LEAST_OF_A_LIMIT = 4
 CACHING = {"enable_prefix_caching": True, "share_within_step": True}
+GROUPS = {**CACHING, "connector": False, "preemption_mode": "recompute", "eviction": "lru", "num_blocks": 24}
 FOCUS: dict[str, dict[str, Any]] = {
     "anything": {},
     "displacement": {**CACHING, "order": "priority", "displace": True, "batching": "mixed"},
@@ -52,6 +53,24 @@ FOCUS: dict[str, dict[str, Any]] = {
     "fair": {"connector": False, "order": "fair", "max_steps_in_flight": 2},
     "earliest-ttft": {"connector": False, "order": "earliest-ttft:default=3,every=3", "max_steps_in_flight": 2},
     "retention": {**CACHING, "eviction": "retention:share=1", "batching": "mixed", "num_blocks": 14},
+    "two groups": {**GROUPS, "kv_groups": (KVGroup(), KVGroup("window", 5))},
+    "six groups": {**GROUPS, "kv_groups": (*[KVGroup("window", 6)] * 5, KVGroup()), "num_blocks": 40, "block_size": 3},
+    "chunks": {**GROUPS, "kv_groups": (KVGroup("chunk", 6), KVGroup()), "block_size": 3, "max_steps_in_flight": 2},
+    "windows alone": {**GROUPS, "kv_groups": (KVGroup("window", 7),), "num_blocks": 9},
+    "windows and chunks": {
+        **GROUPS,
+        "kv_groups": (KVGroup("window", 4), KVGroup(), KVGroup("chunk", 8), KVGroup("window", 9)),
+        "num_blocks": 36,
+        "max_steps_in_flight": 3,
+    },
+    "groups, speculation": {
+        **GROUPS,
+        "kv_groups": (KVGroup(), KVGroup("window", 4)),
+        "num_draft_tokens": 3,
+        "draft_table": (),
+        "block_size": 2,
+        "num_blocks": 26,
+    },
     "no chunks": {"enable_chunked_prefill": False, "long_prefill_token_threshold": 0, "order": "priority"},
 }
 """Knobs that are fixed in some of the seeded runs, where what they reach is rare otherwise."""
@@ -111,7 +130,10 @@ def test_state_machine() -> None:
     assert executed >= LEAST_RULES, f"only {executed} rules were executed"
 
 
-@pytest.mark.parametrize("focus", FOCUS)
+LONG_ONLY = {"windows alone", "windows and chunks", "chunks", "groups, speculation"}
+
+
+@pytest.mark.parametrize("focus", short_of(list(FOCUS), FOCUS.keys() - LONG_ONLY))
 def test_seeded_runs(focus: str) -> None:
     """The same operations from a seeded generator: many more runs than Hypothesis does in the same time."""
     for seed in range(NUM_SEEDS):

@@ -89,13 +89,15 @@ def make_config(choose: Chooser, **overrides: Any) -> SchedulerConfig:
     caching = not choose.chance(20)
     order = choose.choice(("fcfs", "priority", "fcfs", "priority", "fcfs-front", "priority-by-arrival"))
     num_draft_tokens = choose.choice((0, 0, 1, 2, 5))
+    spare = choose.integer(0, 14)  # of the budget, and now and then without room for all drafts
+    of_each = 1 if spare % 3 == 2 else 1 + num_draft_tokens
     values: dict[str, Any] = {
         "block_size": block_size,
         "num_reserved_blocks": reserved,
         "num_blocks": reserved + choose.integer(1, 12),
         "max_model_len": choose.integer(4, 48),
         "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_seqs * (1 + num_draft_tokens) + choose.integer(0, 14),
+        "max_num_batched_tokens": max_num_seqs * of_each + spare,
         "num_draft_tokens": num_draft_tokens,
         "draft_table": choose.choice(((), ((2, 1),), ((1, 0), (3, 1)))) if num_draft_tokens else (),
         "max_steps_in_flight": choose.integer(1, 3),
@@ -133,6 +135,8 @@ def _with_effect(values: dict[str, Any], overrides: dict[str, Any], choose: Choo
     """The same without knobs that would have no effect beside the others, and with those that only some allow."""
     if "max_num_seqs" in overrides:
         values["max_num_active_seqs"] = overrides.get("max_num_active_seqs")
+    if values.get("kv_groups"):
+        values |= {"eviction": "lru", "enable_kv_cache_events": False, "count_common_prefix": False}
     too_long = values["long_prefill_token_threshold"] >= values["max_num_batched_tokens"]
     if too_long or not values["enable_chunked_prefill"]:
         values["long_prefill_token_threshold"] = 0
@@ -167,10 +171,10 @@ def _with_effect(values: dict[str, Any], overrides: dict[str, Any], choose: Choo
         values.setdefault("long_prefill_token_threshold_adaptive", choose.chance(40))
     else:
         values["long_prefill_token_threshold_adaptive"] = False
+    if values["batching"] == "mixed" and values["num_draft_tokens"] and not values["draft_table"]:
+        values.setdefault("pad_first_decodes", values["max_num_batched_tokens"] % 2 == 1)
     if values["batching"] != "prefill-first":
-        values["max_num_batched_tokens"] = max(
-            values["max_num_batched_tokens"], values["max_num_seqs"] * (1 + values["num_draft_tokens"])
-        )
+        values["max_num_batched_tokens"] = max(values["max_num_batched_tokens"], values["max_num_seqs"])
     if values["enable_chunked_prefill"]:
         values.setdefault("max_num_partial_prefills", choose.choice((None, None, None, 1, 2, 3)))
         if values["long_prefill_token_threshold"] and values["max_num_partial_prefills"] != 1 and choose.chance(40):

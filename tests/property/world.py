@@ -43,6 +43,7 @@ from pointsman.core import (
 
 from .admissions import check_admissions
 from .expectations import Expectations, check_explanations, malformed_results, why_refused
+from .group_shadow import GroupShadowHost
 from .kv_mirror import KVMirror
 from .ledger import Entry, Kept, Part, Place, Tally, place_of
 from .partials import check_caps
@@ -67,7 +68,7 @@ class World:
     ) -> None:
         self.config = config
         self.shadow_only = shadow_only  # only the host checks what it is told, for faults that it alone must see
-        self.host = ShadowHost(config)
+        self.host = GroupShadowHost(config) if config.has_kv_groups else ShadowHost(config)
         if connector_seed is not None:
             full_length = min(-(-config.max_model_len // config.block_size), config.num_usable_blocks)
             most = config.num_usable_blocks - full_length

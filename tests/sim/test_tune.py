@@ -43,7 +43,6 @@ def searched(
     targets: Targets = TARGETS,
     num_workers: int = 1,
     num_trials: int = 15,
-    ray: str | None = None,
     replicas: tuple[int, int] = (1, 1),
     fixed: frozenset[str] = frozenset(),
     sized: Callable[[SchedulerConfig], SchedulerConfig] = lambda config: config,
@@ -58,7 +57,7 @@ def searched(
         num_trials=num_trials,
         progress=progress,
     )
-    with workers(judge, num_workers, ray) as runner:
+    with workers(judge, num_workers) as runner:
         return tune(search, runner)
 
 
@@ -191,13 +190,6 @@ def test_settings_that_are_fixed_or_do_not_fit_are_not_tried() -> None:
 
 def test_any_number_of_workers_finds_the_same(tuning: Tuning) -> None:
     assert searched(parts(), num_workers=2) == tuning
-
-
-@pytest.mark.e2e
-@pytest.mark.soak
-def test_a_ray_cluster_finds_the_same(tuning: Tuning) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'pointsman[ray]'")
-    assert searched(parts(), num_workers=2, ray="local") == tuning
 
 
 def test_an_interruption_keeps_what_was_found() -> None:

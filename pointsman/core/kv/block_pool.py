@@ -128,6 +128,27 @@ class BlockPool:
         if num_cached:
             self._append(freed[num_blank:])
 
+    def release_any(self, blocks: Int64Array) -> None:
+        """Drop one reference for each entry, in the order in which they are to be evicted. Any may be cached, and
+        several may name one block."""
+        left = self.num_references[blocks] - ONE
+        if np.count_nonzero(left):
+            np.subtract.at(self.num_references, blocks, 1)
+            last = blocks[self.num_references[blocks] == 0]
+            freed = np.array(list(dict.fromkeys(last.tolist())), dtype=np.int64)
+        else:  # no other table names any of them
+            self.num_references[blocks] = left
+            freed = blocks
+        is_cached = self.is_cached[freed]
+        num_cached = np.count_nonzero(is_cached)
+        if num_cached == 0:
+            self._push_blank(freed)
+        elif num_cached == len(freed):
+            self._append(freed)
+        else:
+            self._push_blank(freed[~is_cached])
+            self._append(freed[is_cached])
+
     def set_cached(self, blocks: Int64Array) -> None:
         """These referenced blocks are in the prefix tree from now on."""
         self.is_cached[blocks] = TRUE

@@ -1,7 +1,8 @@
 """What does a step ask of a KV cache? The protocol between the parts of a step and whoever owns the KV blocks.
 
-Two implementations: `KVCacheManager` (`manager.py`), whose block tables are columns, for layers that all attend to the
-whole context; and that of a host over a manager of its own, for KV in several layouts.
+Three implementations: `KVCacheManager` (`manager.py`), whose block tables are columns, for layers that all attend to
+the whole context; `GroupedKVCache` (`grouped.py`), for groups of layers with windows or chunks, whose blocks are of one
+size; and that of a host over a manager of its own, for every other layout.
 
 A row carries `num_slots`: the tokens that its blocks can hold, in every layout. So a step in which no row runs out of
 slots asks nothing, and otherwise it asks about the rows that do. Whatever is said in blocks is about the pool: how many
@@ -42,6 +43,15 @@ class Match(NamedTuple):
     node: Any
     """Where it is, for the implementation."""
     num_tokens: int
+
+
+class NewBlocks(NamedTuple):
+    """Blocks in several tables for each row of an output, by row; see `SchedulerOutput.block_groups`."""
+
+    ids: Int32Array
+    rows: Int64Array
+    groups: Int64Array
+    places: Int64Array
 
 
 class Pool(Protocol):
@@ -105,6 +115,8 @@ class KVCache(ABC):
     num_saves: int = 0
     num_sound_tokens: Callable[[Request], int]
     """Of a running request, tokens whose KV no step in flight may yet change; set by the scheduler."""
+    num_tokens_in_flight: Callable[[int], Int64Array]
+    """Of that number of rows, the tokens of each that steps in flight compute; set by the scheduler."""
     unpublished: list[Request]
     """Requests whose prompt blocks `publish_deferred` has to publish."""
 
@@ -112,6 +124,10 @@ class KVCache(ABC):
     @abstractmethod
     def num_usable_tokens(self) -> int:
         """The longest sequence that the pool can hold."""
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """The most blocks that a running request takes beside its own to generate so many tokens."""
+        return -(-num_tokens // self.block_size)
 
     @property
     @abstractmethod
@@ -161,6 +177,11 @@ class KVCache(ABC):
     def num_slots(self, request: Request, blocks: Int64Array) -> int:
         """Tokens that the blocks of a request can hold that `admit` has just returned."""
 
+    def place(self, batch: Batch, row: int, blocks: Int64Array) -> None:
+        """The request that was admitted last, with these blocks, has got a row."""
+        if len(blocks):
+            batch.block_table[row, : len(blocks)] = blocks
+
     # ------------------------------------------------------------------ running rows
 
     @abstractmethod
@@ -170,6 +191,10 @@ class KVCache(ABC):
     def num_blocks_owed(self, batch: Batch, rows: Int64Array) -> Int64Array:
         """[rows] free blocks that each row still needs until all its known tokens are computed."""
         return self.num_blocks_to_grow(batch, rows, batch.num_tokens[rows] - batch.num_computed_tokens[rows])
+
+    def num_slots_with(self, batch: Batch, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
+        """[rows] tokens that each row can hold with the blocks that it needs to advance by `num_tokens` of it."""
+        return batch.num_slots[rows] + self.num_blocks_to_grow(batch, rows, num_tokens) * self.block_size
 
     @abstractmethod
     def can_grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> bool:
@@ -204,6 +229,12 @@ class KVCache(ABC):
         tables = [self.table(batch, row) for row in rows.tolist()]
         counts = np.array([len(table) for table in tables], dtype=np.int64)
         return np.concatenate([np.zeros(0, dtype=np.int64), *tables]), batch.count_up[: len(rows)].repeat(counts)
+
+    def new_blocks(self, batch: Batch, rows: Int64Array, grown: Int64Array, *, whole: bool) -> NewBlocks | None:
+        """Without `has_tables`, for an output with these rows: blocks that the host does not know of, or `whole`
+        tables; None: there are none, or the host knows them anyway. `grown` are the indices of the rows for which
+        `grow_by_one` was called in this step, if it was."""
+        return None
 
     # ------------------------------------------------------------------ publishing and freeing
 
@@ -241,6 +272,10 @@ class KVCache(ABC):
     @abstractmethod
     def retract(self, journals: Iterable[Journal], publisher: Request, running: Iterable[Request]) -> None:
         """Remove what `publisher` published since the oldest of these steps, and what was published after it."""
+
+    def continue_reports(self, before: KVCache) -> None:
+        """Take over the eviction count, and the events if there are any, of the cache that this one replaces."""
+        self.num_evictions = before.num_evictions
 
     @abstractmethod
     def reset(self) -> None:

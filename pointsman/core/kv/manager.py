@@ -381,8 +381,7 @@ class KVCacheManager(KVCache):
                 state.prefix_epoch = NO_EPOCH
 
     def continue_reports(self, before: KVCache) -> None:
-        """Take over the eviction count and the events of the manager that this one replaces."""
-        self.num_evictions = before.num_evictions
+        super().continue_reports(before)
         if self.prefix is not None and before.events is not None:
             before.reset()
             self.events = self.prefix.listener = before.events

@@ -246,10 +246,6 @@ class DecodeReserve(Reserve):
 
     def __init__(self, tokens: int) -> None:
         self.num_tokens = tokens
-        self._block_size = 1
-
-    def attach(self, view: View) -> None:
-        self._block_size = view.block_size
 
     def horizon(self, num_steps: int) -> int:
         return num_steps
@@ -259,7 +255,7 @@ class DecodeReserve(Reserve):
             return 0
         state = request._state
         expected = min(self.num_tokens, state.max_tokens, state.token_limit - state.num_tokens)
-        return -(-expected // self._block_size)
+        return view.num_blocks_for(expected)
 
 
 class MeanDecodeReserve(DecodeReserve):
@@ -276,7 +272,6 @@ class MeanDecodeReserve(DecodeReserve):
         self._forget()
 
     def attach(self, view: View) -> None:
-        super().attach(view)
         self._forget()
 
     def _forget(self) -> None:

@@ -63,6 +63,9 @@ class SchedulerView:
     def num_usable_blocks(self) -> int:
         return self._kv.pool.num_usable
 
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return self._kv.num_blocks_for(num_tokens)
+
     @property
     def num_free_blocks(self) -> int:
         return self._kv.pool.num_free

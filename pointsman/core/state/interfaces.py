@@ -49,6 +49,9 @@ class View(Protocol):
     def num_usable_blocks(self) -> int:
         """Blocks that requests can hold."""
 
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """The most blocks that a running request takes beside its own to generate so many tokens."""
+
     @property
     def num_free_blocks(self) -> int:
         """Blocks that no request holds, cached ones included."""

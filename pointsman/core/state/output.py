@@ -23,6 +23,9 @@ IntArray: TypeAlias = npt.NDArray[np.integer]
 Integers: TypeAlias = IntArray | Sequence[int]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
+NO_INTS: IntArray = np.zeros(0, dtype=np.int64)
+NO_INTS.flags.writeable = False
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:
@@ -121,6 +124,12 @@ class OutputFields:
     """What a connector loads, see `kv/connector.py`: before the step computes, or, if asynchronous, from now on."""
     saves: Sequence[Save] = ()
     """Evicted blocks: copy them out first, in this order, or their content is lost."""
+    block_groups: IntArray = field(default_factory=lambda: NO_INTS)
+    """With `kv_groups`, parallel to `block_ids`, int64: the index of the group that each block is for."""
+    block_places: IntArray = field(default_factory=lambda: NO_INTS)
+    """With `kv_groups`, parallel to `block_ids`, int64: its index in the table of the row and the group, that of the
+    tokens from there times the block size on. Places that were never named, or whose block has fallen behind the
+    window, are not to be read: their blocks may be those of other requests."""
 
 
 class SchedulerOutput(Sealed, OutputFields):

@@ -119,6 +119,11 @@ class Admission:
             or config.first_chunk_only
             or transfers is not None
         )
+        self._padding = config.num_draft_tokens if config.pad_first_decodes else 0
+        if 0 < config.prefill_threshold <= self._padding:
+            self._padding = 0
+        self._max_padded = config.max_model_len - 1 - self._padding
+        self._may_pad: bool | None = False  # in the step that is open; None: if something of the request is cached
         self._batch = batch
         self._kv = kv
         self._running = running
@@ -171,6 +176,8 @@ class Admission:
             open_queue()
         budget, num_running = self.budget.tokens - advance.total, len(batch.members.requests)
         num_owed_blocks = self._running.num_owed_blocks()
+        if self._padding:
+            self._may_pad = not advance.unpublished and (bool(advance.requests) or None)
         skipped: list[tuple[Request, int]] = []  # with how many were admitted before it was asked
         search = self._search
         if search is not None:
@@ -225,6 +232,7 @@ class Admission:
                     if self._nobody_passes(search, popped, step, budget, num_running, num_owed_blocks):
                         break
         finally:  # an order, or a gate, may raise
+            self._may_pad = False
             if skipped:
                 self._return_skipped(skipped, len(admitted))
             if search is not None:
@@ -311,15 +319,14 @@ class Admission:
         """Admit one request: blocks, a row, its first chunk."""
         kv, batch, state = self._kv, self._batch, request._state
         status, serial = state.status, state.serial
-        blocks = kv.admit(request, grant.match, grant.num_cached_tokens + grant.num_tokens, step.now)
+        blocks = kv.admit(request, grant.match, grant.end, step.now)
         for commit in self._commits:
             commit(request, grant.num_cached_tokens, grant.num_tokens)
         if grant.num_external_tokens or state.holding is not None:
             assert self._loading is not None
             self._loading.admit(request, grant, step, blocks)
         row = self._table.admit(request, grant, kv.num_slots(request, blocks))
-        if len(blocks):
-            batch.block_table[row, : len(blocks)] = blocks
+        kv.place(batch, row, blocks)
         if grant.num_cached_tokens + grant.num_tokens == state.num_tokens:
             batch.num_pending[row] = 1
         else:
@@ -542,6 +549,11 @@ class Admission:
             return self._judge_load(request, start, match, external, key)
         known = state.num_tokens
         want = known - start
+        padding = self._padding_of(start, want) if self._padding else 0
+        if padding >= view.budget:
+            if padding < self.budget.tokens:  # an emptier step holds it
+                return Deferral(Reason.BUDGET, padding + 1 - view.budget)
+            padding = 0
         for gate in self._gates:
             answer = gate.check(request, start, want, view)
             if isinstance(answer, Deferral):
@@ -552,7 +564,14 @@ class Admission:
         loaded = external.num_tokens
         if state.holding is not None:
             loaded = state.holding.num_external_blocks * kv.block_size
-        return Grant(match, want, start, charge, loaded)
+        if padding and kv.num_blocks_to_start(request, match, start + want + padding) > kv.pool.num_free:
+            padding = 0
+        return Grant(match, want, start, charge + padding, loaded, padding)
+
+    def _padding_of(self, start: int, want: int) -> int:
+        """Placeholders that a request verifies in its first step."""
+        may_pad = start > 0 if self._may_pad is None else self._may_pad
+        return self._padding if want == 1 and may_pad and start < self._max_padded else 0
 
     def _judge_load(
         self, request: Request, start: int, match: Match, external: External, key: tuple[Any, ...]
@@ -563,7 +582,7 @@ class Admission:
         if isinstance(answer, Deferral):
             self._keep(request, reserves, key)
             return answer
-        return Grant(match, 0, start, 0, external.num_tokens, True)
+        return Grant(match, 0, start, 0, external.num_tokens, is_async=True)
 
     def _keep(self, request: Request, gate: Gate, key: tuple[Any, ...]) -> None:
         """Keep the verdict of a gate whose answer is valid until the key changes."""

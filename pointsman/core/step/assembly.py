@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pointsman.core.config import SchedulerConfig
+from pointsman.core.errors import ConfigError
 from pointsman.core.kv.cache import KVCache
 from pointsman.core.kv.connector import KVConnector
 from pointsman.core.kv.manager import KVCacheManager
@@ -90,29 +91,34 @@ def assemble(
     """New parts for a configuration.
 
     Args:
-        kv_cache: who owns the KV blocks; None: a new `KVCacheManager`.
+        kv_cache: who owns the KV blocks; None: a new `KVCacheManager`, or with `kv_groups` a `GroupedKVCache`.
         accepted_drafts: where acceptance is counted, see `Acceptance`.
 
     Raises:
         ConfigError: the configuration names a policy that does not exist, or is about a connector that is not there.
     """
-    max_blocks = min(-(-config.max_model_len // config.block_size), config.num_usable_blocks)
-    batch = Batch(config.block_size, max_blocks, accepted_drafts)
     eviction = make("eviction", config.eviction)
     kv: KVCache
     transfers: Transfers | None = None
     swap: Swap | None = None
     own: KVCacheManager | None = None
-    if kv_cache is None:
+    if config.has_kv_groups:
+        _check_kv_groups(config, connector, kv_cache)
+        from pointsman.core.kv.grouped import GroupedKVCache  # here: most schedulers have no groups
+
+        kv = GroupedKVCache(config)
+    elif kv_cache is None:
         kv = own = KVCacheManager(config, eviction)
         kv.returned = [] if events.wants_blocks else None
         transfers, swap = make_transfers(config, own, connector), make_swap(config, own)
     else:
         kv = kv_cache
+    max_blocks = min(-(-config.max_model_len // config.block_size), config.num_usable_blocks)
+    batch = Batch(config.block_size, max_blocks if kv.has_tables else 1, accepted_drafts)
     if swap is not None and transfers is not None and swap.compares:
         transfers.is_worth_loading = swap.is_worth_loading
     steps = StepsInFlight(config.max_steps_in_flight)
-    kv.num_sound_tokens = steps.num_sound_tokens
+    kv.num_sound_tokens, kv.num_tokens_in_flight = steps.num_sound_tokens, steps.num_tokens
     drafts = Drafts(config, batch, events)
     drafts.last_updated_step = start.step_id - 1
     budget = StepBudget(config)
@@ -173,3 +179,13 @@ def assemble(
         policies,
         listeners_of(policies if swap is None or not swap.compares else (*policies, swap)),
     )
+
+
+def _check_kv_groups(config: SchedulerConfig, connector: KVConnector | None, kv_cache: KVCache | None) -> None:
+    """Raises ConfigError: something else is given that would own the blocks of `kv_groups`, or load them."""
+    what = "a connector" if connector is not None else None if kv_cache is None else "a kv_cache"
+    if what is not None:
+        raise ConfigError(
+            f"kv_groups has {len(config.kv_groups)} groups, and {what} is given, which works with one group of full "
+            "attention; leave one of the two out"
+        )

@@ -175,7 +175,10 @@ class Trial:
         blocks, dropped = self._references_of(batch.members.rows[gone])
         freed = int(np.count_nonzero(kv.pool.num_references[blocks] == dropped))
         free = kv.pool.num_free + freed - int(self._needed[stays].sum())
-        full = kv.num_blocks_to_start(head, self._match, head.num_tokens)
+        full = kv.num_blocks_of_whole(head, self._match)
+        if not kv.has_tables:  # of what it gives back while it is computed, its first chunk may need more at once
+            most = min(head.num_tokens, self._match.num_tokens + self._config.max_num_batched_tokens)
+            full = max(full, kv.num_blocks_to_start(head, self._match, most))
         full -= 0 if self._admission.gates.budget.asks_whole else self._still_held(blocks, dropped)
         # The first chunk is assumed to be the whole: blocks that victims publish may make it larger than it is now.
         demand = Demand(full, full, self._owed(stays), num_running > 0, self._num_waiting + len(gone))

@@ -13,11 +13,12 @@ import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import StepOrderError
+from pointsman.core.kv.block_pool import NO_BLOCKS
 from pointsman.core.kv.cache import KVCache
 from pointsman.core.policy.encoder_budget import EncoderCache
 from pointsman.core.state.batch import NO_SAMPLE, Batch, Members
 from pointsman.core.state.numbers import BOOL, INT32, set_writeable
-from pointsman.core.state.output import IntArray, OutputFields, SchedulerOutput
+from pointsman.core.state.output import NO_INTS, IntArray, OutputFields, SchedulerOutput
 from pointsman.core.state.request import Request
 from pointsman.core.state.runs import join_runs
 from pointsman.core.state.status import RequestStatus
@@ -29,9 +30,7 @@ from pointsman.core.step.running import Advance
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
-_NO_INTS: Int64Array = np.zeros(0, dtype=np.int64)
 _NO_BOOLS = np.zeros(0, dtype=np.bool_)
-_NO_INTS.flags.writeable = False
 _NO_BOOLS.flags.writeable = False
 
 UNSAMPLED = -1
@@ -55,6 +54,7 @@ class Emission:
         self._kv = kv
         self._table = table
         self._encoder = encoder
+        self._has_tables = kv.has_tables
         self.left_out = LeftOut(batch)
         """Which running requests get no tokens, and since when."""
         self.last_output: SchedulerOutput | None = None
@@ -94,12 +94,12 @@ class Emission:
             members.trues,
             members.zeros,
             NO_TOKENS,
-            _NO_INTS,
-            _NO_INTS,
-            _NO_INTS,
+            NO_INTS,
+            NO_INTS,
+            NO_INTS,
             _NO_BOOLS,
             NO_TOKENS,
-            _NO_INTS,
+            NO_INTS,
             (),
             (),
             (),
@@ -107,6 +107,8 @@ class Emission:
             0,
             (),
             (),
+            NO_INTS,
+            NO_INTS,
         )
         fields.__class__ = SchedulerOutput
         self.last_output = fields
@@ -116,15 +118,19 @@ class Emission:
         advance = record.advance
         assert advance is not None
         num_continued = len(advance.requests)
-        cached, external, resumed = _NO_INTS, _NO_INTS, _NO_BOOLS
+        cached, external, resumed = NO_INTS, NO_INTS, _NO_BOOLS
         if record.admitted:
             cached, external = self._add_admitted(advance, record.admitted)
             resumed = np.array([entry.previous_status is RequestStatus.PREEMPTED for entry in record.admitted])
         resync = self._resync
-        if resync:
-            advance.block_ids, advance.block_rows = self._full_tables(advance)
+        groups = places = NO_INTS
+        if not self._has_tables:
+            groups, places = self._blocks_of_groups(advance, resync)
+        elif resync:
+            self._keep_unsynced(advance)
+            advance.block_ids, advance.block_rows = self._kv.tables(self._batch, advance.rows)
         block_ids = advance.block_ids
-        samples, completes = advance.samples, _NO_INTS
+        samples, completes = advance.samples, NO_INTS
         if self._batch.num_no_sample:
             samples, completes = self._without_completions(advance)
         preempted, finished = self._table.take_reports()
@@ -159,6 +165,8 @@ class Emission:
             self._common_prefix.count(advance.rows) if self._common_prefix is not None else 0,
             record.loads,
             self._kv.take_saves() if self._kv.saves else (),
+            groups,
+            places,
         )
         # Arrays made for this output; those that steps share are flagged where they are made. By position, in a third
         # of the time of the keyword, which the types demand.
@@ -172,7 +180,7 @@ class Emission:
             advance.draft_token_ids.setflags(False)  # type: ignore[call-arg]
         if samples is not members.trues:
             set_writeable(samples, False)
-            if completes is not _NO_INTS:
+            if completes is not NO_INTS:
                 set_writeable(completes, False)
             if advance.rows is not members.rows:
                 set_writeable(advance.rows, False)
@@ -211,7 +219,8 @@ class Emission:
             requests = (*advance.requests, *requests[-count:])
             rows = np.concatenate([advance.rows, rows[-count:]])
             serials = np.concatenate([advance.serials, serials[-count:]])
-        tokens = [entry.grant.num_tokens for entry in admitted]
+        tokens = [entry.grant.num_tokens + entry.grant.num_drafts for entry in admitted]
+        padding = [entry.grant.num_drafts for entry in admitted]
         cached = np.array([entry.grant.num_cached_tokens for entry in admitted])
         external = batch.zeros[:count]
         if self._kv.has_connector:
@@ -224,20 +233,34 @@ class Emission:
         advance.num_scheduled_tokens = np.concatenate([advance.num_scheduled_tokens, tokens])
         advance.samples = np.concatenate([advance.samples, samples])
         drafts = batch.zeros[: start + count]
-        if len(advance.draft_token_ids):
-            drafts = np.concatenate([advance.num_draft_tokens, batch.zeros[:count]])
+        if len(advance.draft_token_ids) or any(padding):
+            drafts = np.concatenate([advance.num_draft_tokens, padding])
+            placeholders = np.full(sum(padding), UNSAMPLED, dtype=np.int32)
+            advance.draft_token_ids = np.concatenate([advance.draft_token_ids, placeholders])
         advance.num_draft_tokens = drafts
         advance.block_ids = np.concatenate([advance.block_ids, *blocks])
         advance.block_rows = np.concatenate([advance.block_rows, indices.repeat(list(map(len, blocks)))])
         advance.total += sum(tokens)
         return cached, external
 
-    def _full_tables(self, advance: Advance) -> tuple[Int64Array, Int64Array]:
-        """Full tables for the rows of this output; those of other rows follow later."""
+    def _keep_unsynced(self, advance: Advance) -> None:
+        """This output has full tables for its rows; those of other rows follow later."""
         self._unsynced &= set(self._batch.members.serials.tolist())
         self._unsynced -= set(advance.serials.tolist())
         self._resync = bool(self._unsynced)
-        return self._kv.tables(self._batch, advance.rows)
+
+    def _blocks_of_groups(self, advance: Advance, whole: bool) -> tuple[IntArray, IntArray]:
+        """Set the blocks of this output, which are in several tables of each row; returns their groups and places."""
+        if whole:
+            self._keep_unsynced(advance)
+        new = self._kv.new_blocks(self._batch, advance.rows, advance.block_rows, whole=whole)
+        if new is None:
+            advance.block_ids, advance.block_rows = NO_BLOCKS, NO_BLOCKS
+            return NO_INTS, NO_INTS
+        advance.block_ids, advance.block_rows = new.ids, new.rows
+        new.groups.setflags(False)  # type: ignore[call-arg]
+        new.places.setflags(False)  # type: ignore[call-arg]
+        return new.groups, new.places
 
 
 class LeftOut:

@@ -32,8 +32,15 @@ class Grant(NamedTuple):
     """Tokens that it takes from the step's budget, at least `num_tokens`."""
     num_external_tokens: int = 0
     """Of the cached tokens, those that a connector loads, or has loaded."""
+    num_drafts: int = 0
+    """Placeholders that it verifies beside its tokens (`SchedulerConfig.pad_first_decodes`)."""
     is_async: bool = False
     """Whether it must be loaded before it can be admitted: then it computes nothing in this step."""
+
+    @property
+    def end(self) -> int:
+        """Up to where it has blocks after this step."""
+        return self.num_cached_tokens + self.num_tokens + self.num_drafts
 
 
 @dataclass(slots=True)
@@ -100,6 +107,15 @@ class StepsInFlight:
         while not taken or taken[-1].output is not output:
             taken.append(self.records.pop())
         return taken
+
+    def num_tokens(self, num_rows: int) -> npt.NDArray[np.int64]:
+        """[num_rows] tokens that steps in flight compute in each row. A row that they name has no other request."""
+        count = np.zeros(num_rows, dtype=np.int64)
+        for record in self.records:
+            output = record.output
+            if output is not None and not record.is_over:
+                count[output.rows] += output.num_scheduled_tokens
+        return count
 
     def num_sound_tokens(self, request: Request) -> int:
         """Tokens of a running request whose KV is final: steps in flight may yet fail, and with them the KV that they

@@ -205,9 +205,9 @@ class RequestTable:
         state.may_load = True
         if self._swap is not None:
             self._swap.ended(request)
-        row = self._batch.place(request, grant.num_cached_tokens + grant.num_tokens, num_slots)
+        row = self._batch.place(request, grant.end, num_slots)
         if self._events.admitted:
-            looked_up = self._kv.prefix is not None and request.use_prefix_cache
+            looked_up = self._kv.caches and request.use_prefix_cache
             cached, external = grant.num_cached_tokens, grant.num_external_tokens
             event = Admitted(request, resumed, cached, external, looked_up, self.now)
             for method in self._events.admitted:

@@ -93,7 +93,6 @@ class Running:
         drafts: Drafts,
     ) -> None:
         self._budget = budget
-        self._block_size = config.block_size
         self._batch = batch
         self._kv = kv
         self._limits = limits
@@ -312,7 +311,7 @@ class Running:
         members = self._batch.members
         preempted = False
         while True:
-            granted = self._within_budget(want)
+            granted = self._within_budget(self._with_fewer_drafts(lacks, want))
             needed = self.blocks_needed(granted, members.rows)
             end = np.add.accumulate(needed)
             free = self._kv.pool.num_free
@@ -331,7 +330,7 @@ class Running:
         if not self._drafts.waiting:
             return False
         computed = batch.num_computed_tokens[rows]
-        slots = batch.num_slots[rows] + self.blocks_needed(lacks, rows) * self._block_size
+        slots = self._kv.num_slots_with(batch, rows, lacks)
         lower = want > slots - computed
         want[lower] = (slots - computed)[lower]
         return bool(lower.any())
@@ -344,6 +343,19 @@ class Running:
         rows = members.rows[short]
         ends = self._batch.num_computed_tokens[rows] + granted[short]
         return self._kv.grow(self._batch, rows, needed[short], ends)
+
+    def _with_fewer_drafts(self, lacks: Int64Array, want: Int64Array) -> Int64Array:
+        """[rows] `want` with at most as many drafts for each row as leave a token of the budget for every row."""
+        if not self._drafts.waiting:
+            return want
+        known = np.minimum(lacks, want)
+        drafts = want - known
+        left = self._budget.tokens - np.count_nonzero(want)
+        if drafts.sum() <= left:
+            return want
+        ends = np.minimum(drafts, np.arange(int(drafts.max()))[:, None]).sum(axis=1)  # for each maximum
+        known += np.minimum(drafts, ends.searchsorted(left, side="right") - 1)
+        return known
 
     def _within_budget(self, want: Int64Array) -> Int64Array:
         """[rows] `want`, cut to the token budget in admission order."""

@@ -12,6 +12,7 @@ recording begins, and it reads the same afterwards.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import defaultdict, deque
@@ -160,6 +161,9 @@ class Scheduler:
         self._kv_events = KVEvents(vllm_config, block_size) if config.enable_kv_cache_events else None
         self._finished_ids: dict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
         self._clock_offset = time.time() - time.monotonic()  # vLLM's arrival times are in wall-clock time
+        self._in_order_of_adding = config.order in ("fcfs", "fcfs-front")
+        """As under vLLM's own "fcfs": front ends have clocks of their own."""
+        self._newest_arrival = -math.inf
         self.kv_cache_config = kv_cache_config
         self.kv_cache_manager = group_metadata(kv_cache_config, block_size) if groups is None else groups.manager
         self._groups = groups
@@ -218,7 +222,7 @@ class Scheduler:
                 request,
                 self._free_id(name),
                 prompt_token_ids=request.prompt_token_ids if request.prompt_embeds is None else request._all_token_ids,
-                arrival_time=request.arrival_time - self._clock_offset,
+                arrival_time=self._arrival_time(request, now),
                 runs_ahead=self._runs_ahead,
                 encoder_inputs=self._read_inputs(request),
             )
@@ -255,6 +259,13 @@ class Scheduler:
                 is_keyed = self._groups is None and self.core.config.enable_prefix_caching
                 return given_embeddings(request, self.core.config.block_size) if is_keyed else ()
         return self._encoder_inputs.begin(request) if request.mm_features else ()
+
+    def _arrival_time(self, request: Any, now: float) -> float:
+        """On the core's clock."""
+        arrival = float(request.arrival_time) - self._clock_offset
+        if self._in_order_of_adding:
+            self._newest_arrival = arrival = max(self._newest_arrival, min(arrival, now))
+        return arrival
 
     def _free_id(self, name: str) -> str:
         """The core's id for a request: vLLM's, or another one while the workers have not been informed that an earlier

@@ -45,6 +45,7 @@ _NOT_HERE = {
     "kv_load_failure_policy",
     "kv_load_timeout",
     "preemption_mode",
+    "pad_first_decodes",
 }
 
 KNOBS = frozenset(field.name for field in fields(SchedulerConfig)) - FLAGS.keys() - _NOT_HERE
@@ -182,6 +183,8 @@ def scheduler_config(
     settled = {**values, **knobs}
     if settled["order"] == "fcfs-front" and order == "priority":  # of the preset "vllm"
         settled["order"] = "priority-by-arrival"
+    # As vLLM's own does, for the graphs that its workers capture of decodes.
+    settled["pad_first_decodes"] = bool(settled["num_draft_tokens"]) and not settled.get("draft_table")
     if not settled["full_sequence_must_fit"]:  # of a preset, without effect then
         settled.pop("count_owed_blocks", None)
     return SchedulerConfig(**settled)

@@ -199,10 +199,16 @@ def _speculation_problems(vllm_config: Any) -> list[str]:
             "speculative decoding with asynchronous scheduling is not supported: give --no-async-scheduling"
         )
     if vllm_config.num_lookahead_tokens or getattr(speculation, "max_num_new_slots_for_drafting", 0):
-        problems.append(
-            f"speculative decoding by the method {speculation.method!r}, whose drafter keeps KV of its own, is not "
-            'supported: use the method "ngram", or one that needs no KV'
-        )
+        if getattr(speculation, "parallel_drafting", False) and speculation.method == "ngram":
+            problems.append(
+                "parallel_drafting with the method 'ngram' takes slots of each step that nothing uses, and is not "
+                "supported: leave parallel_drafting out of --speculative-config"
+            )
+        else:
+            problems.append(
+                f"speculative decoding by the method {speculation.method!r}, whose drafter keeps KV of its own, is not "
+                'supported: use the method "ngram" in --speculative-config'
+            )
     if getattr(speculation, "num_speculative_tokens_per_batch_size", None):
         problems.append(
             "num_speculative_tokens_per_batch_size is not supported: give num_speculative_tokens, and draft_table in "

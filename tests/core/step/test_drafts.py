@@ -345,6 +345,107 @@ def test_a_recording_with_drafts_replays() -> None:
     assert report.num_steps == host.stats().num_steps
 
 
+@pytest.mark.parametrize(
+    ("budget", "proposed", "verified"),
+    [
+        (16, (3, 3, 3, 3), (3, 3, 3, 3)),
+        (15, (3, 3, 3, 3), (2, 2, 2, 2)),
+        (15, (3, 3, 3, 2), (3, 3, 3, 2)),
+        (8, (3, 3, 3, 3), (1, 1, 1, 1)),
+        (7, (3, 0, 3, 0), (1, 0, 1, 0)),
+        (7, (3, 3, 3, 3), (0, 0, 0, 0)),
+        (4, (3, 3, 3, 3), (0, 0, 0, 0)),
+    ],
+)
+def test_a_budget_without_room_for_all_drafts_takes_them_from_every_row_alike(
+    budget: int, proposed: tuple[int, ...], verified: tuple[int, ...]
+) -> None:
+    host = speculative(max_num_batched_tokens=budget)
+    requests = [host.add(name, 1, max_tokens=20) for name in "abcd"]
+    output = host.step()
+    assert len(output.requests) == 4
+    host.propose(output, {one.request_id: right(one, n) for one, n in zip(requests, proposed, strict=True)})
+    output = host.step()
+    assert tuple(output.num_draft_tokens.tolist()) == verified
+    assert tuple(output.num_scheduled_tokens.tolist()) == tuple(1 + n for n in verified), "each row decodes"
+    while not all(one.is_finished for one in requests):
+        host.propose(output, {one.request_id: right(one, 3) for one in output.requests})
+        output = host.step()
+        host.scheduler.check_invariants()
+    assert all(one.output_token_ids.tolist() == reference_output(one.prompt_token_ids, 20) for one in requests)
+
+
+def padding(output: SchedulerOutput) -> dict[str, list[int]]:
+    """The placeholders of each row that has some."""
+    return {
+        request.request_id: drafts_of(output, index)
+        for index, request in enumerate(output.requests)
+        if -1 in drafts_of(output, index)
+    }
+
+
+def test_a_first_step_of_one_token_is_padded_beside_decodes() -> None:
+    """Rows of one token and three placeholders, whether the prompt is one token or all but one are cached."""
+    host = speculative(pad_first_decodes=True, max_num_batched_tokens=16, block_size=4)
+    first = host.add("a", 1, max_tokens=12)
+    output = host.step()
+    assert padding(output) == {}, "nothing else decodes, and nothing is cached"
+    b = host.add("b", 1, max_tokens=12)
+    output = host.schedule()
+    assert padding(output) == {"b": [-1] * 3} and tokens_of(output) == {"a": 1, "b": 4}
+    host.scheduler.check_invariants()
+    host.update(output)
+    assert (b.num_computed_tokens, b.num_tokens) == (1, 2), "no placeholder is accepted"
+    host.add("long", list(range(9)), max_tokens=1)
+    c = host.add("c", 1, max_tokens=12)
+    output = host.step()
+    assert padding(output) == {"c": [-1] * 3}, "a prefill that begins in the same step is none that continues"
+    while not c.is_finished:
+        host.step()
+        host.scheduler.check_invariants()
+    again = host.add("again", list(range(9)), max_tokens=12)  # two blocks of it are cached, and one token is not
+    output = host.step()
+    assert output.num_cached_tokens.tolist() == [8] and padding(output) == {"again": [-1] * 3}
+    while not again.is_finished:
+        host.step()
+    for request in (first, b, c, again):
+        assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 12)
+
+
+def test_a_first_step_is_not_padded_beside_a_prefill_nor_beyond_the_model() -> None:
+    host = speculative(pad_first_decodes=True, max_num_batched_tokens=8, max_model_len=12)
+    host.add("a", list(range(11)), max_tokens=1)
+    assert tokens_of(host.step()) == {"a": 8}
+    host.add("b", 1, max_tokens=4)
+    output = host.step()
+    assert tokens_of(output) == {"a": 3, "b": 1}, "a continues its prefill"
+    host.step()
+    host.add(
+        "c", list(range(9)), max_tokens=2
+    )  # 8 tokens are cached: with three placeholders and a sample it would be 13
+    output = host.step()
+    assert output.num_cached_tokens.tolist() == [8] and padding(output) == {}
+
+
+def test_a_first_step_waits_for_the_budget_of_its_placeholders_if_a_step_can_hold_them() -> None:
+    for budget, tokens in ((4, {"a": 1}), (3, {"a": 1, "b": 1})):
+        host = speculative(pad_first_decodes=True, max_num_batched_tokens=budget, max_num_seqs=3)
+        host.add("a", 1, max_tokens=2)
+        host.step()
+        host.add("b", 1, max_tokens=2)
+        assert tokens_of(host.step()) == tokens
+        assert host.step().num_rows, "it does not wait for ever"
+
+
+def test_a_first_step_is_not_padded_where_blocks_are_short() -> None:
+    host = speculative(pad_first_decodes=True, num_blocks=3, block_size=2, max_model_len=6, max_num_seqs=2)
+    host.add("a", 2, max_tokens=2)
+    host.step()
+    host.add("b", 1, max_tokens=1)
+    output = host.step()
+    assert tokens_of(output) == {"a": 1, "b": 1}
+
+
 # ---------------------------------------------------------------------- what is refused
 
 
@@ -352,12 +453,13 @@ def test_a_recording_with_drafts_replays() -> None:
     ("overrides", "message"),
     [
         ({"num_draft_tokens": -1}, "num_draft_tokens is -1; it must be between 0 and"),
-        ({"num_draft_tokens": 4}, "max_num_seqs 4 with num_draft_tokens 4 may decode 20 tokens.*raise the budget"),
         ({"num_draft_tokens": 3, "draft_table": ((2, 4),)}, "draft_table allows 4 from 2 running.*no effect"),
         ({"num_draft_tokens": 3, "draft_table": ((2, 1), (2, 0))}, "running requests in draft_table is 2; .*between 3"),
         ({"num_draft_tokens": 3, "draft_table": ((0, 1),)}, "running requests in draft_table is 0; .*between 1"),
         ({"num_draft_tokens": 3, "draft_table": ((1, -1),)}, "drafts in draft_table is -1"),
         ({"num_draft_tokens": 3, "draft_table": (1, 2)}, "draft_table is .*give pairs"),
+        ({"pad_first_decodes": True}, "pad_first_decodes=True needs num_draft_tokens"),
+        ({"num_draft_tokens": 3, "draft_table": ((2, 1),), "pad_first_decodes": True}, r"\(no draft_table\)"),
         ({"draft_table": ((1, 0),)}, "draft_table is .*no effect.*num_draft_tokens"),
     ],
 )

@@ -1,0 +1,284 @@
+"""KV in groups: what a request holds, gives back and finds again where layers attend to a window or a chunk."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pointsman.core import (
+    ConfigError,
+    KVGroup,
+    Recorder,
+    ReplayDifference,
+    Request,
+    RequestRefused,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+    StepResult,
+    replay,
+)
+from pointsman.core.kv.grouped import GroupedKVCache
+from pointsman.core.kv.manager import KVCacheManager
+from tests.core.helpers import Host, small_config
+from tests.soak import short_of, short_or_long
+
+FULL, WINDOW = KVGroup(), KVGroup("window", 8)
+TWO = (FULL, WINDOW)
+NUM_PAIRS = short_or_long(1, 100)
+
+
+def tables(output: SchedulerOutput, index: int) -> dict[int, dict[int, int]]:
+    """What an output says of the blocks of a row: by group, the block at each place."""
+    found: dict[int, dict[int, int]] = {}
+    mine = output.block_rows == index
+    columns = (output.block_groups[mine], output.block_places[mine], output.block_ids[mine])
+    for group, place, block in zip(*(column.tolist() for column in columns), strict=True):
+        found.setdefault(group, {})[place] = block
+    return found
+
+
+# ------------------------------------------------------------------ the configuration
+
+
+@pytest.mark.parametrize(
+    ("knobs", "says"),
+    [
+        ({"kv_groups": [("half", 4)]}, "a group in kv_groups is of kind 'half'; choose one of full, window, chunk"),
+        ({"kv_groups": [("full", 4)]}, 'a group in kv_groups is "full", of size 4; leave the size out'),
+        ({"kv_groups": [("window", 0)]}, 'the size of a "window" group in kv_groups is 0; it must be between 1'),
+        ({"kv_groups": "full"}, "kv_groups is 'full'; give pairs of a kind and a size"),
+        ({"kv_groups": 3}, "kv_groups is 3; give pairs of a kind and a size"),
+        ({"kv_groups": TWO, "eviction": "reuse"}, "eviction is 'reuse', and with 2 kv_groups it must be 'lru'"),
+        ({"kv_groups": TWO, "enable_kv_cache_events": True}, "enable_kv_cache_events is True, and with 2 kv_groups"),
+        ({"kv_groups": TWO, "count_common_prefix": True}, "count_common_prefix is True, and with 2 kv_groups"),
+        ({"kv_groups": TWO, "preemption_mode": "swap"}, "preemption_mode is 'swap', and with 2 kv_groups"),
+    ],
+)
+def test_what_does_not_fit_groups_is_refused_with_a_remedy(knobs: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says.replace("(", r"\(")):
+        small_config(**knobs)
+
+
+def test_another_owner_of_the_blocks_is_refused() -> None:
+    config = small_config(kv_groups=TWO)
+    with pytest.raises(ConfigError, match="kv_groups has 2 groups, and a kv_cache is given"):
+        Scheduler(config, kv_cache=KVCacheManager(small_config()))
+
+
+def test_one_group_of_full_attention_is_as_without_groups() -> None:
+    host = Host(kv_groups=(FULL,))
+    host.add("a", 5)
+    output = host.schedule()
+    assert len(output.block_ids) == 2 and len(output.block_groups) == 0
+    assert host.scheduler.block_table[output.rows[0], :2].tolist() == output.block_ids.tolist()
+
+
+# ------------------------------------------------------------------ what is held
+
+
+def test_what_lies_behind_the_window_returns_to_the_pool() -> None:
+    """A block is behind the window for at most one step."""
+    host = Host(kv_groups=(WINDOW,), num_blocks=5, enable_prefix_caching=False)
+    host.add("a", 6, max_tokens=50)
+    step = host.schedule()
+    for length in range(7, 56):
+        computed = length - 1
+        reads_from = max(0, computed - 2 - WINDOW.size + 1)  # as the step before this one did
+        held = -(-computed // 4) - reads_from // 4
+        assert host.scheduler.stats().num_free_blocks >= 5 - held
+        host.update(step)
+        step = host.schedule()
+
+
+def test_a_long_prompt_runs_in_a_pool_that_holds_its_window() -> None:
+    """What is counted for its admission is the most that it holds at a time."""
+    host = Host(kv_groups=(WINDOW,), num_blocks=8, max_model_len=400)
+    assert host.config.num_usable_tokens == 400
+    request = host.add("a", 300, max_tokens=20)
+    host.run_to_end()
+    assert request.num_output_tokens == 20 and host.scheduler.stats().num_preemptions == 0
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
+    host = Host(kv_groups=TWO, num_blocks=16)
+    assert host.config.num_usable_tokens == 36  # nine blocks of full attention, and seven that a window takes at most
+    with pytest.raises(RequestRefused, match="the prompt has 37 tokens, and the pool of 16 KV blocks holds 36 of them"):
+        host.add("a", 37)
+    request = host.add("b", 36, max_tokens=10)
+    host.run_to_end()
+    assert request.finish_detail == "kv_capacity"
+
+
+def test_an_output_says_group_and_place_of_each_block() -> None:
+    host = Host(kv_groups=TWO)
+    host.add("a", 7)
+    output = host.schedule()
+    found = tables(output, 0)
+    assert {group: sorted(places) for group, places in found.items()} == {0: [0, 1], 1: [0, 1]}
+    assert len({block for places in found.values() for block in places.values()}) == 4
+    host.update(output)
+    second = host.schedule()  # the eighth token has its slot
+    assert len(second.block_ids) == 0
+    host.update(second)
+    third = tables(host.schedule(), 0)
+    assert {group: list(places) for group, places in third.items()} == {0: [2], 1: [2]}
+
+
+# ------------------------------------------------------------------ what is found again
+
+
+def test_a_hit_takes_of_each_group_what_its_next_token_attends_to() -> None:
+    host = Host(kv_groups=TWO, num_blocks=40)
+    prompt = host.prompt(17)
+    host.add("a", prompt, max_tokens=1)
+    host.run_to_end()
+    host.add("b", [*prompt, 1])
+    output = host.schedule()
+    assert output.num_cached_tokens.tolist() == [16]
+    found = tables(output, 0)
+    assert sorted(found[0]) == [0, 1, 2, 3, 4]
+    assert sorted(found[1]) == [2, 3, 4]  # token 16 attends to 9 to 16
+
+
+def test_a_hit_ends_where_every_group_has_its_window() -> None:
+    """Of the window's blocks those in the middle are evicted first here: a shorter prefix is still found whole."""
+    host = Host(kv_groups=TWO, num_blocks=40)
+    prompt = host.prompt(25)
+    host.add("a", prompt, max_tokens=1)
+    host.run_to_end()
+    kv = host.scheduler._kv
+    assert isinstance(kv, GroupedKVCache)
+    nodes = kv._prefixes.find(_root(), np.array(prompt, dtype=np.int32).tobytes(), 6, None)
+    (block,) = nodes[4].entries[1][0].blocks
+    kv.pool.uncache([block])
+    host.add("b", [*prompt, 1])
+    assert host.schedule().num_cached_tokens.tolist() == [16]
+    assert nodes[4].entries[0], "full attention still has the block there"
+
+
+def test_a_chunk_begins_anew() -> None:
+    """At the border of a chunk nothing of a group of chunks is needed."""
+    host = Host(kv_groups=(FULL, KVGroup("chunk", 8)), num_blocks=40)
+    prompt = host.prompt(17)
+    host.add("a", prompt, max_tokens=1)
+    host.run_to_end()
+    host.add("b", prompt)
+    output = host.schedule()
+    assert output.num_cached_tokens.tolist() == [16]
+    assert sorted(tables(output, 0)[1]) == [4]
+
+
+def test_a_preempted_request_finds_what_it_has_generated() -> None:
+    host = Host(kv_groups=(FULL, KVGroup("window", 6)), num_blocks=60, max_num_seqs=1)
+    for length in range(5, 30):
+        request = host.add(f"r{length}", 3, max_tokens=30)
+        while request.num_tokens < length:
+            host.step()
+        is_reset = length % 7 == 0
+        if is_reset:
+            host.scheduler.reset_prefix_cache(host.now)
+        computed = request.num_computed_tokens
+        host.park(request.request_id)
+        host.ready(request.request_id)
+        output = host.schedule()
+        assert output.num_cached_tokens.tolist() == [0 if is_reset else computed // 4 * 4], length
+        host.update(output)
+        host.abort(request.request_id)
+        host.scheduler.reset_prefix_cache(host.now)
+
+
+def _root() -> Any:
+    from pointsman.core.kv.prefix_tree import Root
+
+    return Root()
+
+
+# ------------------------------------------------------------------ steady decode
+
+
+def _decisions(scheduler: Scheduler, output: SchedulerOutput) -> tuple[Any, ...]:
+    """All but which blocks these are."""
+    places = zip(output.block_rows.tolist(), output.block_groups.tolist(), output.block_places.tolist(), strict=True)
+    names = [request.request_id for request in output.requests]
+    return (
+        names,
+        output.num_scheduled_tokens.tolist(),
+        output.num_cached_tokens.tolist(),
+        sorted(places),
+        [request.request_id for request in output.preempted],
+        scheduler.stats().num_free_blocks,
+    )
+
+
+def _workload(seed: int, config: SchedulerConfig) -> Iterator[tuple[Any, ...]]:
+    """Requests with shared prefixes come and go; a step fails now and then."""
+    chance = random.Random(seed)
+    scheduler = Scheduler(config)
+    flight: list[SchedulerOutput] = []
+    added = 0
+    while added < 24 or scheduler.has_unfinished_requests():
+        if added < 24 and chance.random() < 0.3:
+            prompt = [1, 2, 3, 4] * chance.randint(0, 5) + [chance.randint(0, 5) for _ in range(chance.randint(1, 9))]
+            lengths = {"max_tokens": chance.randint(1, 40), "arrival_time": float(added)}
+            scheduler.add(Request(f"r{added}", prompt, **lengths), 0.0)
+            added += 1
+        if len(flight) == config.max_steps_in_flight:
+            output = flight.pop(0)
+            tokens = [chance.randint(0, 5) for _ in range(int(output.samples.sum()))]
+            scheduler.update(output, StepResult(tokens), 0.0)
+        flight.append(scheduler.schedule(0.0))
+        yield _decisions(scheduler, flight[-1])
+        scheduler.check_invariants()
+        if chance.random() < 0.03:
+            scheduler.fail(flight[0], 0.0)
+            flight.clear()
+
+
+@pytest.mark.parametrize("steps_in_flight", short_of([1, 2, 3], {1, 2}))
+@pytest.mark.parametrize(
+    "groups", [TWO, (FULL, *[KVGroup("window", 5)] * 3), (WINDOW,), (KVGroup("chunk", 8), FULL), (FULL, FULL)]
+)
+def test_steady_steps_decide_as_others(
+    groups: tuple[KVGroup, ...], steps_in_flight: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that exchange a block for the one behind their window, beside rows that are asked one part after another."""
+    config = small_config(kv_groups=groups, num_blocks=30 + 20 * len(groups), max_steps_in_flight=steps_in_flight)
+    counts = {True: 0, False: 0}
+    steady = GroupedKVCache._grow_steadily
+
+    def counted(self: GroupedKVCache, batch: Any, rows: Any) -> bool:
+        done = steady(self, batch, rows)
+        counts[done] += 1
+        return done
+
+    for seed in range(NUM_PAIRS):
+        monkeypatch.setattr(GroupedKVCache, "_grow_steadily", counted)
+        first = list(_workload(seed, config))
+        monkeypatch.setattr(GroupedKVCache, "_grow_steadily", lambda self, batch, rows: False)
+        assert list(_workload(seed, config)) == first
+    assert counts[True] >= 15 or steps_in_flight > 1
+
+
+# ------------------------------------------------------------------ recordings
+
+
+def test_a_recording_replays() -> None:
+    file = io.StringIO()
+    host = Host(recorder=Recorder(file), kv_groups=TWO, num_blocks=20)
+    prompt = host.prompt(9)
+    for number in range(6):
+        host.add(f"r{number}", [*prompt, number], max_tokens=12)
+    host.run_to_end()
+    assert host.scheduler.stats().num_preemptions > 0
+    report = replay(io.StringIO(file.getvalue()))
+    assert report.num_steps == host.scheduler.stats().num_steps
+    changed = file.getvalue().replace('"block_places":[0', '"block_places":[1', 1)
+    assert changed != file.getvalue()
+    with pytest.raises(ReplayDifference, match="block_places"):
+        replay(io.StringIO(changed))
