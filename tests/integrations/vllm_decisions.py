@@ -478,6 +478,9 @@ def run_both(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) 
             if sides[0].lacking:  # see docs/vllm.md
                 tally["theirs lacks embeddings"] += 1
                 return None
+            if any(workload.encoder) and _takes_less_behind_a_victim(sides, theirs, ours):
+                tally["less behind a victim"] += 1
+                return None
             if any(workload.encoder) and _goes_further(sides, theirs, ours):
                 tally["went further"] += 1
                 return None
@@ -537,6 +540,15 @@ def _computed(side: Side, decision: dict[str, Any]) -> set[str]:
     """The identifiers of what a step computes."""
     inputs = decision["encoder inputs"].items()
     return {side.images[name][index].identifier for name, indices in inputs for index in indices}
+
+
+def _takes_less_behind_a_victim(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
+    """Whether they differ in that rows with images get no tokens of one that is preempted before; see docs/vllm.md."""
+    other = theirs.keys() - {"tokens", "encoder inputs"}
+    if not theirs["preempted"] or any(theirs[name] != ours[name] for name in other):
+        return False
+    fewer = [name for name, count in ours["tokens"].items() if count < theirs["tokens"].get(name, 0)]
+    return bool(fewer) and all(sides[1].images[name] for name in fewer)
 
 
 def _goes_further(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
