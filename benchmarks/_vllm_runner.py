@@ -56,9 +56,9 @@ class StandInRunner:
         ends = {}
         for new in output.scheduled_new_reqs:
             assert new.req_id not in self.known, f"{new.req_id} is new twice"
-            self.known[new.req_id] = _Known(len(new.prompt_token_ids), list(new.block_ids[0]))
+            self.known[new.req_id] = _Known(new.prompt_len, list(new.block_ids[0]))
             end = new.num_computed_tokens + scheduled[new.req_id] - len(drafts.get(new.req_id, ()))
-            ends[new.req_id] = (end, end >= len(new.prompt_token_ids))
+            ends[new.req_id] = (end, end >= new.prompt_len)
         cached = output.scheduled_cached_reqs
         told = zip(
             cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, cached.new_block_ids, strict=True

@@ -26,9 +26,12 @@ import torch
 from _scheduler_worker import BLOCK_SIZE, EOS, STOP_TOKENS, VOCABULARY, Session, Settings, serve
 from _vllm_runner import StandInRunner, runner_output
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.multimodal import encoder_budget
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched import scheduler as own_scheduler
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -50,10 +53,13 @@ LAYOUTS = {
     # Full attention and three of Mamba states, as Granite 4 without prefix caching: there vLLM raises the blocks of
     # attention to the size of a state.
     "states": 4,
+    "images": 1,  # full attention, and prompts with images
 }
 """Layouts of KV, with their numbers of groups."""
 STATE_BLOCK_SIZE = 528
 """Tokens in a block of attention beside states; 528 to 896 for the models that vLLM serves."""
+IMAGES_IN_STEP, IMAGES_CACHED = 4096, 8192
+"""Embeddings."""
 LAYER = "model.layers.0.self_attn.attn"
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -116,7 +122,7 @@ def build_kv_cache_config(
     specs: list[Any] = [FullAttentionSpec(block_size=block_size, **sizes)]
     if layout == "states":
         specs += [MambaSpec(block_size=max_model_len, shapes=((2, 4),), dtypes=(torch.float32,))] * 3
-    elif layout:
+    elif layout.startswith("window"):
         window = 128 if layout == "window" else 1024
         specs += [SlidingWindowSpec(block_size=block_size, sliding_window=window, **sizes)] * (LAYOUTS[layout] - 1)
     return KVCacheConfig(
@@ -124,6 +130,31 @@ def build_kv_cache_config(
         kv_cache_tensors=[],  # memory for the workers; a scheduler reads none of it
         kv_cache_groups=[KVCacheGroupSpec([f"{LAYER}{n or ''}"], spec) for n, spec in enumerate(specs)],
     )
+
+
+class StandInBudget:
+    """What a step may compute and what the cache holds, in place of what vLLM asks the processor of a model with
+    images."""
+
+    sizes = (0, 0)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.encoder_compute_budget, self.encoder_cache_size = self.sizes
+        self.mm_max_toks_per_item = {"image": 1}
+
+
+def stand_in_for_encoder(config: VllmConfig, sizes: tuple[int, int]) -> None:
+    """Give a configuration an encoder with a budget and a cache of so many embeddings; 0: none."""
+    encoder_budget.MultiModalBudget = own_scheduler.MultiModalBudget = StandInBudget
+    StandInBudget.sizes = sizes
+    ModelConfig.supports_multimodal_inputs = property(lambda config: getattr(config, "has_images", False))
+    config.model_config.has_images = any(sizes)
+
+
+def feature_of(key: str, offset: int, mask: str) -> MultiModalFeatureSpec:
+    """An image without a payload; "1" in the mask: an embedding."""
+    position = PlaceholderRange(offset, len(mask), torch.tensor([each == "1" for each in mask]))
+    return MultiModalFeatureSpec(data=None, modality="image", identifier=key, mm_position=position)
 
 
 class VllmSession(Session):
@@ -142,6 +173,7 @@ class VllmSession(Session):
         config.cache_config.enable_prefix_caching = not has_states
         hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
+        stand_in_for_encoder(config, (IMAGES_IN_STEP, IMAGES_CACHED) if settings.layout == "images" else (0, 0))
         self.block_hasher = get_request_block_hasher(BLOCK_SIZE, hash_function)
         own = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
         self.scheduler = (self.scheduler_class or own)(
@@ -173,7 +205,14 @@ class VllmSession(Session):
             sampling_params=params,
             pooling_params=None,
             block_hasher=self.block_hasher,
+            mm_features=self.images(len(prompt)) if self.settings.layout == "images" else None,
         )
+
+    def images(self, num_tokens: int) -> list[Any]:
+        """One of 12 embeddings in a short prompt, otherwise one of 256 in every 400 tokens; some images come often."""
+        places = range(16, num_tokens - 256, 400) if num_tokens > 272 else range(2, 3)
+        size = 256 if num_tokens > 272 else 12
+        return [feature_of(f"image {self.rng.integers(500)} of {size}", place, "1" * size) for place in places]
 
     def result(self, output: SchedulerOutput) -> ModelRunnerOutput:
         tokens = iter(self.tokens(len(output.num_scheduled_tokens)).tolist())

@@ -190,15 +190,16 @@ def measure_waiting(
 
 
 def measure_backlog(
-    workers: Sequence[WorkerProcess], lengths: list[tuple[int, int]], num_blocks: int, rounds: int
+    workers: Sequence[WorkerProcess], lengths: list[tuple[int, int]], num_blocks: int, rounds: int, **more: Any
 ) -> tuple[dict[str, dict[str, float]], float | None]:
     """What serving the backlog cost each worker: the round of median CPU time, and seconds per million tokens. And how
-    many times more vLLM's scheduler took, which is None without it."""
+    many times more vLLM's scheduler took, which is None without it. `more`: settings for both."""
     settings = {
         "num_blocks": num_blocks,
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": 256,
         "max_num_batched_tokens": TOKEN_BUDGET,
+        **more,
     }
     runs: dict[str, list[dict[str, float]]] = {worker.name: [] for worker in workers}
     for _ in range(rounds):

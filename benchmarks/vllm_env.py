@@ -7,7 +7,8 @@ builds of torch that only its device code needs are left out.
     python benchmarks/vllm_env.py [options for pip, such as --index-url]
 
 Takes about a minute, and 3 GB of disk. Does nothing if the environment is there and complete. The Python files of the
-next version, which has no build for CPUs, are put beside it: the drop-in is checked with them.
+next version, which has no build for CPUs, are put beside it: the drop-in is checked with them; and torchvision, for the
+processors of models with images.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ NEXT_VERSION = "0.33.0"
 TORCH_VERSION = "2.13.0"
 ENVIRONMENT = Path(__file__).resolve().parent.parent / ".venv-vllm"
 NEXT_SOURCES = ENVIRONMENT / f"vllm-{NEXT_VERSION}"
+TORCHVISION_VERSION = "0.28.0"
+TORCHVISION = ENVIRONMENT.parent / f".venv-vllm-torchvision-{TORCHVISION_VERSION}"
+"""A folder with torchvision, which the processors of many models with images import."""
 
 # Image, audio and video decoding: a scheduler imports none of it, and each would pull another build of torch.
 LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
@@ -97,6 +101,26 @@ def fetch_next_sources(pip_options: list[str]) -> None:
     print(f"{NEXT_SOURCES}: sources of vLLM {NEXT_VERSION}")
 
 
+def fetch_torchvision(pip_options: list[str]) -> None:
+    """Put torchvision where `TORCHVISION` says, unless it is there. Its build needs another torch, for its own kernels;
+    what processors use of it runs without them.
+
+    Raises:
+        CalledProcessError: its wheel cannot be had.
+    """
+    if TORCHVISION.exists():
+        return
+    with tempfile.TemporaryDirectory(dir=ENVIRONMENT.parent) as temporary:
+        command = [str(python_of()), "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        target = Path(temporary) / "target"
+        subprocess.run(
+            [*command, "--target", str(target), *pip_options, f"torchvision=={TORCHVISION_VERSION}"], check=True
+        )
+        (target / "torchvision" / "_meta_registrations.py").write_text("")  # of the missing kernels
+        os.replace(target, TORCHVISION)
+    print(f"{TORCHVISION}: torchvision {TORCHVISION_VERSION}")
+
+
 def main() -> int:
     code = make_environment(ENVIRONMENT, f"vLLM {VLLM_VERSION}", is_complete, fill, sys.argv[1:])
     if code == 0:
@@ -104,6 +128,10 @@ def main() -> int:
             fetch_next_sources(sys.argv[1:])
         except subprocess.CalledProcessError:  # pip has printed its own message
             print(f"the sources of vLLM {NEXT_VERSION} could not be fetched; what checks them is skipped")
+        try:
+            fetch_torchvision(sys.argv[1:])
+        except subprocess.CalledProcessError:
+            print("torchvision could not be fetched; models with images are not run")
     return code
 
 

@@ -8,7 +8,8 @@ configuration (blocks of 16, prefix caching and statistics on). CPU time, median
 1. steady decode, plain; with requests that have two stop tokens, as many models do; with two steps in flight; with KV
    in several groups with windows; and with groups of states, which vLLM's own manager keeps for both;
 2. the Azure conversation trace as a closed backlog, in a roomy pool (20,000 blocks) and in one that forces preemption
-   (4,000).
+   (4,000);
+3. prompts with images, most of whose work is prefill.
 
     python benchmarks/vllm_scheduler.py --check
 """
@@ -36,8 +37,10 @@ WAYS: dict[str, tuple[dict[str, Any], float]] = {
     "full and a window": ({"layout": "window"}, TARGET_RATIO),
     "full and five windows": ({"layout": "windows"}, TARGET_RATIO),
     "full and three of states": ({"layout": "states"}, 45.0),
+    "prompts with images": ({"layout": "images"}, TARGET_RATIO),
 }
 BACKLOG_TARGET, TARGET_BACKLOG_RATIO = "vLLM's own / ours on the Azure backlog", 7.0
+IMAGES_TARGET, TARGET_IMAGES_RATIO = "vLLM's own / ours on prompts with images", 1.3
 ROUNDS, BACKLOG_ROUNDS = 9, 5
 
 
@@ -91,6 +94,19 @@ def report_backlog(workers: Sequence[WorkerProcess], pools: Sequence[int], round
     return {"backlog": figures}
 
 
+def report_images(workers: Sequence[WorkerProcess], rounds: int, targets: Targets) -> Any:
+    """Prompts of 1,300 tokens with three images each, and short outputs: table, figures, target."""
+    results, ratio = measure_backlog(workers, [(1300, 8)] * 512, BACKLOG_BLOCKS[0], rounds, layout="images")
+    assert ratio is not None
+    rows = [
+        [name, *(each[f"{part}_seconds"] for part in ("add", "schedule", "update"))] for name, each in results.items()
+    ]
+    header = ["", "add s", "schedule s", "update s"]
+    print_table("512 prompts with three images at once, 256 sequences, budget 8,192, encoder 4,096", header, rows)
+    targets.at_least(IMAGES_TARGET, ratio, TARGET_IMAGES_RATIO)
+    return {"images": {"ratio": round(ratio, 2), **results}}
+
+
 def main() -> int:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("--sizes", help="numbers of running requests, as 16,64")
@@ -100,7 +116,7 @@ def main() -> int:
     targets = Targets()
     if not is_complete():
         note("skipped: there is no environment for vLLM; python benchmarks/vllm_env.py makes it")
-        for name in ("vLLM's own / ours in steady decode", BACKLOG_TARGET):
+        for name in ("vLLM's own / ours in steady decode", BACKLOG_TARGET, IMAGES_TARGET):
             targets.skip(name, "no environment for vLLM")
         return finish("vllm_scheduler", {"quick": arguments.quick, "decode": None}, targets, arguments.check)
     if arguments.quick:
@@ -112,8 +128,10 @@ def main() -> int:
         if not arguments.no_backlog:
             pools = BACKLOG_BLOCKS[-1:] if arguments.quick else BACKLOG_BLOCKS
             figures |= report_backlog(workers, pools, 1 if arguments.quick else BACKLOG_ROUNDS, targets)
+            figures |= report_images(workers, 1 if arguments.quick else BACKLOG_ROUNDS, targets)
         else:
             targets.skip(BACKLOG_TARGET, "--no-backlog")
+            targets.skip(IMAGES_TARGET, "--no-backlog")
     finally:
         for worker in workers:
             worker.close()

@@ -110,6 +110,9 @@ class SchedulerConfig:
     inputs is refused."""
     encoder_cache_size: int = 0
     """Embeddings that are kept: those that running requests need, and others for reuse."""
+    split_encoder_inputs: bool = True
+    """Whether a chunk of a prompt may end within the placeholders of an encoder input that it reaches. False: it ends
+    before them, and the next chunk begins with them."""
     max_overtakes: int = MAX_OVERTAKES
     """How many requests may bypass a skipped one. Then, if it lacks an adapter slot, it claims that of the adapter that
     has held one longest: no request behind it starts with that adapter. If it lacks embeddings, no request behind it is
@@ -165,7 +168,8 @@ class SchedulerConfig:
     even a victim itself."""
     shortage: Literal["replan", "in-order", "look-ahead"] = "replan"
     """What happens to the other rows when blocks run out. "replan": the step is recomputed without the victim.
-    "in-order": rows get blocks one after the other, and if the row that asks is itself preempted, those behind it wait.
+    "in-order": rows get blocks one after the other, and if the row that asks is itself preempted, those behind it wait;
+    a waiting request that lacks embeddings is not bypassed.
     "look-ahead": the same, and the first row behind the step's limits asks for its block too."""
 
     def __post_init__(self) -> None:
@@ -405,6 +409,11 @@ class SchedulerConfig:
                 )
 
     def _check_encoder(self) -> None:
+        if not self.split_encoder_inputs and not self.encoder_budget:
+            raise ConfigError(
+                "split_encoder_inputs=False has no effect without encoder inputs; set encoder_budget, or leave it at "
+                "its default"
+            )
         for name, other in (_ENCODER, _ENCODER[::-1]):
             if getattr(self, name) and not getattr(self, other):
                 raise ConfigError(

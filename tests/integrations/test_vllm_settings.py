@@ -112,9 +112,12 @@ def test_every_knob_is_either_vllms_or_ours() -> None:
     ("changes", "words"),
     [
         ({"model_config__is_encoder_decoder": True}, "encoder-decoder models"),
-        ({"model_config__supports_multimodal_inputs": True}, "--language-model-only"),
+        ({"is_mm_encoder_only": True}, "--mm-encoder-only"),
+        (
+            {"ec_manager_config": SimpleNamespace(encoder_cache_manager_cls="its.Manager")},
+            "the encoder cache manager its.Manager would not be asked: leave --ec-manager-config out",
+        ),
         ({"model_config__is_diffusion": True}, "diffusion"),
-        ({"model_config__enable_prompt_embeds": True}, "--enable-prompt-embeds"),
         ({"kv_transfer_config": object()}, "leave --kv-transfer-config out"),
         ({"ec_transfer_config": object()}, "leave --ec-transfer-config out"),
         ({"aux_output_config__enabled": True}, "auxiliary outputs"),

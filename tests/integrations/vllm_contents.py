@@ -62,7 +62,11 @@ class Contents:
         steps: list[tuple[str, int, int]] = []
         for new in output.scheduled_new_reqs:
             tables = [list(ids) for ids in new.block_ids]
-            self._rows[new.req_id] = _Row(tables, list(new.prompt_token_ids), len(new.prompt_token_ids))
+            tokens = list(new.prompt_token_ids)
+            for feature in new.mm_features:
+                at, length = feature.mm_position.offset, feature.mm_position.length
+                tokens[at : at + length] = [hash((feature.identifier, place)) for place in range(length)]
+            self._rows[new.req_id] = _Row(tables, tokens, len(tokens))
             steps.append((new.req_id, new.num_computed_tokens, output.num_scheduled_tokens[new.req_id]))
         cached = output.scheduled_cached_reqs
         for name, start, blocks in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):

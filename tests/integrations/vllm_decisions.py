@@ -1,8 +1,9 @@
 """Random workloads through vLLM's own scheduler and ours, in lockstep: a script for the environment with vLLM.
 
-    python vllm_decisions.py FIRST COUNT [groups]   prints one JSON line: what they met, and where the two differ
+    python vllm_decisions.py FIRST COUNT [groups|images]   prints one JSON line: what they met, and where they differ
 
-(with the root of the repository and its benchmarks in PYTHONPATH). With "groups", the KV is in several layouts.
+(with the root of the repository and its benchmarks in PYTHONPATH). With "groups", the KV is in several layouts; with
+"images", prompts have some, under small encoder budgets and caches.
 
 Both are built as vLLM's engine core builds them and get the same calls; what they decide is executed by a stand-in for
 the model runner, whose token for a position of a request is a function of both. In every step the requests, their
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from _scheduler_worker import EOS, Settings
 from _vllm_runner import StandInRunner
-from _vllm_worker import build_config, build_kv_cache_config
+from _vllm_worker import build_config, build_kv_cache_config, feature_of, stand_in_for_encoder
 from vllm.config import SpeculativeConfig
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
@@ -79,6 +80,8 @@ class Workload:
     """vLLM's `prefix_cache_retention_interval`."""
     is_strict: bool = False
     """Whether no decision may differ, as nothing runs out."""
+    encoder: tuple[int, int] = (0, 0)
+    """Embeddings of a step, and of the cache."""
     arrivals: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     aborts: dict[int, list[str]] = field(default_factory=dict)
     """Before a step is scheduled."""
@@ -111,7 +114,7 @@ def make_layout(rng: random.Random, block_size: int) -> tuple[tuple[str, int, in
     )
 
 
-def make_workload(seed: int, in_groups: bool = False) -> Workload:
+def make_workload(seed: int, in_groups: bool = False, has_images: bool = False) -> Workload:
     """Random, with small pools and budgets, and prompts that begin alike."""
     rng = random.Random(seed)
     block_size = rng.choice((2, 4, 8))
@@ -163,6 +166,8 @@ def make_workload(seed: int, in_groups: bool = False) -> Workload:
         hash_size=hash_size,
         retention=retention,
     )
+    if has_images:
+        workload.max_loras = 0  # see docs/vllm.md: a row that waits for embeddings keeps its adapter's slot
     _fill(workload, rng, max_model_len)
     num_drafts = 0 if asynchronous else random.Random(f"{seed} drafts").choice((0, 0, 1, 3, 8))
     threshold = scheduler["long_prefill_token_threshold"] or math.inf
@@ -172,6 +177,9 @@ def make_workload(seed: int, in_groups: bool = False) -> Workload:
         workload.num_drafts = 0
     if workload.num_drafts and caches:  # see docs/vllm.md: what is evicted is not the same
         workload.num_blocks = max(workload.num_blocks, 1 + MOST_REQUESTS * blocks_of_longest)
+    if has_images:
+        workload.num_drafts = 0
+        _add_images(workload, rng)
     return workload
 
 
@@ -225,6 +233,37 @@ def _blocks_of_longest(kind: str, block_size: int, max_model_len: int) -> int:
     return -(-max_model_len // block_size) + 1 if block_size and kind != "ring" else 1
 
 
+def _add_images(workload: Workload, rng: random.Random) -> None:
+    """Images at random places of the prompts; prompts that begin alike have the same ones there."""
+    workload.scheduler["enable_chunked_prefill"] = True  # see docs/vllm.md: without it, prompts start whole
+    workload.scheduler["disable_chunked_mm_input"] = rng.random() < 0.3
+    sizes = {}
+    for number in range(rng.randrange(2, 9)):
+        length = rng.randrange(1, 9)
+        masked = rng.random() < 0.4
+        mask = "".join(rng.choice("011") for _ in range(length)) if masked else "1" * length
+        sizes[f"image{number}"] = mask if "1" in mask else "1" * length
+    largest = max(mask.count("1") for mask in sizes.values())
+    total = sum(mask.count("1") for mask in sizes.values())
+    budget, cache = (rng.choice((largest, largest + 2, 2 * largest, total)) for _ in range(2))
+    workload.encoder = (budget, 10_000 if workload.asynchronous else cache)  # see docs/vllm.md: when they are released
+    gaps = rng.choice((3, 8, 20))
+    for request in (request for requests in workload.arrivals.values() for request in requests):
+        # Of the tokens before, so that equal beginnings have equal images.
+        images, at, prompt = [], 0, request["prompt"]
+        while True:
+            chance = random.Random(f"{workload.seed} {prompt[: at + 1]}")
+            at += chance.randrange(gaps)
+            key = chance.choice(sorted(sizes))
+            if at + len(sizes[key]) > len(prompt):
+                break
+            images.append((key, at, sizes[key]))
+            for place in range(at, at + len(sizes[key])):
+                prompt[place] = 0
+            at += len(sizes[key])
+        request["images"] = images
+
+
 def _fill(workload: Workload, rng: random.Random, max_model_len: int) -> None:
     prefixes = [[rng.randrange(100) for _ in range(max_model_len)] for _ in range(3)]
     span = rng.choice((1, 10, 40))
@@ -264,6 +303,7 @@ class Side:
                 if partial_hash_hits_enabled(kv_cache_config.kv_cache_groups, self.hash_size)
                 else workload.block_size
             )
+        stand_in_for_encoder(config, workload.encoder)
         self.scheduler = scheduler_class(
             vllm_config=config,
             kv_cache_config=kv_cache_config,
@@ -281,6 +321,13 @@ class Side:
             self.scheduler.core.start_film(self.film)
         self.in_flight: deque[tuple[Any, Any]] = deque()
         self.added: dict[str, Request] = {}
+        self.embeddings: set[str] = set()
+        """What a worker has, by identifiers."""
+        self.embeddings_before: set[str] = set()
+        self.freed: set[str] = set()
+        self.lacking: list[str] = []
+        """Rows that read embeddings that are not there."""
+        self.images: dict[str, list[Any]] = {}
         self.allowed: dict[str, tuple[int, set[int]]] = {}
         """Of a request, from which position on the sampler may choose its stop tokens, and these."""
         self.limits: dict[str, int] = {}
@@ -303,6 +350,7 @@ class Side:
             priority=request["priority"],
             lora_request=LoRARequest(f"lora{lora}", lora, "/nowhere") if lora else None,
             block_hasher=hasher,
+            mm_features=[feature_of(*image) for image in request.get("images", ())],
         )
         self.scheduler.add_request(made)
 
@@ -340,6 +388,8 @@ class Side:
             self.contents.take(output, self._sample)
             if self.film is not None:
                 self._ask()
+        if any(self.workload.encoder):
+            self._encode(output)
         self.in_flight.append((output, self.runner.execute(output, self._sample)))
         cached = output.scheduled_cached_reqs
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -352,7 +402,28 @@ class Side:
             "resumed": sorted(cached.resumed_req_ids),
             "preempted": sorted(output.preempted_req_ids or ()),
             "finished": sorted(output.finished_req_ids),
+            "encoder inputs": output.scheduled_encoder_inputs,
         }
+
+    def _encode(self, output: Any) -> None:
+        """Do with embeddings what workers do, and look whether every row has those that it reads."""
+        self.embeddings_before = set(self.embeddings)
+        self.freed = set(output.free_encoder_mm_hashes)
+        self.embeddings -= self.freed
+        for new in output.scheduled_new_reqs:
+            self.images[new.req_id] = new.mm_features
+        for name, indices in output.scheduled_encoder_inputs.items():
+            for index in indices:
+                self.embeddings.add(self.images[name][index].identifier)
+        cached = output.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for name, count in output.num_scheduled_tokens.items():
+            for feature in self.images[name]:
+                at = feature.mm_position
+                first, last = max(starts[name] - at.offset, 0), min(starts[name] + count - at.offset, at.length)
+                if first < last and at.is_embed[first:last].any() and feature.identifier not in self.embeddings:
+                    self.lacking.append(f"{name} lacks {feature.identifier}")
 
     def _ask(self) -> None:
         """What operators ask has an answer."""
@@ -516,9 +587,27 @@ def run_both(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) 
         if not arrivals and len(ended) >= len(names) and not any(side.scheduler.has_requests() for side in sides):
             break
         theirs, ours = (side.schedule() for side in sides)
+        if sides[1].lacking:
+            return {"step": step, "what": sides[1].lacking, "theirs": theirs, "ours": ours}
+        if any(workload.encoder):
+            tally["inputs computed"] += sum(map(len, theirs["encoder inputs"].values()))
+            tally["freed"] += len(sides[0].freed)
+            tally["freed otherwise"] += sides[0].freed != sides[1].freed
         if theirs == ours and (difference := _reads_differ(sides, step, tally)):
             return difference
         if theirs != ours:
+            if sides[0].lacking:  # see docs/vllm.md
+                tally["theirs lacks embeddings"] += 1
+                return None
+            if any(workload.encoder) and _takes_less_behind_a_victim(sides, theirs, ours):
+                tally["less behind a victim"] += 1
+                return None
+            if any(workload.encoder) and _goes_further(sides, theirs, ours):
+                tally["went further"] += 1
+                return None
+            if any(workload.encoder) and _keeps_others(sides, theirs, ours):
+                tally["kept others"] += 1
+                return None
             if not workload.scheduler["enable_chunked_prefill"] and _resumes_in_chunks(theirs, ours):
                 tally["resumed in chunks"] += 1
                 return None
@@ -578,6 +667,58 @@ def _resumes_in_chunks(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
     return same and bool(more) and more[0] in ours["resumed"]
 
 
+def _keeps_others(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
+    """Whether they differ in that one computes embeddings again that the other has kept; see docs/vllm.md."""
+    if {**theirs, "encoder inputs": None} != {**ours, "encoder inputs": None}:
+        return False
+    computed = [_computed(sides[0], theirs), _computed(sides[1], ours)]
+    kept = [side.embeddings_before for side in sides]
+    return computed[0] - computed[1] <= kept[1] and computed[1] - computed[0] <= kept[0]
+
+
+def _computed(side: Side, decision: dict[str, Any]) -> set[str]:
+    """The identifiers of what a step computes."""
+    inputs = decision["encoder inputs"].items()
+    return {side.images[name][index].identifier for name, indices in inputs for index in indices}
+
+
+def _takes_less_behind_a_victim(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
+    """Whether they differ in that rows with images get no tokens of one that is preempted before; see docs/vllm.md."""
+    other = theirs.keys() - {"tokens", "encoder inputs"}
+    if not theirs["preempted"] or any(theirs[name] != ours[name] for name in other):
+        return False
+    fewer = [name for name, count in ours["tokens"].items() if count < theirs["tokens"].get(name, 0)]
+    return bool(fewer) and all(sides[1].images[name] for name in fewer)
+
+
+def _goes_further(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
+    """Whether the first row that differs goes on in ours where theirs ends before an image: whose embeddings ours has
+    kept, or of which the row reads none yet, or for which theirs lacks space; see docs/vllm.md."""
+    if theirs["preempted"] != ours["preempted"] or theirs["finished"] != ours["finished"]:
+        return False
+    for name, count in ours["tokens"].items():
+        before = theirs["tokens"].get(name, 0)
+        if count == before:
+            continue
+        end = ours["starts"][name] + before
+        for feature in sides[1].images[name]:
+            at = feature.mm_position
+            if at.offset <= end < at.offset + at.length and before < count:
+                reads = at.is_embed[end - at.offset : end - at.offset + count - before].any()
+                return not reads or feature.identifier in sides[1].embeddings_before or _holds_unread(sides)
+        return False
+    return False
+
+
+def _holds_unread(sides: tuple[Side, Side]) -> bool:
+    """Whether theirs holds embeddings for a row that reads none of them yet."""
+    held = {key for key, users in sides[0].scheduler.encoder_cache_manager.cached.items() if users}
+    encoder = sides[1].scheduler.core._encoder
+    ours = {item.key for request in encoder.holders() for item in encoder.holds(request)}
+    masks = {f.identifier: f.mm_position.is_embed for features in sides[0].images.values() for f in features}
+    return any(not masks[key].all() for key in held - ours if key in masks)
+
+
 def _gives_up_drafts(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
     """Whether they differ in that ours verifies fewer drafts where blocks run out; see docs/vllm.md."""
     kept = [name for name in ours["tokens"] if name in theirs["tokens"]]
@@ -616,8 +757,8 @@ def main() -> None:
     base = build_config(Settings(num_blocks=100, max_model_len=1 << 12, max_num_seqs=8, max_num_batched_tokens=1 << 12))
     tally: Counter[str] = Counter()
     differences = []
-    in_groups = sys.argv[3:] == ["groups"]
-    workloads = [make_workload(seed, in_groups) for seed in range(first, first + count)]
+    in_groups = "groups" in sys.argv[3:]
+    workloads = [make_workload(seed, in_groups, "images" in sys.argv[3:]) for seed in range(first, first + count)]
     workloads += [make_shared(number) for number in range(first, first + count // 4)] if in_groups else []
     for workload in workloads:
         try:
@@ -640,6 +781,7 @@ def main() -> None:
                 "layout",
                 "hash_size",
                 "retention",
+                "encoder",
             )
             settings = {name: getattr(workload, name) for name in names} | workload.scheduler
             differences.append({"seed": workload.seed, **found, "settings": settings})

@@ -27,7 +27,7 @@ def environment(*sources: Path) -> dict[str, str]:
     """Variables of a process with vLLM.
 
     Args:
-        sources: of another vLLM than the installed one.
+        sources: of another vLLM than the installed one, or a folder with further packages.
     """
     return {
         **os.environ,
@@ -45,7 +45,7 @@ def vllm_parent(sources: Path | None = None) -> ForkingParent:
     """A process that has imported vLLM; one for all tests of this process.
 
     Args:
-        sources: of another vLLM than the installed one. There it is our scheduler's imports alone: no model runs.
+        sources: as for `environment`. There it is our scheduler's imports alone.
     """
     if sources is None:
         return ForkingParent(python_of(), ["tests.integrations.vllm_imports"], environment())
@@ -58,7 +58,7 @@ def run_in_vllm(script: str, *arguments: object, sources: Path | None = None, ti
     Args:
         script: its name.
         arguments: of its command line.
-        sources: of another vLLM than the installed one.
+        sources: of another vLLM than the installed one, or a folder with further packages.
         timeout: seconds.
     """
     path = Path(__file__).with_name(script)

@@ -12,15 +12,23 @@ from .faults import require
 def placeholder_marks(request: Request) -> dict[int, Hashable]:
     """What stands at each placeholder of a prompt: its content, and the place in it."""
     return {
-        position: (item.entry, item.length, position - item.start)
+        position: (item.entry, item.length, item.mask, position - item.start)
         for item in request.encoder_inputs
         for position in range(item.start, item.end)
     }
 
 
 def inputs_between(request: Request, start: int, end: int) -> list[EncoderInput]:
-    """The encoder inputs with placeholders at positions [start, end)."""
-    return [item for item in request.encoder_inputs if item.start < end and item.end > start]
+    """The encoder inputs with embeddings at positions [start, end)."""
+    return [
+        item
+        for item in request.encoder_inputs
+        if item.num_embeddings
+        and any(
+            item.mask is None or item.mask[position - item.start] == "1"
+            for position in range(max(start, item.start), min(end, item.end))
+        )
+    ]
 
 
 class ShadowEncoder:

@@ -69,7 +69,7 @@ class KVMirror:
             if number >= 0:
                 tokens.append(number)
                 continue
-            (key, length, text), first = next(
+            (key, length, text, _), first = next(
                 (content, first)
                 for content, first in self._scheduler._kv._marks._first.items()
                 if first <= -number < first + content[1]

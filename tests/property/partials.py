@@ -76,6 +76,8 @@ def is_wall(world: World, entry: Entry) -> bool:
     deferral = entry.request._state.deferral
     if deferral is not None and deferral.reason in LACKS_BLOCKS:
         return entry.num_overtaken >= bypass_bound(world.config)
+    if deferral is not None and deferral.reason in LACKS_EMBEDDINGS and world.config.shortage != "replan":
+        return True
     waits = deferral is not None and deferral.reason in (Reason.PARTIAL_PREFILLS, *LACKS_EMBEDDINGS)
     return waits and entry.num_overtaken >= world.config.max_overtakes
 

@@ -834,8 +834,8 @@ def encoder_budget_is_not_spent(patch: Patch) -> None:
 
 
 def encoder_cache_is_too_large(patch: Patch) -> None:
-    def init(original: Any, cache: Any, config: Any) -> None:
-        original(cache, config)
+    def init(original: Any, cache: Any, *args: Any) -> None:
+        original(cache, *args)
         cache.size += 1
 
     around(patch, "EncoderCache.__init__", init)

@@ -23,6 +23,8 @@ ADAPTERS: tuple[tuple[str, int | str], ...] = (("a", 0), ("b", 0), ("a", 1), ("c
 """Names that are salts too, and two versions of one."""
 IMAGE_SIZES = {"p": 0, "q": 0, "r": 2, "s": 4}
 """Embeddings of each image; 0: one for each placeholder."""
+MASKS = {"q": {3: "010", 5: "00110"}}
+"""Of an image with so many placeholders, those that the model reads as embeddings; otherwise all."""
 Image = tuple[str, int, int]
 """A name, the text before it, and its placeholders."""
 EVICTIONS = ("lru", "lru", "retention:share=0.6", "reuse")
@@ -180,6 +182,8 @@ def _with_effect(values: dict[str, Any], overrides: dict[str, Any], choose: Choo
     capped = values.get("max_num_partial_prefills") or values.get("max_long_partial_prefills")
     if values["max_loras"] or values.get("encoder_budget") or capped:
         values.setdefault("max_overtakes", choose.choice((0, 1, 3)))
+    if values.get("encoder_budget"):  # not a choice of its own either
+        values.setdefault("split_encoder_inputs", values["max_model_len"] % 3 > 0)
     return values
 
 
@@ -264,7 +268,8 @@ def place_images(images: Sequence[Image], tokens: list[int]) -> list[EncoderInpu
         start, end = end + gap, end + gap + length
         if end > len(tokens):
             break
-        inputs.append(EncoderInput(name, start, length, IMAGE_SIZES[name] or None))
+        mask = MASKS.get(name, {}).get(length)
+        inputs.append(EncoderInput(name, start, length, IMAGE_SIZES[name] or None, mask))
         tokens[start:end] = [0] * length
     return inputs
 

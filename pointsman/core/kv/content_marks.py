@@ -18,7 +18,8 @@ from pointsman.core.state.request import Request
 NUM_MARKS = 2**31 - 1  # negative int32 numbers, without the smallest one
 MAX_CONTENTS = 1 << 14  # contents whose marks are remembered; one that is forgotten no longer matches
 
-Content = tuple[str, int, int | bytes]  # key, placeholders, and their tokens: one number if all are the same
+Content = tuple[str, int, int | bytes, str | None]
+"""Key, number of placeholders, their tokens (one number if all are the same), and which of them are embeddings."""
 
 
 class ContentMarks:
@@ -40,7 +41,7 @@ class ContentMarks:
             return False
         tokens = request.prompt_token_ids.copy()
         contents = [_content(item, tokens[item.start : item.end]) for item in request.encoder_inputs]
-        wanted = sum(length for key, length, text in contents if (key, length, text) not in self._first)
+        wanted = sum(content[1] for content in contents if content not in self._first)
         begins = self._next + wanted > self._num_marks
         if begins:
             self._first, self._next = {}, 1
@@ -64,4 +65,4 @@ class ContentMarks:
 
 def _content(item: EncoderInput, tokens: npt.NDArray[np.int32]) -> Content:
     same = bool((tokens == tokens[0]).all())
-    return (item.key, item.length, int(tokens[0]) if same else tokens.tobytes())
+    return (item.key, item.length, int(tokens[0]) if same else tokens.tobytes(), item.mask)

@@ -1,8 +1,8 @@
 """Which encoder inputs may a step compute, and which embeddings does the encoder cache keep?
 
 A row gets tokens only as far as the embeddings of their placeholders are cached or are computed in the same step, at
-most `encoder_budget` of them; a chunk is cut before the first input that is neither. So an input is computed when its
-tokens are reached, and not before.
+most `encoder_budget` of them; a chunk is cut before the first input that is neither. So an input is computed when a
+token is reached that reads one of its embeddings, and not before.
 
 A row holds an entry from the step in which it reaches the input until the step in which it has passed it, and releases
 it with its row, or when a step fails. Between steps it therefore holds at most one, that of the input it has computed
@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
+from pointsman.core.policy.budget import StepBudget
 from pointsman.core.policy.gate import Limit
 from pointsman.core.state.batch import ENCODER_INPUTS, PREFILLING, Batch
 from pointsman.core.state.inputs import EncoderEntry, EncoderInput
@@ -47,11 +48,13 @@ class EncoderCache(Limit):
 
     is_shared = True
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, token_budget: StepBudget) -> None:
+        self._token_budget = token_budget
         self.size = config.encoder_cache_size
         self._full_budget = config.encoder_budget
         self._chunked = config.enable_chunked_prefill
-        self._max_overtakes = config.max_overtakes
+        self._max_overtakes = config.max_overtakes if config.shortage == "replan" else 0
+        self.splits = config.split_encoder_inputs
         self._budget = self._full_budget  # embeddings that this step may still compute
         self._step_id = -1
         self._origin: dict[EncoderEntry, tuple[int, Request]] = {}  # of every entry: its step and request
@@ -80,7 +83,7 @@ class EncoderCache(Limit):
         if self._budget < self._full_budget:
             self._budget = self._full_budget
             self.revision += 1
-        for request in list(self._holds):
+        for request in sorted(self._holds, key=lambda request: request._state.serial):  # as they were admitted
             computed = request.num_computed_tokens
             self._let_go(request, [item for item in self._holds[request] if item.start < computed < item.end])
 
@@ -95,14 +98,28 @@ class EncoderCache(Limit):
         return computed, freed
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
-        """Cut what rows want before the first input that is unavailable."""
+        """Cut what rows want to the token budget, in order, and before the first input that is unavailable: what the
+        budget cuts off needs no embeddings."""
         both = PREFILLING | ENCODER_INPUTS
-        plan = _Plan(self)
-        for index in ((batch.flags[rows] & both) == both).nonzero()[0].tolist():
-            start, request = int(batch.num_computed_tokens[rows[index]]), batch.members.requests[index]
-            want[index], blocked = plan.reach(request, start, int(want[index]))
-            if blocked is not None and want[index] == 0:
-                self._waits(request, blocked)
+        reaching = ((batch.flags[rows] & both) == both).nonzero()[0]
+        if not len(reaching):
+            return
+        plan, requests = _Plan(self), batch.members.requests
+        left = self._token_budget.tokens - (np.add.accumulate(want) - want)[reaching]
+        starts, wanted = batch.num_computed_tokens[rows[reaching]], want[reaching]
+        granted: list[int] = []
+        num_cut = 0
+        for index, start, most, room in zip(
+            reaching.tolist(), starts.tolist(), wanted.tolist(), left.tolist(), strict=True
+        ):
+            tokens, blocked = 0, None
+            if room + num_cut > 0:
+                tokens, blocked = plan.reach(requests[index], start, min(most, room + num_cut))
+            granted.append(tokens)
+            num_cut += most - tokens
+            if blocked is not None and tokens == 0:
+                self._waits(requests[index], blocked)
+        want[reaching] = granted
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         if not request.encoder_inputs:
@@ -119,7 +136,7 @@ class EncoderCache(Limit):
         for index, item in enumerate(request.encoder_inputs):
             if item.start >= start + num_tokens:
                 break
-            if item.end > start and item not in held:
+            if item.reads(start, start + num_tokens) and item not in held:
                 self._hold(request, index, item)
 
     def horizon(self, num_steps: int) -> int:
@@ -256,13 +273,19 @@ class _Plan:
 
     def reach(self, request: Request, start: int, want: int) -> tuple[int, Deferral | None]:
         """How many of `want` tokens from `start` on the row can compute, and what blocks the remaining ones."""
-        for item in request.encoder_inputs:
-            if item.start >= start + want:
+        end = start + want
+        for item in request._state.encoder_inputs:
+            key, first, length, count, mask = item
+            if first >= end:
                 break
-            if item.end > start:
-                blocked = self._take(item.entry)
+            if first + length <= start:
+                continue
+            if start < first and end < first + length and not self._cache.splits:
+                return first - start, None
+            if count and (mask is None or item.reads(start, end)):
+                blocked = self._take(EncoderEntry(key, count))
                 if blocked is not None:
-                    return max(item.start - start, 0), blocked
+                    return max(first - start, 0), blocked
         return want, None
 
     def _take(self, entry: EncoderEntry) -> Deferral | None:

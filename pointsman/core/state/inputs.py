@@ -41,7 +41,18 @@ class EncoderInput(NamedTuple):
     length: int
     """Number of consecutive placeholders."""
     num_embeddings: int | None = None
-    """Embeddings that the encoder computes, the unit of budget and cache; None: one for each placeholder."""
+    """Embeddings that the encoder computes, the unit of budget and cache; None: one for each placeholder, or for each
+    "1" of the mask. 0: none, and the key alone identifies the content."""
+    mask: str | None = None
+    """[length] "1" where the model reads an embedding, "0" where it reads the token itself; None: embeddings
+    everywhere."""
+
+    def reads(self, start: int, end: int) -> bool:
+        """Whether the model reads embeddings at positions `start` to `end` - 1 of the prompt."""
+        first, last = max(start, self.start), min(end, self.end)
+        if self.mask is None:
+            return first < last and self.num_embeddings != 0
+        return self.mask.find("1", first - self.start, max(last - self.start, 0)) >= 0
 
     @property
     def end(self) -> int:
@@ -65,20 +76,32 @@ def read_encoder_inputs(
     inputs: list[EncoderInput] = []
     end = 0
     for item in given:
-        if not isinstance(item, (tuple, list)) or not 3 <= len(item) <= 4 or not (isinstance(item[0], str) and item[0]):
-            raise ValueError(f"an encoder input is {item!r}; give (key, start, length, num_embeddings), the key a text")
-        key, start, length, num_embeddings = (*item, None)[:4]
+        if not isinstance(item, (tuple, list)) or not 3 <= len(item) <= 5 or not (isinstance(item[0], str) and item[0]):
+            raise ValueError(
+                f"an encoder input is {item!r}; give (key, start, length, num_embeddings, mask), the key a text"
+            )
+        key, start, length, num_embeddings, mask = (*item, None, None)[:5]
         start = checked_integer("an encoder input's start", start, 0)
         length = checked_integer("an encoder input's length", length, 1)
-        num_embeddings = length if num_embeddings is None else num_embeddings
-        num_embeddings = checked_integer("an encoder input's num_embeddings", num_embeddings, 1)
+        num_masked = length if mask is None else _checked_mask(key, length, mask)
+        num_embeddings = num_masked if num_embeddings is None else num_embeddings
+        num_embeddings = checked_integer("an encoder input's num_embeddings", num_embeddings, 0)
+        if mask is not None and num_embeddings != num_masked:
+            raise ValueError(f"encoder input {key!r} has {num_embeddings} embeddings, and its mask {num_masked}")
         if start < end:
             raise ValueError(f"encoder input {key!r} starts at {start}, before {end}, where the one before it ends")
         end = start + length
         if end > num_tokens:
             raise ValueError(f"encoder input {key!r} ends at {end}, and the {of} has {num_tokens} tokens")
-        inputs.append(EncoderInput(key, start, length, num_embeddings))
+        inputs.append(EncoderInput(key, start, length, num_embeddings, mask))
     return tuple(inputs)
+
+
+def _checked_mask(key: str, length: int, mask: Any) -> int:
+    """The number of embeddings that a mask says."""
+    if not isinstance(mask, str) or len(mask) != length or mask.count("0") + mask.count("1") != length:
+        raise ValueError(f"encoder input {key!r} has the mask {mask!r}; give {length} characters, each 0 or 1")
+    return mask.count("1")
 
 
 class Part(NamedTuple):

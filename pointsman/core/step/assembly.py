@@ -121,10 +121,11 @@ def assemble(
     kv.num_sound_tokens, kv.num_tokens_in_flight = steps.num_sound_tokens, steps.num_tokens
     drafts = Drafts(config, batch, events)
     drafts.last_updated_step = start.step_id - 1
-    encoder = EncoderCache(config) if config.encoder_budget else None
+    budget = StepBudget(config)
+    encoder = EncoderCache(config, budget) if config.encoder_budget else None
     queue = make("order", config.order)
     victim = make("victim", default_victim(queue.name) if config.victim is None else config.victim)
-    view, budget = SchedulerView(batch, kv, queue), StepBudget(config)
+    view = SchedulerView(batch, kv, queue)
     ends = ChunkEnds(kv, budget, view) if kv.cuts_chunks else None
     limits = [make("limit", limit) for limit in limits_of(config, ends, encoder)]
     reserves = [make("reserve", reserve) for reserve in reserves_of(config)]

@@ -78,6 +78,7 @@ def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str
 
 def encoder_inputs_fit(config: SchedulerConfig, inputs: Sequence[EncoderInput], *, whole: bool) -> str | None:
     """Why a request's encoder inputs can never be computed, or None; `whole`: all of them must be in one step."""
+    inputs = [item for item in inputs if item.num_embeddings != 0]
     if not inputs:
         return None
     if not config.encoder_budget:

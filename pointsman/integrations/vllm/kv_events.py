@@ -14,6 +14,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens, maybe_convert_block_hash
 
 from pointsman.core.kv.events import AllBlocksCleared, BlockStored, KVEvent
+from pointsman.integrations.vllm.encoder_inputs import GIVEN
 from pointsman.integrations.vllm.requests import lora_number, lora_path
 
 GROUP = 0  # of the KV cache; there is no other
@@ -60,29 +61,48 @@ class KVEvents:
         if not isinstance(event, BlockStored):
             hashes = [maybe_convert_block_hash(self._hashes.pop(name)) for name in event.block_hashes]
             return of_vllm.BlockRemoved(block_hashes=hashes, medium=of_vllm.MEDIUM_GPU, group_idx=GROUP)
-        adapter, extra_keys = event.root.adapter, event.extra_keys()
+        adapter, keys = event.root.adapter, self._keys(event)
         parent = self._hashes[event.parent_block_hash] if event.parent_block_hash is not None else None
         return of_vllm.BlockStored(
-            block_hashes=[maybe_convert_block_hash(each) for each in self._of_vllm(event, parent)],
+            block_hashes=[maybe_convert_block_hash(each) for each in self._of_vllm(event, parent, keys)],
             parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
             token_ids=list(event.token_ids),
             block_size=self._block_size,
             lora_id=lora_number(adapter) if adapter is not None else None,
             medium=of_vllm.MEDIUM_GPU,
             lora_name=event.adapter_name,
-            extra_keys=extra_keys if any(extra_keys) else None,
+            extra_keys=[_as_told(each) for each in keys] if any(keys) else None,
             group_idx=GROUP,
         )
 
-    def _of_vllm(self, event: BlockStored, parent: BlockHash | None) -> list[BlockHash]:
-        """vLLM's hashes of these blocks, the first of which follows `parent`."""
+    def _keys(self, event: BlockStored) -> list[tuple[Any, ...]]:
+        """For each block, what identifies its content beside tokens, in vLLM's terms and order."""
         adapter, salt = event.root.adapter, event.root.cache_salt
         of_adapter = () if adapter is None else (("lora", adapter.name, lora_path(adapter)),)
-        of_salt = (("cache_salt", salt),) if salt and parent is None else ()
+        found = []
+        for at in range(len(event.block_hashes)):
+            inputs = event.inputs[at] if event.inputs else ()
+            given = tuple(
+                ("prompt_embeds", bytes.fromhex(item.key.removeprefix(GIVEN)))
+                for item in inputs
+                if item.key.startswith(GIVEN)
+            )
+            computed = tuple(("mm", item.key, item.offset) for item in inputs if not item.key.startswith(GIVEN))
+            is_first = not at and event.parent_block_hash is None
+            of_salt = (("cache_salt", salt),) if salt and is_first else ()
+            found.append((*of_adapter, *computed, *of_salt, *given))
+        return found
+
+    def _of_vllm(self, event: BlockStored, parent: BlockHash | None, keys: list[tuple[Any, ...]]) -> list[BlockHash]:
+        """vLLM's hashes of these blocks, the first of which follows `parent`."""
         found = []
         for at, name in enumerate(event.block_hashes):
             tokens = event.token_ids[at * self._block_size : (at + 1) * self._block_size]
-            keys = of_adapter if at else of_adapter + of_salt
-            parent = self._hashes[name] = hash_block_tokens(self._hash, parent, tokens, keys or None)
+            parent = self._hashes[name] = hash_block_tokens(self._hash, parent, tokens, keys[at] or None)
             found.append(parent)
         return found
+
+
+def _as_told(keys: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Of one block, as events list them: the name of the adapter, inputs with their offsets, the salt, digests."""
+    return tuple(key[1:] if key[0] == "mm" else key[1] for key in keys) or None

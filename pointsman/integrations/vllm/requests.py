@@ -13,9 +13,10 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus, StreamingUpdate
 
-from pointsman.core import Request, RequestRefused
+from pointsman.core import EncoderInput, Request, RequestRefused
 from pointsman.core.state.inputs import Adapter
 from pointsman.core.state.numbers import MAX_INT
+from pointsman.integrations.vllm.encoder_inputs import shift_inputs
 from pointsman.integrations.vllm.views import set_status
 
 
@@ -42,6 +43,7 @@ def to_request(
     prompt_token_ids: Sequence[int],
     arrival_time: float,
     runs_ahead: bool,
+    encoder_inputs: Sequence[EncoderInput] = (),
 ) -> Request:
     """The core's request for one of vLLM's, which becomes its metadata.
 
@@ -51,6 +53,7 @@ def to_request(
         prompt_token_ids: its prompt, or all tokens of a session so far.
         arrival_time: in seconds on the core's clock.
         runs_ahead: whether its next step may be scheduled while a sample of it is in flight.
+        encoder_inputs: its images and the like.
 
     Raises:
         RequestRefused: it could never run.
@@ -64,6 +67,7 @@ def to_request(
         "adapter": None if lora is None else to_adapter(lora),
         "use_prefix_cache": not request.skip_reading_prefix_cache,
         "runs_ahead": runs_ahead,
+        "encoder_inputs": encoder_inputs,
         "metadata": request,
         **_said_to_policies(sampling),
     }
@@ -156,6 +160,7 @@ def close_turn(request: Any, ours: Request) -> None:
 
 def open_turn(request: Any, part: Any) -> None:
     """Append the next part to a session's prompt, and take the part's parameters."""
+    request.mm_features.extend(shift_inputs(part.mm_features or (), len(request.prompt_token_ids)))
     _set_prompt(request, request.prompt_token_ids + list(part.prompt_token_ids or ()))
     request.arrival_time = part.arrival_time
     request.sampling_params = part.sampling_params

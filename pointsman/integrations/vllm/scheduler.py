@@ -28,6 +28,7 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
 from pointsman.core import (
+    EncoderInput,
     FinishReason,
     ParkReason,
     PauseMode,
@@ -41,6 +42,7 @@ from pointsman.core import (
 )
 from pointsman.core import Scheduler as Core
 from pointsman.core import SchedulerOutput as Output
+from pointsman.integrations.vllm.encoder_inputs import EncoderInputs, given_embeddings
 from pointsman.integrations.vllm.kv_events import KVEvents
 from pointsman.integrations.vllm.kv_groups import KVGroups
 from pointsman.integrations.vllm.layouts import own_groups
@@ -162,10 +164,12 @@ class Scheduler:
             v2_runner=bool(vllm_config.use_v2_model_runner),
             sends_tokens=vllm_config.parallel_config.pipeline_parallel_size > 1 and not asynchronous,
             runs_ahead=config.max_steps_in_flight > 1,
+            uses_mrope=bool(getattr(vllm_config.model_config, "uses_mrope", False)),
             groups=groups,
             num_groups=len(config.kv_groups),
             may_fail=self.core.may_fail,
         )
+        self._encoder_inputs = EncoderInputs(config.encoder_budget, config.encoder_cache_size)
         self._statistics = Statistics(self.core, config.num_draft_tokens, vllm_config) if log_stats else None
         detail = vllm_config.observability_config.per_request_spec_decode_metrics
         self._drafts = Drafts(config.num_draft_tokens, detail, self._statistics)
@@ -235,9 +239,10 @@ class Scheduler:
             ours = to_request(
                 request,
                 self._free_id(name),
-                prompt_token_ids=request.prompt_token_ids,
+                prompt_token_ids=request.prompt_token_ids if request.prompt_embeds is None else request._all_token_ids,
                 arrival_time=self._arrival_time(request, now),
                 runs_ahead=self._runs_ahead,
+                encoder_inputs=self._read_inputs(request),
             )
             check_retention(ours, self._max_retention)
             self.core.add(ours, now, park=ParkReason.GRAMMAR if needs_grammar else None)
@@ -256,6 +261,23 @@ class Scheduler:
         self._drafts.begin(request)
         if self._statistics is not None:
             request.record_event(EngineCoreEventType.QUEUED)
+
+    def _read_inputs(self, request: Any) -> Sequence[EncoderInput]:
+        """The encoder inputs of a request, or what its prompt of embeddings is found by.
+
+        Raises:
+            RequestRefused: it could never run.
+        """
+        if request.prompt_embeds is not None:
+            if request.resumable:
+                raise RequestRefused(
+                    f"request {request.request_id!r} refused: a prompt that comes in parts cannot be given as "
+                    "embeddings; send it at once, or as tokens"
+                )
+            if not request.mm_features:
+                is_keyed = self.groups is None and self.core.config.enable_prefix_caching
+                return given_embeddings(request, self.core.config.block_size) if is_keyed else ()
+        return self._encoder_inputs.begin(request) if request.mm_features else ()
 
     def _arrival_time(self, request: Any, now: float) -> float:
         """On the core's clock."""
@@ -317,6 +339,7 @@ class Scheduler:
         self.of_id.pop(name, None)
         self._structured.discard(name)
         self._details.forget(name)
+        self._encoder_inputs.end(name)
 
     def _take_grammars(self, now: float) -> None:
         """Queue requests whose grammar has been compiled, and finish those whose grammar failed."""
@@ -356,6 +379,9 @@ class Scheduler:
         self._num_failures = 0
         ids = self._outputs.ids(output)
         of_vllm = self._outputs.make(output, ids, self.core.max_drafts if self._speculates else 0)
+        if output.encoder_inputs or output.freed_encoder_entries:
+            of_vllm.free_encoder_mm_hashes = self._encoder_inputs.freed(output)
+            of_vllm.scheduled_encoder_inputs = self._encoder_inputs.scheduled(output)
         if output.preempted or output.finished or output.num_continued < len(ids):
             self._note_changes(output, now)
         if self._structured:
@@ -668,7 +694,9 @@ class Scheduler:
             return True
 
     def reset_encoder_cache(self) -> None:
-        """Does nothing: there is no encoder cache."""
+        """Forget all embeddings, as vLLM's workers do at the same time."""
+        with self.lock:
+            self.core.reset_encoder_cache(time.monotonic())
 
     def shutdown(self) -> None:
         """Close the control socket, recordings and publishers."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from vllm.multimodal.utils import strip_covered_mm_data
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from pointsman.core import Request
@@ -50,6 +51,8 @@ new_request_data = maker(
     "block_ids",
     "num_computed_tokens",
     "lora_request",
+    "prompt_embeds",
+    "prompt_is_token_ids",
     "prefill_token_ids",
 )
 
@@ -62,6 +65,8 @@ class OutputMaker:
         sends_tokens: whether workers need the sampled tokens (pipeline parallelism without asynchronous scheduling).
         runs_ahead: whether steps are scheduled while others are in flight, so that a row of one step may be missing in
             the next.
+        uses_mrope: whether positions are made of the grids of images, so that those are needed even where their
+            embeddings are not.
         groups: the KV blocks, where vLLM's manager keeps them; None: the core's outputs have them.
         num_groups: groups of KV that the core keeps; 0: one of full attention.
         may_fail: whether a policy may fail in the middle of a step.
@@ -73,6 +78,7 @@ class OutputMaker:
         v2_runner: bool,
         sends_tokens: bool,
         runs_ahead: bool,
+        uses_mrope: bool = False,
         groups: KVGroups | None = None,
         num_groups: int = 0,
         may_fail: bool = False,
@@ -81,6 +87,7 @@ class OutputMaker:
         self._num_groups = num_groups
         self._told = _Told() if may_fail and groups is None else None
         self._v2_runner = v2_runner
+        self._uses_mrope = uses_mrope
         self._sends_tokens = sends_tokens
         self._sends_all_tokens = runs_ahead and not v2_runner
         # By row of the core's batch, of the request on it; both grow with the rows.
@@ -259,16 +266,26 @@ class OutputMaker:
             data = new_request_data(
                 req_id=ids[index],
                 prompt_token_ids=of_vllm.prompt_token_ids,
-                mm_features=[],
+                mm_features=self._inputs(of_vllm.mm_features, num_hits),
                 sampling_params=of_vllm.sampling_params,
                 pooling_params=of_vllm.pooling_params,
                 block_ids=own,
                 num_computed_tokens=num_hits,
                 lora_request=of_vllm.lora_request,
+                prompt_embeds=of_vllm.prompt_embeds,
+                prompt_is_token_ids=of_vllm.prompt_is_token_ids,
                 prefill_token_ids=request.all_token_ids.tolist() if self._v2_runner else None,
             )
             new.append(data)
         return new
+
+    def _inputs(self, features: list[Any], num_hits: int) -> list[Any]:
+        """The encoder inputs of an admitted request. The second runner gets those within the cached prefix without
+        their payload. The first keeps what it gets here as long as the request lives, and needs the payload if the
+        request is preempted and the prefix evicted."""
+        if self._v2_runner:
+            return list(strip_covered_mm_data(features, num_hits, uses_mrope=self._uses_mrope))
+        return list(features)
 
     def _add_resumed(self, cached: Any, output: Output, index: int, blocks: tuple[list[int], ...]) -> None:
         """Add a resumed row to the cached requests."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from pointsman.core import ConfigError, SchedulerConfig
 from pointsman.core.presets import PRESETS, SYSTEMS
+from pointsman.integrations.vllm.encoder_inputs import encoder_sizes
 
 FLAGS = {
     "max_num_seqs": "--max-num-seqs",
@@ -32,12 +33,13 @@ FLAGS = {
     "full_sequence_must_fit": "--scheduler-reserve-full-isl",
     "max_loras": "--max-loras",
     "num_draft_tokens": "--speculative-config",
+    "encoder_budget": "--max-num-batched-tokens",
+    "encoder_cache_size": "--max-num-batched-tokens",
+    "split_encoder_inputs": "--disable-chunked-mm-input",
     "enable_kv_cache_events": "--kv-events-config",
 }
 """Knobs that a flag of vLLM sets. The flags keep their meaning."""
 _NOT_HERE = {
-    "encoder_budget",
-    "encoder_cache_size",
     "share_within_step",
     "log_request_events",
     "count_common_prefix",
@@ -153,6 +155,7 @@ def scheduler_config(
     threshold = scheduler.long_prefill_token_threshold
     threshold = threshold if threshold < budget else 0  # vLLM allows it without effect
     events = vllm_config.kv_events_config
+    encoder_budget, encoder_cache_size = encoder_sizes(vllm_config)
     order = "priority" if scheduler.policy == "priority" else "fcfs"
     num_blocks = kv_cache_config.num_blocks
     if getattr(kv_cache_config, "kv_cache_groups", None) == []:  # nothing is kept, so blocks never run out
@@ -176,6 +179,9 @@ def scheduler_config(
         "max_loras": vllm_config.lora_config.max_loras if vllm_config.lora_config is not None else 0,
         "num_draft_tokens": vllm_config.num_speculative_tokens,
         "enable_kv_cache_events": events is not None and events.enable_kv_cache_events,
+        "encoder_budget": encoder_budget,
+        "encoder_cache_size": encoder_cache_size,
+        "split_encoder_inputs": not (encoder_budget and getattr(scheduler, "disable_chunked_mm_input", False)),
         "order": order,
     }
     settled = {**values, **knobs}

@@ -166,12 +166,20 @@ def _model_problems(vllm_config: Any) -> list[Refusal]:
         problems.append(
             Refusal("encoder-decoder", "encoder-decoder models are not supported: serve a decoder-only model")
         )
-    elif model.supports_multimodal_inputs:
+    if getattr(vllm_config, "is_mm_encoder_only", False):
         problems.append(
             Refusal(
-                "multimodal",
-                "multimodal inputs are not supported: serve a text model, or this one's text part alone with "
-                "--language-model-only",
+                "mm-encoder-only",
+                "an instance that runs the encoder alone is not supported: leave --mm-encoder-only out",
+            )
+        )
+    manager = getattr(vllm_config, "ec_manager_config", None)
+    if manager is not None and manager.encoder_cache_manager_cls is not None:
+        problems.append(
+            Refusal(
+                "ec-manager",
+                f"the encoder cache manager {manager.encoder_cache_manager_cls} would not be asked: leave "
+                "--ec-manager-config out",
             )
         )
     if getattr(model, "is_diffusion", False):
@@ -180,10 +188,6 @@ def _model_problems(vllm_config: Any) -> list[Refusal]:
                 "diffusion",
                 "diffusion models are not supported: serve a model that generates one token after the other",
             )
-        )
-    if getattr(model, "enable_prompt_embeds", False):
-        problems.append(
-            Refusal("prompt-embeds", "prompts given as embeddings are not supported: leave --enable-prompt-embeds out")
         )
     return problems
 
@@ -316,8 +320,8 @@ def _replay_problems(vllm_config: Any, kv_cache_config: Any) -> list[Refusal]:
     return [
         Refusal(
             "window-replay",
-            f"of a cached prefix this model computes the last {max(windows)} tokens again, which is not supported: give "
-            "--no-enable-prefix-caching",
+            f"of a cached prefix this model computes the last {max(windows)} tokens again, which is not supported: "
+            "give --no-enable-prefix-caching",
         )
     ]
 

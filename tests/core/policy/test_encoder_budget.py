@@ -42,8 +42,10 @@ class ImageHost(Host):
         self.encoder.void([output], None)
 
 
-def image(key: str, start: int, length: int, num_embeddings: int | None = None) -> EncoderInput:
-    return EncoderInput(key, start, length, num_embeddings)
+def image(
+    key: str, start: int, length: int, num_embeddings: int | None = None, mask: str | None = None
+) -> EncoderInput:
+    return EncoderInput(key, start, length, num_embeddings, mask)
 
 
 def computed(output: SchedulerOutput) -> list[str]:
@@ -89,6 +91,16 @@ def test_the_budget_is_one_for_all_requests_of_a_step() -> None:
     assert computed(output) == ["a:cat"]
 
 
+def test_what_the_token_budget_cuts_off_takes_no_embeddings() -> None:
+    host = ImageHost(max_num_batched_tokens=8, encoder_budget=4)
+    host.add("a", 20, encoder_inputs=[image("cat", 10, 4)])
+    host.add("b", 8, encoder_inputs=[image("dog", 0, 4)])
+    host.step()
+    host.add("c", 8, encoder_inputs=[image("cow", 3, 4)])
+    told = [(tokens_of(output), computed(output)) for output in (host.step() for _ in range(3))]
+    assert told == [({"a": 8}, ["a:cat"]), ({"a": 4, "b": 4}, ["b:dog"]), ({"a": 1, "b": 4, "c": 3}, [])]
+
+
 def test_a_chunk_that_ends_in_the_middle_of_an_input_keeps_its_embeddings() -> None:
     host = ImageHost(max_num_batched_tokens=4, encoder_cache_size=8)
     host.add("a", 12, encoder_inputs=[image("cat", 2, 8)])
@@ -106,6 +118,43 @@ def test_without_chunked_prefill_a_request_starts_with_all_its_embeddings_or_wai
     assert computed(host.step()) == ["b:dog", "b:cow"]
 
 
+def test_an_input_is_computed_where_its_first_embedding_is_reached() -> None:
+    host = ImageHost(max_num_batched_tokens=8)
+    host.add("a", 24, encoder_inputs=[image("cat", 6, 6, None, "001011"), image("dog", 14, 4, None, "0000")])
+    told = [(tokens_of(output)["a"], computed(output)) for output in (host.step(), host.step(), host.step())]
+    assert told == [(8, []), (8, ["a:cat"]), (8, [])], "step 1 ends before its first embedding; dog has none"
+
+
+def test_placeholders_behind_the_last_embedding_need_none() -> None:
+    host = ImageHost(max_num_batched_tokens=8, encoder_cache_size=8)
+    cat, prompt = image("cat", 2, 6, None, "110000"), [*range(9)]
+    host.add("a", prompt[:8], encoder_inputs=[cat], max_tokens=1)
+    assert computed(host.step()) == ["a:cat"]
+    host.scheduler.reset_encoder_cache(0.0)
+    host.add("b", prompt[:8], encoder_inputs=[cat], max_tokens=1)
+    output = host.step()
+    assert (cached_of(output), computed(output)) == ({"b": 4}, []), "found are the embeddings, and the text behind"
+
+
+def test_inputs_without_embeddings_need_no_encoder() -> None:
+    host = ImageHost(encoder_budget=0, encoder_cache_size=0)
+    for name, key, hit in (("a", "x", 0), ("b", "y", 0), ("c", "x", 8), ("d", "z", 0)):
+        host.add(name, [5] * 12, encoder_inputs=[image(key, 0, 4, 0)], max_tokens=1)
+        output = host.step()
+        assert (cached_of(output), computed(output)) == ({name: hit}, []), (
+            "the key is part of what a prefix is found by"
+        )
+
+
+def test_a_chunk_ends_before_an_input_that_it_would_split() -> None:
+    host = ImageHost(max_num_batched_tokens=8, split_encoder_inputs=False)
+    host.add("a", 30, encoder_inputs=[image("cat", 6, 4), image("long", 12, 8, 8), image("dog", 21, 9, 4)])
+    told = [(tokens_of(output)["a"], computed(output)) for output in (host.step() for _ in range(5))]
+    assert told == [(6, []), (6, ["a:cat"]), (8, ["a:long"]), (1, []), (8, ["a:dog"])], (
+        "and the next one begins with it; one that no chunk can hold is split"
+    )
+
+
 # ------------------------------------------------------------------ waiting
 
 
@@ -118,6 +167,14 @@ def test_a_request_whose_first_token_lacks_embeddings_is_passed_over() -> None:
     told = host.explain("b")
     assert (told.reason, told.missing, told.position) == (Reason.ENCODER_BUDGET, 4, 0)
     assert names(host.step().admitted) == ["b"]
+
+
+def test_where_shortages_are_in_order_a_request_that_lacks_embeddings_is_not_passed_over() -> None:
+    host = ImageHost(encoder_budget=4, shortage="in-order")
+    host.add("a", 8, encoder_inputs=[image("cat", 0, 4)])
+    host.add("b", 8, encoder_inputs=[image("dog", 0, 4)])
+    host.add("plain", 8)
+    assert [names(host.step().admitted) for _ in range(2)] == [["a"], ["b", "plain"]]
 
 
 def test_who_is_passed_over_too_often_for_embeddings_is_a_wall() -> None:
@@ -439,8 +496,11 @@ def test_inputs_are_kept_with_their_number_of_embeddings() -> None:
         ([("cat", 6, 4)], "'cat' ends at 10, and the prompt has 9 tokens"),
         ([("cat", -1, 4)], "start is -1; it must be between 0 and"),
         ([("cat", 1, 0)], "length is 0; it must be between 1 and"),
-        ([("cat", 1, 1, 0)], "num_embeddings is 0; it must be between 1 and"),
-        ([("", 1, 1)], r"an encoder input is .*give \(key, start, length, num_embeddings\)"),
+        ([("cat", 1, 1, -1)], "num_embeddings is -1; it must be between 0 and"),
+        ([("", 1, 1)], r"an encoder input is .*give \(key, start, length, num_embeddings, mask\)"),
+        ([("cat", 1, 3, 1, "011")], "'cat' has 1 embeddings, and its mask 2"),
+        ([("cat", 1, 3, None, "01")], "'cat' has the mask '01'; give 3 characters, each 0 or 1"),
+        ([("cat", 1, 3, None, "012")], "give 3 characters, each 0 or 1"),
         ([(5, 1, 1)], "an encoder input is"),
         (["cat"], "an encoder input is 'cat'"),
     ],
@@ -478,6 +538,7 @@ def test_without_chunked_prefill_all_inputs_together_must_fit() -> None:
         ({"encoder_budget": 4}, "encoder_budget is 4 and encoder_cache_size is 0, so none is accepted"),
         ({"encoder_cache_size": 4}, "encoder_cache_size is 4 and encoder_budget is 0, so none is accepted"),
         ({"encoder_budget": -1}, "encoder_budget is -1; it must be between 0 and"),
+        ({"split_encoder_inputs": False}, "split_encoder_inputs=False has no effect without encoder inputs"),
     ],
 )
 def test_knobs_that_make_no_sense(values: dict[str, int], message: str) -> None:

@@ -166,11 +166,13 @@ def test_a_part_may_have_encoder_inputs_of_its_own() -> None:
     host.extend("a", part, more=True, max_tokens=0, encoder_inputs=[("dog", 0, 4)])
     host.extend("a", [8, 0], max_tokens=1, encoder_inputs=[("cow", 1, 1, 2)])
     output = host.schedule()
-    assert request.encoder_inputs == (("cat", 1, 3, 3), ("dog", 8, 4, 4)), "behind six tokens and two of three sampled"
+    assert request.encoder_inputs == (EncoderInput("cat", 1, 3, 3), EncoderInput("dog", 8, 4, 4)), (
+        "behind six tokens and two of three sampled"
+    )
     assert [request.encoder_inputs[index].key for _, index in output.encoder_inputs] == ["dog"]
     host.update(output)
     host.step()
-    assert request.encoder_inputs[2] == ("cow", 14, 1, 2) and request.is_finished
+    assert request.encoder_inputs[2] == EncoderInput("cow", 14, 1, 2) and request.is_finished
 
 
 @pytest.mark.parametrize(

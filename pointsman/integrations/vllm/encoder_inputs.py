@@ -1,0 +1,164 @@
+"""vLLM's multimodal inputs (images, audio, video) as the core's encoder inputs.
+
+An input is known by vLLM's identifier: a digest of its content, or what the client named it. Requests with equal
+identifiers share embeddings and cached prefixes, and the workers keep embeddings by them alone. So an identifier that
+comes with another number of embeddings than before names another content, and its request is refused.
+
+Embeddings that stand for a prompt, or for a part of it, need no encoder. Where prefixes are cached, each block of such
+a prompt is an input of which nothing is computed, and whose key is a digest of the block's bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from pointsman.core import ConfigError, EncoderInput, RequestRefused
+from pointsman.core import SchedulerOutput as Output
+
+MORE_EMBEDDINGS = "raise --max-num-batched-tokens, which bounds both, or send a smaller one"
+
+
+def encoder_sizes(vllm_config: Any) -> tuple[int, int]:
+    """The embeddings that a step may compute, and those that the encoder cache holds, as vLLM computes them.
+
+    Raises:
+        ConfigError: vLLM cannot compute them for this model and these limits.
+    """
+    if not vllm_config.model_config.supports_multimodal_inputs:
+        return 0, 0
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.multimodal.encoder_budget import MultiModalBudget
+
+    try:
+        budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY)
+    except Exception as error:  # its type depends on the model's processor
+        raise ConfigError(
+            f"vLLM cannot say how many embeddings this model's inputs have: {error}; serve its text part alone with "
+            "--language-model-only"
+        ) from error
+    if not budget.encoder_compute_budget or not budget.encoder_cache_size:
+        return 0, 0  # each kind of input is limited to none
+    return budget.encoder_compute_budget, budget.encoder_cache_size
+
+
+class EncoderInputs:
+    """The encoder inputs of all unfinished requests, and those whose embeddings are cached.
+
+    Args:
+        budget: embeddings that a step may compute.
+        cache_size: embeddings that the cache holds.
+    """
+
+    def __init__(self, budget: int, cache_size: int) -> None:
+        self._budget, self._cache_size = budget, cache_size
+        self._num_embeddings: dict[str, int] = {}
+        """Of each identifier that an unfinished request has, or whose embeddings are cached."""
+        self._num_users: dict[str, int] = {}
+        """Unfinished requests that have it."""
+        self._of_request: dict[str, set[str]] = {}
+        self._cached: set[str] = set()
+
+    def begin(self, request: Any) -> list[EncoderInput]:
+        """The core's encoder inputs for those of a request of vLLM's.
+
+        Raises:
+            RequestRefused: one can never be computed, or its identifier names another content.
+        """
+        inputs = [_to_input(feature) for feature in request.mm_features]
+        own: dict[str, int] = {}
+        for feature, item in zip(request.mm_features, inputs, strict=True):
+            count = item.entry.num_embeddings
+            if count > min(self._budget, self._cache_size):
+                raise _refused(
+                    request,
+                    f"its {feature.modality} at token {item.start} has {count} embeddings, of at most {self._budget} "
+                    f"in a step and {self._cache_size} in the encoder cache; {MORE_EMBEDDINGS}",
+                )
+            known = own.get(item.key, self._num_embeddings.get(item.key, count))
+            if known != count:
+                raise _refused(
+                    request,
+                    f"its {feature.modality} at token {item.start} has {count} embeddings, and the identifier "
+                    f"{item.key!r} is that of another one with {known}; give different content different identifiers",
+                )
+            own[item.key] = count
+        self._of_request[request.request_id] = set(own)
+        for key, count in own.items():
+            self._num_embeddings[key] = count
+            self._num_users[key] = self._num_users.get(key, 0) + 1
+        return inputs
+
+    def end(self, name: str) -> None:
+        """A request has finished, or its turn has."""
+        for key in self._of_request.pop(name, ()):
+            self._num_users[key] -= 1
+            if not self._num_users[key]:
+                del self._num_users[key]
+                if key not in self._cached:
+                    del self._num_embeddings[key]
+
+    def scheduled(self, output: Output) -> dict[str, list[int]]:
+        """The inputs that a step computes, by vLLM's request ids, as indices."""
+        found: dict[str, list[int]] = {}
+        for request, index in output.encoder_inputs:
+            found.setdefault(request.metadata.request_id, []).append(index)
+            self._cached.add(request.encoder_inputs[index].key)
+        return found
+
+    def freed(self, output: Output) -> list[str]:
+        """The identifiers whose embeddings workers drop before a step."""
+        keys = [entry.key for entry in output.freed_encoder_entries]
+        for key in keys:
+            self._cached.discard(key)
+            if key not in self._num_users:
+                self._num_embeddings.pop(key, None)
+        return keys
+
+
+TO_DIGITS = bytes.maketrans(b"\0\1", b"01")
+
+
+def _refused(request: Any, why: str) -> RequestRefused:
+    return RequestRefused(f"request {request.request_id!r} refused: {why}")
+
+
+def _to_input(feature: Any) -> EncoderInput:
+    """One of vLLM's inputs."""
+    position = feature.mm_position
+    length: int = position.length
+    if position.is_embed is None:
+        return EncoderInput(feature.identifier, position.offset, length, length)
+    bits = position.is_embed.numpy().tobytes()  # a byte for each placeholder
+    count = bits.count(1)
+    mask = None if count == length else bits.translate(TO_DIGITS).decode()
+    return EncoderInput(feature.identifier, position.offset, length, count, mask)
+
+
+GIVEN = "embeddings:"
+"""Begins the key of a block of a prompt that is given as embeddings."""
+
+
+def given_embeddings(request: Any, block_size: int) -> list[EncoderInput]:
+    """What identifies the blocks of a prompt that is given as embeddings: all bytes of each, as vLLM does."""
+    from vllm.v1.utils import tensor_data
+
+    embeddings, end = request.prompt_embeds, request.num_prompt_tokens
+    inputs = []
+    for start in range(0, end, block_size):
+        length = min(block_size, end - start)
+        digest = request._prompt_embeds_per_block_hashes.get((start, start + length))  # of full blocks
+        if digest is None:
+            digest = hashlib.sha256(tensor_data(embeddings[start : start + length])).digest()
+        inputs.append(EncoderInput(GIVEN + digest.hex(), start, length, 0, "0" * length))
+    return inputs
+
+
+def shift_inputs(features: Sequence[Any], num_tokens: int) -> list[Any]:
+    """The inputs of a further part of a prompt, behind that many tokens."""
+    return [
+        replace(feature, mm_position=replace(feature.mm_position, offset=feature.mm_position.offset + num_tokens))
+        for feature in features
+    ]
