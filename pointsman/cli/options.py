@@ -431,6 +431,19 @@ SERVER: dict[str, Any] = {
     "max_step_retries": Annotated[
         int | None, typer.Option(help="Maximum consecutive retries of a failed step [default: 0].")
     ],
+    "data_parallel_size": Annotated[
+        int | None,
+        typer.Option(
+            help="Number of engines, processes that share the cores and the KV memory given here [default: 1]."
+        ),
+    ],
+    "max_engine_restarts": Annotated[
+        int | None,
+        typer.Option(
+            help="Deaths of an engine, one after the other, after which it is not started again [default: 5; 0 with "
+            "one engine: its death ends the server]."
+        ),
+    ],
     "warm_up": Annotated[
         bool | None,
         typer.Option(
@@ -582,6 +595,8 @@ SERVE_HELP: Panels = {
         "chat_template",
         "response_role",
         "drain_timeout",
+        "data_parallel_size",
+        "max_engine_restarts",
         "max_step_retries",
         "warm_up",
     ),

@@ -308,6 +308,8 @@ def main(descriptor: int) -> int:
         start = _first_message(sock, unpacker)
         if start is None:
             return 0
+        if start.name:
+            logging.basicConfig(stream=sys.stderr, format=f"pointsman: {start.name}: %(message)s", force=True)
         try:
             recorder = None
             if start.record is not None:

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from pointsman.engine.aio.mailbox import Waiter
+from pointsman.engine.errors import EngineDeadError
 from pointsman.server.wire.messages import Delta, EngineOutputs, EngineRequest, StepNote, Unpacker
 
 
@@ -28,6 +29,7 @@ class Inbox(asyncio.Protocol):
 
     Attributes:
         streams: of requests that were sent and have not finished, by their keys.
+        last_words: why the engine takes no request any more, if it has said so.
         on_steps: called with the notes of steps that ran, in order.
         on_end: called when a request finished: its request, the last delta (with metrics, unless the request was
             abandoned) and its number of output tokens.
@@ -35,6 +37,7 @@ class Inbox(asyncio.Protocol):
 
     def __init__(self, on_other: Callable[[Any], None], on_close: Callable[[], None]) -> None:
         self.streams: dict[int, ClientStream] = {}
+        self.last_words = ""
         self.on_steps: Callable[[list[StepNote]], None] | None = None
         self.on_end: Callable[[EngineRequest, Delta, int], None] | None = None
         self._on_other = on_other
@@ -65,6 +68,9 @@ class Inbox(asyncio.Protocol):
                     del streams[key]
                     self.report_end(stream, delta)
         for key, error in outputs.errors:
+            if isinstance(error, EngineDeadError):  # all of them are over when the process has ended
+                self.last_words = str(error)
+                continue
             if (stream := streams.pop(key, None)) is not None:
                 stream.fail(error)
         if outputs.steps and self.on_steps is not None:
@@ -75,11 +81,11 @@ class Inbox(asyncio.Protocol):
         if self.on_end is not None:
             self.on_end(stream.request, last, stream.num_output_tokens)
 
-    def fail_all(self, error: Exception) -> None:
-        """Every stream ends with this error: nothing more will arrive."""
-        for stream in list(self.streams.values()):
-            stream.fail(error)
+    def take_all(self) -> list[ClientStream]:
+        """The streams of unfinished requests, for which nothing more will arrive here, in the order of sending."""
+        streams = list(self.streams.values())
         self.streams.clear()
+        return streams
 
 
 class ClientStream(AsyncIterator[Delta]):
@@ -89,7 +95,6 @@ class ClientStream(AsyncIterator[Delta]):
     task than the reader may close it; for the reader it then simply ends. Made by `EngineClient.generate`.
 
     Args:
-        key: the client's name for the request.
         request: what is asked for.
         submit: sends the requests of streams.
         abandon: aborts the request of a stream, if it was sent and has not finished.
@@ -97,12 +102,14 @@ class ClientStream(AsyncIterator[Delta]):
 
     def __init__(
         self,
-        key: int,
         request: EngineRequest,
         submit: Callable[[Sequence[ClientStream]], None],
         abandon: Callable[[ClientStream], None],
     ) -> None:
-        self.key = key
+        self.key = -1
+        """The engine's client's name for the request, once it is sent."""
+        self.engine = 0
+        """The number of the engine that it was sent to last."""
         self.request = request
         self.num_output_tokens = 0
         """Tokens received, read or not."""
@@ -170,9 +177,10 @@ class ClientStream(AsyncIterator[Delta]):
 
     # ------------------------------------------------------------------ for the client and its inbox
 
-    def note_sent(self) -> None:
-        """The request is on its way."""
+    def note_sent(self, key: int = -1) -> None:
+        """The request is on its way, or waits for an engine."""
         self._is_sent = True
+        self.key = key
 
     def accept(self) -> None:
         """The request is queued."""

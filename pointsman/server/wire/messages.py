@@ -117,6 +117,8 @@ class Start:
     max_step_retries: int
     warm_up: bool
     """Whether requests are rehearsed before the engine takes any."""
+    name: str = ""
+    """What lines of its log begin with, beside the program's name."""
 
 
 # ------------------------------------------------------------------------------------------------- what comes back
@@ -246,6 +248,8 @@ class RequestExplanation:
     """Seconds until its deadline; None: it has none."""
     waiting_for: float | None
     """Seconds since its present reason to wait began; None: it does not wait, or was not considered yet."""
+    engine: int = 0
+    """The number of the engine that has it."""
 
 
 # ------------------------------------------------------------------------------------------------- frames
