@@ -444,6 +444,10 @@ SERVER: dict[str, Any] = {
             "one engine: its death ends the server]."
         ),
     ],
+    "max_resumes": Annotated[
+        int | None,
+        typer.Option(help="How often a request goes on in another engine after a death; then it fails [default: 3]."),
+    ],
     "warm_up": Annotated[
         bool | None,
         typer.Option(
@@ -597,6 +601,7 @@ SERVE_HELP: Panels = {
         "drain_timeout",
         "data_parallel_size",
         "max_engine_restarts",
+        "max_resumes",
         "max_step_retries",
         "warm_up",
     ),

@@ -30,7 +30,7 @@ from pointsman.engine.stats import DEFAULT_INTERVAL
 from pointsman.engine.text.tokenizer import PLAIN_CHAT_TEMPLATE, encode, model_directory, read_tokenizer, render_chat
 from pointsman.server.config import ServerConfig
 from pointsman.server.service.engine_client import EngineClient, EngineStartError
-from pointsman.server.service.fleet import EngineFleet, start_fleet
+from pointsman.server.service.fleet import DEFAULT_RESUMES, EngineFleet, start_fleet
 from pointsman.server.shares import share_out
 from pointsman.server.startup import startup_lines
 
@@ -66,6 +66,7 @@ def run(
     warm_up: bool = True,
     data_parallel_size: int = 1,
     max_engine_restarts: int | None = None,
+    max_resumes: int = DEFAULT_RESUMES,
 ) -> int:
     """Serve until a signal or the last engine's death; the exit code.
 
@@ -79,6 +80,7 @@ def run(
         data_parallel_size: the number of engines.
         max_engine_restarts: failures of an engine, one after the other, after which it is not started again; None: 0
             for a single engine, whose death ends the server, otherwise `DEFAULT_RESTARTS`.
+        max_resumes: how often a request goes on in another engine, or in the restarted one, after a death.
 
     Raises:
         ValueError: the model cannot be run, a knob is out of range, the machine is too small for that number of
@@ -109,7 +111,7 @@ def run(
                 tokenizer=tokenizer,
             )
 
-        start = partial(start_fleet, start_engine, len(shares), max_engine_restarts)
+        start = partial(start_fleet, start_engine, len(shares), max_engine_restarts, max_resumes)
         try:
             return runner.run(server.serve(start, warm_up=warm_up))
         except EngineStartError as error:

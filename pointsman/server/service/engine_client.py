@@ -177,6 +177,10 @@ class EngineClient:
         """
         self.check_health()
         self.check_takes_requests()
+        self.send(streams)
+
+    def send(self, streams: Sequence[ClientStream]) -> None:
+        """As `submit`, unless the engine has died unnoticed: then they are lost with its others."""
         for stream in streams:
             stream.note_sent(next(self._keys))
             self.inbox.streams[stream.key] = stream

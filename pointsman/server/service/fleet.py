@@ -5,6 +5,11 @@ that dies is started again.
     stream = fleet.generate(request)          # as `EngineClient`: the engine is chosen when the request is sent
     await fleet.pause("keep", False)          # all of them, and those that are started later
 
+Nothing is lost with an engine: its requests go on in another one, or wait for the one that is started. The tokens that
+were received stay output, and what is drawn depends on the engines' seed, the request's id and the position alone, so
+the answer is the one that it would have been. A request that was in more than `max_resumes` engines when they died may
+be what killed them, and fails.
+
 An engine that died is started again at once, and if it dies again, or does not start, with a delay that doubles. After
 `max_restarts` failures one after the other it stays dead. The new one has the pause state and the limits of the others
 before it gets a request. While no engine lives, requests wait for the one that is being started. When none lives and
@@ -36,6 +41,8 @@ LONGEST_DELAY = 30.0
 """Seconds before an attempt to start an engine again, at most."""
 FORGIVEN_AFTER = 60.0
 """Seconds that an engine has to live for its earlier deaths not to count any more."""
+DEFAULT_RESUMES = 3
+"""How often a request goes on in another engine after a death."""
 NONE_LIVES = "no engine runs at the moment, one is being started; try again in a few seconds"
 
 AnswerT = TypeVar("AnswerT")
@@ -55,17 +62,25 @@ class EngineFleet:
         engines: which have loaded the model; at least one.
         restart: starts the engine of a number again, given how often it was before; None: a dead engine stays dead.
         max_restarts: failures of an engine one after the other, deaths or failed starts, after which it stays dead.
+        max_resumes: how often a request goes on in another engine.
 
     Attributes:
         engines: by their numbers; those that died are here until they are replaced.
         dead: set when no engine lives, and none will.
     """
 
-    def __init__(self, engines: Sequence[EngineClient], restart: Restart | None = None, max_restarts: int = 0) -> None:
+    def __init__(
+        self,
+        engines: Sequence[EngineClient],
+        restart: Restart | None = None,
+        max_restarts: int = 0,
+        max_resumes: int = DEFAULT_RESUMES,
+    ) -> None:
         self.engines = list(engines)
         self.dead = asyncio.Event()
         self._restart = restart
         self._max_restarts = max_restarts if restart is not None else 0
+        self._max_resumes = max_resumes
         count = len(self.engines)
         info = self.info
         self._router = Router(count, info.block_size, info.num_blocks) if count > 1 else None
@@ -137,25 +152,29 @@ class EngineFleet:
         Raises:
             EngineDeadError, EngineStalledError: as for `queue`.
         """
-        if self._router is None and self.engines[0].is_alive:
-            self.engines[0].submit(streams)
-            return
         self.check_health()
+        living = [engine for engine in self.engines if engine.is_alive]
+        if living and not any(engine.takes_requests for engine in living):
+            living[0].check_takes_requests()
+        self._send(streams)
+
+    def _send(self, streams: Sequence[ClientStream]) -> None:
+        """To an engine that reads what it is sent, to any that lives, or to the next that will."""
         if not any(engine.is_alive for engine in self.engines):
             for stream in streams:
                 stream.note_sent()
                 self._waiting[stream] = None
             return
         for index, group in self._route(streams).items():
-            self.engines[index].submit(group)
+            self.engines[index].send(group)
 
-    def _route(self, streams: Sequence[ClientStream]) -> dict[int, list[ClientStream]]:
+    def _route(self, streams: Sequence[ClientStream]) -> dict[int, Sequence[ClientStream]]:
         """The streams by the engine that each is sent to, in order."""
         if self._router is None:
-            return {0: list(streams)}
+            return {0: streams}
         loads = [len(engine.inbox.streams) if engine.takes_requests else None for engine in self.engines]
         if all(load is None for load in loads):
-            next(engine for engine in self.engines if engine.is_alive).check_takes_requests()
+            loads = [len(engine.inbox.streams) if engine.is_alive else None for engine in self.engines]
         groups: dict[int, list[ClientStream]] = {}
         for stream in streams:
             request = stream.request
@@ -163,7 +182,7 @@ class EngineFleet:
             loads[index] = (loads[index] or 0) + 1
             stream.engine = index
             groups.setdefault(index, []).append(stream)
-        return groups
+        return dict(groups)
 
     def _abandon(self, stream: ClientStream) -> None:
         if stream in self._waiting:
@@ -224,6 +243,8 @@ class EngineFleet:
     async def pause(self, mode: PauseChoice, clear_cache: bool) -> None:
         """As `EngineClient.pause`, of every engine, and of those that are started before `resume`."""
         before, self._paused = self._paused, (mode, clear_cache)
+        if mode == "abort":
+            self._abort_waiting()
         try:
             await self._ask_all(lambda engine: engine.pause(mode, clear_cache))
         except EngineStalledError:
@@ -277,9 +298,9 @@ class EngineFleet:
         """The engine process of this number has ended by itself."""
         if self._router is not None:
             self._router.forget(index)
-        for stream in orphans:
-            stream.fail(EngineDeadError(why))
         if self._is_stopping:
+            for stream in orphans:
+                stream.fail(EngineDeadError(why))
             return
         if asyncio.get_running_loop().time() - self._born[index] > FORGIVEN_AFTER:
             self._num_failures[index] = 0
@@ -289,6 +310,28 @@ class EngineFleet:
             self._starting[index] = task
         else:
             self._give_up(index, why)
+        self._resume(orphans, why)
+
+    def _resume(self, orphans: list[ClientStream], why: str) -> None:
+        """Let the requests of a dead engine go on."""
+        going_on = []
+        for stream in orphans:
+            stream.num_deaths += 1
+            if self.dead.is_set():
+                stream.fail(EngineDeadError(why))
+            elif stream.num_deaths > self._max_resumes:
+                times = f"{stream.num_deaths} engines have" if stream.num_deaths > 1 else "an engine has"
+                stream.fail(
+                    EngineDeadError(
+                        f"{why}; {times} died with this request, which is resumed {self._max_resumes} times"
+                    )
+                )
+            else:
+                stream.prepare_to_resume()
+                going_on.append(stream)
+        if going_on:
+            logger.warning("%d requests of the dead engine go on", len(going_on))
+            self._send(going_on)
 
     async def _bring_back(self, index: int) -> None:
         assert self._restart is not None
@@ -336,7 +379,7 @@ class EngineFleet:
         logger.info("engine %d runs again, as process %d", index, engine.info.pid)
         waiting, self._waiting = list(self._waiting), {}
         if waiting:
-            self.submit(waiting)
+            self._send(waiting)
 
     def _give_up(self, index: int, why: str) -> None:
         self._starting.pop(index, None)
@@ -383,11 +426,15 @@ class EngineFleet:
             task.cancel()
         await asyncio.gather(*starting, return_exceptions=True)
         self._starting.clear()
+        self._abort_waiting()
+        await asyncio.gather(*[engine.shutdown(drain, timeout) for engine in self.engines])
+        self._end(EngineDeadError("the engine has been shut down"))
+
+    def _abort_waiting(self) -> None:
+        """Finish what waits for an engine."""
         for stream in list(self._waiting):
             stream.put(Delta(finish_reason="abort"))
         self._waiting.clear()
-        await asyncio.gather(*[engine.shutdown(drain, timeout) for engine in self.engines])
-        self._end(EngineDeadError("the engine has been shut down"))
 
     def kill(self) -> None:
         """End all engine processes at once; a `shutdown` that waits for them returns."""
@@ -398,13 +445,15 @@ class EngineFleet:
             engine.kill()
 
 
-async def start_fleet(start: StartEngine, num_engines: int, max_restarts: int) -> EngineFleet:
+async def start_fleet(
+    start: StartEngine, num_engines: int, max_restarts: int, max_resumes: int = DEFAULT_RESUMES
+) -> EngineFleet:
     """Start engines, all at once; when one cannot be started, none is left running.
 
     Args:
         start: starts one.
         num_engines: at least 1.
-        max_restarts: see `EngineFleet`.
+        max_restarts, max_resumes: see `EngineFleet`.
 
     Raises:
         ValueError, EngineStartError: what the first of them raised that did not start.
@@ -420,4 +469,8 @@ async def start_fleet(start: StartEngine, num_engines: int, max_restarts: int) -
                 await started.shutdown()
         raise
     tokenizer = engines[0].tokenizer
-    return EngineFleet(engines, lambda index, num_restarts: start(index, num_restarts, tokenizer), max_restarts)
+
+    def restart(index: int, num_restarts: int) -> Awaitable[EngineClient]:
+        return start(index, num_restarts, tokenizer)
+
+    return EngineFleet(engines, restart, max_restarts, max_resumes)

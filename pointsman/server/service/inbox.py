@@ -12,11 +12,13 @@ Deltas that arrive before the reader takes the last one are merged into it, so a
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from pointsman.engine.aio.mailbox import Waiter
 from pointsman.engine.errors import EngineDeadError
+from pointsman.engine.outputs.request_output import Resumed
 from pointsman.server.wire.messages import Delta, EngineOutputs, EngineRequest, StepNote, Unpacker
 
 
@@ -111,8 +113,12 @@ class ClientStream(AsyncIterator[Delta]):
         self.engine = 0
         """The number of the engine that it was sent to last."""
         self.request = request
-        self.num_output_tokens = 0
+        self.output_token_ids: list[int] = []
         """Tokens received, read or not."""
+        self.num_deaths = 0
+        """Engines that died while they had its request."""
+        self._first_token_time = 0.0
+        self._num_cached_tokens = 0
         self._submit = submit
         self._abandon = abandon
         self._is_sent = False
@@ -175,7 +181,18 @@ class ClientStream(AsyncIterator[Delta]):
         self._is_over = True
         self._abandon(self)
 
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens received, read or not."""
+        return len(self.output_token_ids)
+
     # ------------------------------------------------------------------ for the client and its inbox
+
+    def prepare_to_resume(self) -> None:
+        """Its engine is gone: the request, sent again, goes on behind what was received."""
+        if self.output_token_ids:
+            known = list(self.output_token_ids)
+            self.request.resumed = Resumed(known, self._first_token_time, self._num_cached_tokens)
 
     def note_sent(self, key: int = -1) -> None:
         """The request is on its way, or waits for an engine."""
@@ -190,7 +207,11 @@ class ClientStream(AsyncIterator[Delta]):
     def put(self, delta: Delta) -> None:
         """Add a delta behind what has not been read."""
         self._is_accepted = True
-        self.num_output_tokens += len(delta.token_ids)
+        if delta.token_ids:
+            if not self.output_token_ids:
+                self._first_token_time = time.monotonic()
+                self._num_cached_tokens = delta.num_cached_tokens
+            self.output_token_ids += delta.token_ids
         if self._next is None:
             self._next = delta
         else:

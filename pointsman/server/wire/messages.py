@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pointsman.core import Explanation
-    from pointsman.engine.outputs.request_output import RequestMetrics
+    from pointsman.engine.outputs.request_output import RequestMetrics, Resumed
     from pointsman.engine.params.pooling import PoolingParams
     from pointsman.engine.params.sampling import SamplingParams
     from pointsman.server.wire.logprobs import Logprobs
@@ -54,6 +54,8 @@ class EngineRequest:
     """What its client calls the user."""
     stream: bool = True
     """False: after the first delta, which reports the first token, one with all remaining tokens is enough."""
+    resumed: Resumed | None = None
+    """What an engine that died has reported of it; None: nothing yet."""
 
 
 @dataclass(slots=True)
