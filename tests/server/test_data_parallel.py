@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -143,17 +145,81 @@ def test_a_dead_engine_is_started_again_with_what_operators_have_set(two: Server
     assert http.post("/max_num_active_seqs").status_code == 200
 
 
+@pytest.mark.soak
+def test_no_request_is_lost_or_changed_by_a_death(two: ServerProcess, http: httpx.Client) -> None:
+    """Streams, whole answers, chats and several samples, each cut once or twice; the names are the clients'."""
+    bodies = [
+        ("/v1/completions", {**FIELDS, "max_tokens": 200, "temperature": 1, "seed": 3, "logprobs": 2, "n": 2}),
+        ("/v1/completions", {**FIELDS, "max_tokens": 200, "stream": True, "stream_options": {"include_usage": True}}),
+        ("/v1/completions", {**FIELDS, "max_tokens": 200, "temperature": 0.8, "seed": 4, "presence_penalty": 0.5,
+                             "stream": True, "n": 3}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "What is import?"}], "max_tokens": 200,
+                                  "ignore_eos": True, "temperature": 0.7, "seed": 5, "stream": True}),
+        ("/v1/embeddings", {"input": "The import statement"}),
+    ]  # fmt: skip
+
+    def outcome(number: int) -> Any:
+        path, body = bodies[number % len(bodies)]
+        answer = httpx.post(f"{two.url}{path}", json=body, timeout=100)
+        assert answer.status_code == 200, answer.text
+        assert '"error"' not in answer.text
+        if not body.get("stream"):
+            return telling(answer.json())
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        assert answer.text.endswith("data: [DONE]\n\n")
+        texts: dict[int, str] = {}
+        ends: dict[int, str] = {}
+        for event in events:
+            for choice in event["choices"]:
+                text = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+                texts[choice["index"]] = texts.get(choice["index"], "") + text
+                if choice["finish_reason"]:
+                    ends[choice["index"]] = choice["finish_reason"]
+        usage = [event["usage"]["completion_tokens"] for event in events if event.get("usage")]
+        return texts, ends, usage
+
+    expected = [outcome(number) for number in range(len(bodies))]
+    for victim in range(8):
+        until_all_live(http)
+        with ThreadPoolExecutor(10) as pool:
+            asked = [pool.submit(outcome, number) for number in range(10)]
+            wait_until(lambda: sum(one["num_output_tokens"] > 5 for one in listed(http)) >= 4, 30, "they run")
+            os.kill(two.engine_pids[victim % 2], signal.SIGKILL)
+            found = [one.result(120) for one in asked]
+        for number, one in enumerate(found):
+            like = expected[number % len(bodies)]
+            assert one == (pytest.approx(like, abs=1e-3) if isinstance(like, list) else like), bodies[number % 5]
+    until_all_live(http)
+    wait_until(lambda: set(samples(http, "vllm:kv_cache_usage_perc").values()) == {0.0}, 10, "no block is held")
+
+
+def listed(http: httpx.Client) -> list[dict[str, Any]]:
+    found = http.get("/v1/requests")
+    data: list[dict[str, Any]] = found.json()["data"] if found.status_code == 200 else []
+    return data
+
+
+def telling(answer: dict[str, Any]) -> Any:
+    """What does not differ from one request to the next: logits are computed in steps of other shapes."""
+    if "data" in answer:
+        return answer["data"][0]["embedding"]
+    choices = [(one["text"], one["finish_reason"], one["logprobs"]["tokens"]) for one in answer["choices"]]
+    return choices, answer["usage"]["completion_tokens"]
+
+
 def test_recordings_are_one_for_each_engine(two: ServerProcess, http: httpx.Client, recordings: Path) -> None:
     """The last of this file with these engines: they are stopped."""
     assert two.stop() == 0
     files = sorted(one.name for one in recordings.parent.iterdir())
     assert files[:2] == ["run.jsonl", "run.jsonl.1"]
-    assert "run.jsonl.1.restart-1" in files
-    for one in (recordings, recordings.with_name("run.jsonl.1.restart-1")):
+    restarted = [one for one in files if ".restart-" in one]
+    assert restarted, "a dead engine's recording is not overwritten"
+    for one in (recordings.with_name(restarted[-1]),):
         with one.open() as file:
             replay(file)
 
 
+@pytest.mark.soak
 def test_requests_wait_while_no_engine_lives_and_the_server_ends_when_none_comes_back() -> None:
     with start_server(*SMALL, "--max-engine-restarts", "1") as server, httpx.Client(base_url=server.url) as http:
         expected = http.post("/v1/completions", json=FIELDS).json()["choices"][0]["text"]
