@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +63,24 @@ class ServerProcess:
 
     @property
     def engine_pid(self) -> int:
-        """Of the engine process.
+        """Of the engine process, the newest where there are several.
 
         Raises:
             ProcessLookupError: it has ended.
         """
-        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        for child in children:
-            if b"pointsman.server.engine_process" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return int(child)
-        raise ProcessLookupError("the server has no engine process")
+        if not (pids := self.engine_pids):
+            raise ProcessLookupError("the server has no engine process")
+        return pids[-1]
+
+    @property
+    def engine_pids(self) -> list[int]:
+        """Of the engine processes that live, in the order of their start."""
+        found = []
+        for child in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split():
+            with suppress(OSError):  # it has ended meanwhile
+                if b"pointsman.server.engine_process" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.append(int(child))
+        return found
 
     def log(self) -> str:
         """What it has printed."""

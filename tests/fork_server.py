@@ -119,14 +119,16 @@ class ForkServer:
             raise RuntimeError("the fork server has ended; it says why on its error output")
         return ForkedProcess([function, *map(str, arguments)], int(answer), status)
 
-    def started_by(self, pid: int) -> int:
-        """The newest process that the process `pid` has started through its own connection, and that has not ended.
+    def started_by(self, pid: int) -> list[int]:
+        """The processes that the process `pid` has started through its own connection, and that have not ended, in the
+        order of their start.
 
         Raises:
             ProcessLookupError: there is none.
         """
         self._socket.send(json.dumps({"started_by": pid}).encode())
-        if not (found := int(self._socket.recv(_MESSAGE))):
+        found: list[int] = json.loads(self._socket.recv(_MESSAGE))
+        if not found:
             raise ProcessLookupError(f"process {pid} has started none that runs")
         return found
 
@@ -239,7 +241,7 @@ class _Forking:
         job = json.loads(message)
         if "started_by" in job:
             pids = [pid for pid, asker, _ in self._running.values() if asker == job["started_by"]]
-            sock.send(str(pids[-1] if pids else 0).encode())
+            sock.send(json.dumps(pids).encode())
             return True
         status, *descriptors = received
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

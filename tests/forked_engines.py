@@ -124,7 +124,7 @@ class ForkedServer(ServerProcess):
     """A server whose engine process is not its child."""
 
     @property
-    def engine_pid(self) -> int:
+    def engine_pids(self) -> list[int]:
         return fork_server().started_by(self.pid)
 
 

@@ -431,6 +431,23 @@ SERVER: dict[str, Any] = {
     "max_step_retries": Annotated[
         int | None, typer.Option(help="Maximum consecutive retries of a failed step [default: 0].")
     ],
+    "data_parallel_size": Annotated[
+        int | None,
+        typer.Option(
+            help="Number of engines, processes that share the cores and the KV memory given here [default: 1]."
+        ),
+    ],
+    "max_engine_restarts": Annotated[
+        int | None,
+        typer.Option(
+            help="Deaths of an engine, one after the other, after which it is not started again [default: 5; 0 with "
+            "one engine: its death ends the server]."
+        ),
+    ],
+    "max_resumes": Annotated[
+        int | None,
+        typer.Option(help="How often a request goes on in another engine after a death; then it fails [default: 3]."),
+    ],
     "warm_up": Annotated[
         bool | None,
         typer.Option(
@@ -582,6 +599,9 @@ SERVE_HELP: Panels = {
         "chat_template",
         "response_role",
         "drain_timeout",
+        "data_parallel_size",
+        "max_engine_restarts",
+        "max_resumes",
         "max_step_retries",
         "warm_up",
     ),

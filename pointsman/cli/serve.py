@@ -22,7 +22,15 @@ API_KEY_VARIABLE = "POINTSMAN_API_KEY"
 OPERATOR_KEY_VARIABLE = "POINTSMAN_OPERATOR_KEY"
 FILE_OPTIONS = {"preset": options.Preset, **options.SERVER, **options.KNOBS}
 """Options that a configuration file may set, beside secrets."""
-RUN_OPTIONS = ("log_stats_interval", "max_step_retries", "record", "warm_up")
+RUN_OPTIONS = (
+    "data_parallel_size",
+    "log_stats_interval",
+    "max_engine_restarts",
+    "max_resumes",
+    "max_step_retries",
+    "record",
+    "warm_up",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +86,10 @@ def _check_run_options(values: dict[str, Any]) -> None:
         values["log_stats_interval"] = interval or None
     if retries is not None and retries < 0:
         raise ValueError(f"--max-step-retries is {retries}; it must be 0 (the engine dies at once) or more")
+    if (restarts := values.get("max_engine_restarts")) is not None and restarts < 0:
+        raise ValueError(f"--max-engine-restarts is {restarts}; it must be 0 (a dead engine stays dead) or more")
+    if (resumes := values.get("max_resumes")) is not None and resumes < 0:
+        raise ValueError(f"--max-resumes is {resumes}; it must be 0 (a death ends its requests) or more")
     if record is not None:
         _check_writable(record)
 

@@ -132,6 +132,8 @@ class Recorder(Listener):
 def _add(request: Request, park: ParkReason | None) -> dict[str, Any]:
     fields: dict[str, Any] = {name: getattr(request, name) for name in REQUEST_FIELDS}
     fields["prompt_token_ids"] = request.prompt_token_ids.tolist()
+    if request.num_output_tokens:
+        fields["output_token_ids"] = request.output_token_ids.tolist()
     return {"request": fields, "park": park.value if park else None}
 
 

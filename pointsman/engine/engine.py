@@ -37,7 +37,7 @@ from pointsman.engine.model.loader import load_with_attention
 from pointsman.engine.model.pooling import check_can_pool
 from pointsman.engine.model.runner import ModelRunner
 from pointsman.engine.outputs.processor import OutputProcessor
-from pointsman.engine.outputs.request_output import RequestOutput
+from pointsman.engine.outputs.request_output import RequestOutput, Resumed
 from pointsman.engine.params.engine_args import KVKnobs, check_prompt_lookup, speculation_knobs, with_defaults
 from pointsman.engine.params.pooling import SILENT, PoolingParams
 from pointsman.engine.params.requests import (
@@ -263,6 +263,7 @@ class Engine:
         prompt_text: str | None = None,
         eager_text: bool = False,
         more_input: bool = False,
+        resumed: Resumed | None = None,
     ) -> Request:
         """Queue a prompt; if its grammar is still to be compiled, park it until that is done.
 
@@ -284,6 +285,8 @@ class Engine:
             eager_text: make the text when a step is reported, in the engine's thread, and not when an output's text is
                 read; for outputs that other threads read.
             more_input: whether the prompt goes on in later parts (`extend`); nothing is generated before the last.
+            resumed: what another engine has generated for it; it goes on behind that, with the tokens that the other
+                engine would have generated, where it has the same model, seed and request id.
 
         Raises:
             RequestRefused, DuplicateRequest, ValueError: it can never run, with the reason; nothing else is disturbed.
@@ -304,6 +307,7 @@ class Engine:
             retention=retention,
             cache_salt=cache_salt,
             more_input=more_input,
+            output_token_ids=() if resumed is None else resumed.token_ids,
         )
         grammar = self.grammars.find(request.metadata)
         needs_grammar = grammar is None and request.metadata.structured_outputs is not None
@@ -317,7 +321,7 @@ class Engine:
                 self.grammars.add(request)
             if prompt_text is None and isinstance(prompt, str):
                 prompt_text = prompt
-            self.outputs.add(request, prompt_text, request.metadata, eager_text=eager_text)
+            self.outputs.add(request, prompt_text, request.metadata, eager_text=eager_text, resumed=resumed)
         except BaseException:  # a request that only the scheduler knows would break the steps of all
             self._end(request_id, FinishReason.ERROR, now)
             raise

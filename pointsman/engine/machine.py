@@ -1,4 +1,4 @@
-"""Settings of the C libraries below PyTorch: how idle threads wait, and when freed memory returns to the system.
+"""The machine: its cores, how idle threads of the C libraries wait, and when freed memory returns to the system.
 
 This module imports no PyTorch, because OpenMP reads the environment when PyTorch is loaded.
 
@@ -13,9 +13,11 @@ of one layer serve the next, see `keep_freed_pages`.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 SPINS = "5000"
 """Turns of the loop in which GNU's OpenMP waits before it sleeps, about a tenth of a millisecond."""
@@ -25,6 +27,7 @@ LARGEST_IN_HEAP = 32 << 20
 """Bytes; the maximum that the C library accepts."""
 KEPT_AT_THE_TOP = 1 << 30
 """Bytes that may lie free at a heap's end before they go back to the system."""
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def wait_briefly() -> None:
@@ -69,3 +72,33 @@ def _of_the_c_library(name: str) -> Callable[..., int] | None:
         return getattr(ctypes.CDLL(None), name)  # type: ignore[no-any-return]
     except (OSError, AttributeError, TypeError):  # not glibc, or Windows, where a library must be named
         return None
+
+
+def own_cores() -> list[int]:
+    """The processors that this process may run on, in ascending order."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux
+    return list(range(os.cpu_count() or 1)) if affinity is None else sorted(affinity(0))
+
+
+@cache
+def num_cores() -> int:
+    """Processors that this process may use at a time, at least 1."""
+    return max(1, math.ceil(min(len(own_cores()), cpu_quota(CGROUP))))
+
+
+def cpu_quota(root: Path) -> float:
+    """How many processors' worth of time the control group at `root` may use; infinity without a limit.
+
+    Both interfaces of Linux's control groups are read: `cpu.max` ("quota period" or "max period"), and the older pair
+    `cpu.cfs_quota_us` and `cpu.cfs_period_us`.
+    """
+    try:
+        if (root / "cpu.max").is_file():
+            quota, period = (root / "cpu.max").read_text().split()
+        else:
+            quota = (root / "cpu" / "cpu.cfs_quota_us").read_text()
+            period = (root / "cpu" / "cpu.cfs_period_us").read_text()
+        share = float(quota) / float(period)
+    except (OSError, ValueError, ZeroDivisionError):  # no such file, or "max"
+        return math.inf
+    return share if share > 0 else math.inf

@@ -18,13 +18,14 @@ from pathlib import Path
 
 import torch
 
+from pointsman.engine import machine
+
 logger = logging.getLogger(__name__)
 
 ENVIRONMENT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 SMALL_MODEL = 8_000_000
 """Parameters below which one thread is fastest: such a step takes a few milliseconds, and waits at every operation."""
 _PAUSE_SOFT = 1  # `omp_pause_soft`
-CGROUP = Path("/sys/fs/cgroup")
 
 _at_start = torch.get_num_threads()
 _last_set = _at_start
@@ -49,7 +50,7 @@ def set_num_threads(num_threads: int | None, num_parameters: int) -> int:
     elif num_parameters < SMALL_MODEL:
         chosen = 1
     else:
-        chosen = max(1, math.ceil(min(_at_start, cpu_quota(CGROUP))))
+        chosen = max(1, math.ceil(min(_at_start, machine.cpu_quota(machine.CGROUP))))
     if chosen != torch.get_num_threads():
         logger.info("PyTorch computes with %d thread(s); num_threads or OMP_NUM_THREADS changes that", chosen)
         torch.set_num_threads(chosen)
@@ -79,29 +80,3 @@ def release_helper_threads() -> None:
     pause = getattr(library, "omp_pause_resource_all", None)
     if pause is not None:  # OpenMP 5.0
         pause(_PAUSE_SOFT)
-
-
-@cache
-def num_cores() -> int:
-    """Processors that this process may use at a time, at least 1."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux
-    seen = (os.cpu_count() or 1) if affinity is None else len(affinity(0))
-    return max(1, math.ceil(min(seen, cpu_quota(CGROUP))))
-
-
-def cpu_quota(root: Path) -> float:
-    """How many processors' worth of time the control group at `root` may use; infinity without a limit.
-
-    Both interfaces of Linux's control groups are read: `cpu.max` ("quota period" or "max period"), and the older pair
-    `cpu.cfs_quota_us` and `cpu.cfs_period_us`.
-    """
-    try:
-        if (root / "cpu.max").is_file():
-            quota, period = (root / "cpu.max").read_text().split()
-        else:
-            quota = (root / "cpu" / "cpu.cfs_quota_us").read_text()
-            period = (root / "cpu" / "cpu.cfs_period_us").read_text()
-        share = float(quota) / float(period)
-    except (OSError, ValueError, ZeroDivisionError):  # no such file, or "max"
-        return math.inf
-    return share if share > 0 else math.inf

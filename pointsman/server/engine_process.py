@@ -143,7 +143,7 @@ class EngineProcess:
         mailbox = RemoteMailbox(self._port, key, wanted)
 
         def add(engine: Engine) -> Request:
-            return engine.add_request(
+            request = engine.add_request(
                 wanted.request_id,
                 wanted.prompt_token_ids,
                 wanted.params,
@@ -155,7 +155,11 @@ class EngineProcess:
                 cache_salt=wanted.cache_salt,
                 deadline=wanted.deadline,
                 eager_text=True,
+                resumed=wanted.resumed,
             )
+            if wanted.resumed is not None:
+                mailbox.note_reported(engine.outputs.so_far(request))
+            return request
 
         self._port.mailboxes[key] = mailbox
         try:
@@ -308,6 +312,8 @@ def main(descriptor: int) -> int:
         start = _first_message(sock, unpacker)
         if start is None:
             return 0
+        if start.name:
+            logging.basicConfig(stream=sys.stderr, format=f"pointsman: {start.name}: %(message)s", force=True)
         try:
             recorder = None
             if start.record is not None:

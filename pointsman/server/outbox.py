@@ -164,6 +164,10 @@ class RemoteMailbox(Mailbox):
         self._has_reported_acceptance = False
         self._reported: RequestOutput | None = None
 
+    def note_reported(self, output: RequestOutput) -> None:
+        """The API process has what is in this output, from another engine."""
+        self._reported = output
+
     def take_outputs(self, new: EngineOutputs) -> bool:
         """Put what is not reported yet into `new`; returns whether it is the last. For the thread that reports."""
         if self.is_abandoned:

@@ -2,10 +2,10 @@
 
 start      take the port, try the chat template, start the engine process, load the tokenizer, warm up both processes,
            listen, say what is served
-serving    until a signal comes or the engine dies
+serving    until a signal comes or no engine lives any more; one that dies may be started again (`service/fleet.py`)
 drain      SIGTERM or SIGINT: new requests get 503, running ones finish, up to `drain_timeout`; then the remaining
            ones finish with finish_reason "abort". Exit code 0. A second signal ends the server at once.
-death      the engine process ended by itself: every open request gets an error, and the exit code is 1, so that a
+death      no engine lives, and none will: every open request gets an error, and the exit code is 1, so that a
            supervisor restarts the server.
 """
 
@@ -30,6 +30,8 @@ from pointsman.engine.stats import DEFAULT_INTERVAL
 from pointsman.engine.text.tokenizer import PLAIN_CHAT_TEMPLATE, encode, model_directory, read_tokenizer, render_chat
 from pointsman.server.config import ServerConfig
 from pointsman.server.service.engine_client import EngineClient, EngineStartError
+from pointsman.server.service.fleet import DEFAULT_RESUMES, EngineFleet, start_fleet
+from pointsman.server.shares import share_out
 from pointsman.server.startup import startup_lines
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ EXIT_OK, EXIT_FAILED = 0, 1
 
 SECONDS_TO_REPORT = 3.0
 """Time for clients to receive the error after the engine's death, and the last events after a drain."""
+DEFAULT_RESTARTS = 5
+"""Failures of one of several engines, one after the other, after which it stays dead."""
 KEEP_ALIVE = 30
 """Seconds that an idle connection is kept."""
 LISTEN_BACKLOG = 2048
@@ -60,21 +64,32 @@ def run(
     log_stats_interval: float | None = DEFAULT_INTERVAL,
     max_step_retries: int = 0,
     warm_up: bool = True,
+    data_parallel_size: int = 1,
+    max_engine_restarts: int | None = None,
+    max_resumes: int = DEFAULT_RESUMES,
 ) -> int:
-    """Serve until a signal or the engine's death; the exit code.
+    """Serve until a signal or the last engine's death; the exit code.
 
     Args:
-        options: keyword arguments of `Engine`.
+        options: keyword arguments of `Engine`, for all engines together (`shares.py`).
         config: of the server.
-        record: a file for the scheduler's recording.
+        record: a file for the scheduler's recording; of further engines FILE.1, FILE.2, ...
         log_stats_interval: seconds between lines of statistics; None: none.
         max_step_retries: how often in a row a failed step is tried again.
         warm_up: whether requests of every kind are rehearsed before the first one is accepted.
+        data_parallel_size: the number of engines.
+        max_engine_restarts: failures of an engine, one after the other, after which it is not started again; None: 0
+            for a single engine, whose death ends the server, otherwise `DEFAULT_RESTARTS`.
+        max_resumes: how often a request goes on in another engine, or in the restarted one, after a death.
 
     Raises:
-        ValueError: the model cannot be run, a knob is out of range, the chat template cannot be used, or the server
-            cannot listen on the address.
+        ValueError: the model cannot be run, a knob is out of range, the machine is too small for that number of
+            engines, the chat template cannot be used, or the server cannot listen on the address.
     """
+    shares = share_out(options, data_parallel_size, record)
+    if max_engine_restarts is None:
+        max_engine_restarts = 0 if data_parallel_size == 1 else DEFAULT_RESTARTS
+
     import uvloop
 
     from pointsman.server.api.app import create_app
@@ -82,14 +97,21 @@ def run(
     wait_briefly()  # for the engine process, which inherits it: this process needs the processor too
     with listening(config) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         server = _Serving(options, config, sock, create_app)
-        start = partial(
-            EngineClient.start,
-            options,
-            record=record,
-            log_stats_interval=log_stats_interval,
-            max_step_retries=max_step_retries,
-            warm_up=warm_up,
-        )
+
+        def start_engine(index: int, num_restarts: int, tokenizer: Any = None) -> Awaitable[EngineClient]:
+            share = shares[index]
+            return EngineClient.start(
+                share.options,
+                record=share.record_after(num_restarts),
+                log_stats_interval=log_stats_interval,
+                max_step_retries=max_step_retries,
+                warm_up=warm_up,
+                name=share.name,
+                cores=share.cores,
+                tokenizer=tokenizer,
+            )
+
+        start = partial(start_fleet, start_engine, len(shares), max_engine_restarts, max_resumes)
         try:
             return runner.run(server.serve(start, warm_up=warm_up))
         except EngineStartError as error:
@@ -173,17 +195,17 @@ class _Serving:
         options: Mapping[str, Any],
         config: ServerConfig,
         sock: socket.socket,
-        create_app: Callable[[EngineClient, ServerConfig], FastAPI],
+        create_app: Callable[[EngineFleet, ServerConfig], FastAPI],
     ) -> None:
         self._create_app = create_app
-        self._client: EngineClient | None = None
+        self._client: EngineFleet | None = None
         self._options = options
         self._config = config
         self._sock = sock
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
 
-    async def serve(self, start: Callable[[], Awaitable[EngineClient]], *, warm_up: bool) -> int:
+    async def serve(self, start: Callable[[], Awaitable[EngineFleet]], *, warm_up: bool) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
@@ -199,7 +221,7 @@ class _Serving:
         finally:
             await client.shutdown()
 
-    async def _start(self, start: Callable[[], Awaitable[EngineClient]], warm_up: bool) -> EngineClient:
+    async def _start(self, start: Callable[[], Awaitable[EngineFleet]], warm_up: bool) -> EngineFleet:
         template = self._config.chat_template
         if template is not None:  # a broken one is reported before the model is loaded, which takes long
             await asyncio.to_thread(check_chat_template, template, self._options.get("model"))
@@ -212,7 +234,7 @@ class _Serving:
                 raise
         return client
 
-    async def _serve(self, client: EngineClient, app: FastAPI) -> int:
+    async def _serve(self, client: EngineFleet, app: FastAPI) -> int:
         import uvicorn
 
         from pointsman.server.wire.http import LimitedHttpProtocol, SeldomFilter
@@ -242,7 +264,8 @@ class _Serving:
         serving = asyncio.get_running_loop().create_task(server.serve(sockets=[self._sock]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)
-        for line in startup_lines(client.info, self._config, url_of(self._sock, self._config.host)):
+        lines = startup_lines(client.info, self._config, url_of(self._sock, self._config.host), len(client.engines))
+        for line in lines:
             logger.info("%s", line)
         await self._first_of(self._stop.wait(), client.dead.wait(), serving)
         app.state.gate.close()
@@ -260,7 +283,7 @@ class _Serving:
         await asyncio.wait([serving], timeout=SECONDS_TO_REPORT)
         return code
 
-    async def _drain(self, client: EngineClient, app: FastAPI) -> float:
+    async def _drain(self, client: EngineFleet, app: FastAPI) -> float:
         """Wait for open requests; returns the seconds of `drain_timeout` that are left."""
         started = time.monotonic()
         num_open = app.state.gate.num_open

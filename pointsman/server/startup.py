@@ -2,6 +2,7 @@
 other machines need no key.
 
 serving      which model, of which size and type, where it runs
+engines      with several: their number
 KV cache     how much fits: blocks, tokens, requests of full length
 scheduler    the size of a step, the order, and every setting that differs from its default
 limits       what one request may ask for, the number of waiting requests, which keys are needed
@@ -31,20 +32,22 @@ ALWAYS_SHOWN = ("max_num_seqs", "max_num_batched_tokens", "order")
 EXAMPLE_PROMPT = "The import statement"
 
 
-def startup_lines(info: EngineInfo, config: ServerConfig, url: str) -> list[str]:
-    """The five lines, or six.
+def startup_lines(info: EngineInfo, config: ServerConfig, url: str, num_engines: int = 1) -> list[str]:
+    """The five lines, or six; one more with several engines.
 
     Args:
-        info: the engine's description of itself.
+        info: an engine's description of itself.
         config: the server's own settings.
         url: where it listens, like http://127.0.0.1:8000.
+        num_engines: behind the server, with equal settings.
     """
     is_open = not config.api_keys and not is_loopback(config.host)
     return [
         f"serving      {_model(info, config)}",
+        *([f"engines      {num_engines}, each with what the next two lines say"] if num_engines > 1 else []),
         f"KV cache     {_capacity(info)}",
         f"scheduler    {_knobs(info.scheduler)}",
-        f"limits       {_limits(info, config)}",
+        f"limits       {_limits(info, config, num_engines)}",
         *([f"open         {_open(config)}"] if is_open else []),
         f"listening    {_address(config, url)} - try it: {example_curl(served_name(info, config), config, url)}",
     ]
@@ -104,7 +107,7 @@ def _is_default(value: Any, default: Any) -> bool:
     return bool((tuple(value) if isinstance(value, list) else value) == default)
 
 
-def _limits(info: EngineInfo, config: ServerConfig) -> str:
+def _limits(info: EngineInfo, config: ServerConfig, num_engines: int) -> str:
     prompt_tokens = config.max_waiting_prompt_tokens
     deadline = config.max_deadline
     if config.api_keys:
@@ -114,7 +117,7 @@ def _limits(info: EngineInfo, config: ServerConfig) -> str:
     else:
         key = "NO API KEY: every machine may call"
     parts = [
-        f"{info.max_num_running:,} requests run and {config.max_waiting_requests:,} more wait, then 429",
+        f"{num_engines * info.max_num_running:,} requests run and {config.max_waiting_requests:,} more wait, then 429",
         f"waiting prompt tokens {'without limit' if prompt_tokens is None else f'{prompt_tokens:,}'}",
         f"deadline {'none' if deadline is None else f'{deadline:g} s'}",
         *([] if config.min_request_priority is None else [f"priority at least {config.min_request_priority}"]),

@@ -352,3 +352,14 @@ def test_server_overhead() -> None:
     assert figures["complete"] == 24
     assert -1 < figures["loss"] < 0.9  # beside other tests, on the same cores, it says little
     assert all(seconds > 0 for seconds in figures["cpu_seconds_per_1000_tokens"].values())
+
+
+@pytest.mark.soak
+@pytest.mark.e2e
+def test_scale() -> None:
+    """Beside other tests, on the same cores, times say little; what came back does not depend on them."""
+    pytest.importorskip("uvicorn")
+    figures = run_quick("scale.py")
+    assert figures["hit_rates"]["two engines"] >= 0.8
+    assert (figures["kill"]["failed"], figures["kill"]["differing"]) == (0, 0)
+    assert figures["kill"]["blocks_back"]

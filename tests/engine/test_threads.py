@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pointsman.engine import threads
+from pointsman.engine import machine, threads
 
 LARGE = threads.SMALL_MODEL
 
@@ -23,7 +23,7 @@ def eight_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(threads, "_at_start", 8)
     monkeypatch.setattr(threads, "_last_set", 8)
-    monkeypatch.setattr(threads, "CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
     torch.set_num_threads(8)
     yield
     torch.set_num_threads(before)
@@ -53,7 +53,7 @@ def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("content", "quota"), [("150000 100000\n", 1.5), ("max 100000\n", math.inf), ("", math.inf)])
 def test_quota(tmp_path: Path, content: str, quota: float) -> None:
     (tmp_path / "cpu.max").write_text(content)
-    assert threads.cpu_quota(tmp_path) == quota
+    assert machine.cpu_quota(tmp_path) == quota
     assert threads.set_num_threads(None, LARGE) == (2 if quota == 1.5 else 8)
 
 
@@ -62,11 +62,11 @@ def test_quota_of_the_older_interface(tmp_path: Path, microseconds: str, quota: 
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(microseconds)
     (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000")
-    assert threads.cpu_quota(tmp_path) == quota
+    assert machine.cpu_quota(tmp_path) == quota
 
 
 def test_no_control_group_is_no_quota(tmp_path: Path) -> None:
-    assert threads.cpu_quota(tmp_path / "absent") == math.inf
+    assert machine.cpu_quota(tmp_path / "absent") == math.inf
 
 
 def test_helpers_of_a_thread_end_and_come_back() -> None:

@@ -72,8 +72,11 @@ class TokenBudget(Gate):
         return min(want, budget)
 
     def must_start_whole(self, request: Request) -> bool:
-        """Whether all its uncached tokens must fit one step. A resumed request may always be chunked."""
-        return not self._chunked and request._state.status is not RequestStatus.PREEMPTED
+        """Whether all its uncached tokens must fit one step. A request that ran before may always be chunked."""
+        if self._chunked:
+            return False
+        state = request._state
+        return state.status is not RequestStatus.PREEMPTED and not state.num_output_tokens
 
     def may_have_to_fit(self, request: Request) -> bool:
         """Whether it may have to fit the remaining budget, as if nothing were cached."""

@@ -27,7 +27,7 @@ from pointsman.core.state.reason import Deferral, Recovery
 from pointsman.core.state.repetition import RepetitionDetectionParams, RepetitionWatch
 from pointsman.core.state.sealed import Sealed
 from pointsman.core.state.status import NEXT, FinishReason, PreemptionCause, RequestEvent, RequestStatus
-from pointsman.core.state.tokens import Int32Array, IntArray, OutputTokens, shared_prompt
+from pointsman.core.state.tokens import Int32Array, IntArray, OutputTokens, shared_prompt, token_array
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -376,6 +376,8 @@ class Request(Sealed, _Asked):
             None: the policy's own. It never ends the request.
         retention: seconds after it has finished for which its blocks are worth keeping in the prefix cache, at least 0,
             for eviction policies that read it; None: the policy's own. It reserves nothing.
+        output_token_ids: tokens that it has generated before, in another scheduler: it goes on behind them, as after
+            a preemption. They count as its output, so `max_tokens`, `min_tokens` and every stop condition include them.
         metadata: the caller's own; never read here.
 
     Raises:
@@ -410,6 +412,7 @@ class Request(Sealed, _Asked):
         tenant: str = "",
         ttft_target: float | None = None,
         retention: float | None = None,
+        output_token_ids: IntArray | Sequence[int] = (),
         metadata: Any = None,
     ) -> Self:
         checks = _Checks(request_id)
@@ -445,6 +448,15 @@ class Request(Sealed, _Asked):
             checks.refuse("the prompt is empty; give at least one token")
         if asked.min_tokens > state.max_tokens and not more_input:
             checks.refuse(f"min_tokens is {min_tokens}, more than max_tokens {max_tokens}; lower it")
+        if len(output_token_ids):
+            if more_input:
+                checks.refuse("it has output_token_ids and more_input; tokens are generated behind a whole prompt only")
+            if len(output_token_ids) >= state.max_tokens:
+                checks.refuse(
+                    f"it has {len(output_token_ids)} output_token_ids and max_tokens is {max_tokens}, so nothing is "
+                    "left to generate; raise max_tokens"
+                )
+            state.append_output(token_array(request_id, output_token_ids))
         state.token_limit = state.num_prompt_tokens + state.max_tokens
         asked.__class__ = cls  # complete: from now on no slot can be assigned, see `sealed.py`
         request: Self = asked

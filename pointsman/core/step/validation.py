@@ -49,7 +49,8 @@ def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str
     why = too_long(config, kv, request, prompt, request.max_tokens)
     if why is not None:
         return why
-    is_new = request.serial == 0  # one admitted before may be computed in chunks
+    known = request.num_output_tokens  # generated before it was added
+    is_new = request.serial == 0 and not known  # one that ran before may be computed in chunks
     if is_new and not config.enable_chunked_prefill and prompt > config.max_num_batched_tokens:
         return (
             f"the prompt has {prompt} tokens, more than max_num_batched_tokens {config.max_num_batched_tokens}, and "
@@ -71,8 +72,16 @@ def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str
     # The last token is sampled but never computed, so it needs no slot.
     bounds.append((kv.num_usable_tokens + 1, "kv_capacity"))
     request._state.token_limit, request._state.limit_detail = min(bounds, key=lambda bound: bound[0])
+    if prompt + known >= request.token_limit:
+        return (
+            f"it has {prompt} prompt tokens and {known} generated before, and {request.limit_detail} ends it at "
+            f"{request.token_limit}, so nothing is left to generate; raise that limit"
+        )
     if request.repetition_detection is not None:
-        request._state.repetition_watch = RepetitionWatch(request.repetition_detection, request.token_limit - prompt)
+        watch = RepetitionWatch(request.repetition_detection, request.token_limit - prompt)
+        for token_id in request.output_token_ids.tolist():
+            watch.observe(token_id)
+        request._state.repetition_watch = watch
     return None
 
 

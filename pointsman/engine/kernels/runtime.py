@@ -31,7 +31,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 from pointsman.engine.arrays import Int64Array
-from pointsman.engine.threads import num_cores, openmp_library
+from pointsman.engine.machine import num_cores
+from pointsman.engine.threads import openmp_library
 
 logger = logging.getLogger(__name__)
 

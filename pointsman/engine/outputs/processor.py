@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pointsman.core import FinishReason, Request, SchedulerOutput, StepUpdate
-from pointsman.engine.outputs.request_output import RequestOutput, Transcript, ended_by_token
+from pointsman.engine.outputs.request_output import RequestOutput, Resumed, Transcript, ended_by_token
 from pointsman.engine.params.sampling import RequestOutputKind, SamplingParams
 from pointsman.engine.text.detokenizer import Detokenizer, TextDecoder
 
@@ -97,12 +97,21 @@ class OutputProcessor:
                 "use stop_token_ids, or give the model a tokenizer"
             )
 
-    def add(self, request: Request, prompt: str | None, params: SamplingParams, *, eager_text: bool) -> None:
+    def add(
+        self,
+        request: Request,
+        prompt: str | None,
+        params: SamplingParams,
+        *,
+        eager_text: bool,
+        resumed: Resumed | None = None,
+    ) -> None:
         """Follow a request.
 
         Args:
             prompt: its text, if it is known.
             eager_text: its outputs may be read in other threads.
+            resumed: what another engine has reported of it.
         """
         decoder = self.decoder if params.detokenize else None
         detokenizer = None
@@ -113,7 +122,7 @@ class OutputProcessor:
                 include_stop=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
             )
-        self._live[request] = Transcript(
+        transcript = Transcript(
             request,
             prompt,
             decoder=decoder,
@@ -124,6 +133,14 @@ class OutputProcessor:
             keeps_prompt_logprobs=params.prompt_logprobs is not None,
             stream_interval=max(self._stream_interval, params.stream_interval or 1),
         )
+        if resumed is not None:
+            transcript.resume(resumed)
+        self._live[request] = transcript
+
+    def so_far(self, request: Request) -> RequestOutput:
+        """What there is of a request, as an output that no later one repeats."""
+        transcript = self._live[request]
+        return RequestOutput(transcript, 0, len(transcript.token_ids))
 
     def extend(self, request: Request, part: str | None) -> None:
         """A request's prompt goes on; None: with tokens whose text is unknown, and then the whole text is."""

@@ -47,6 +47,18 @@ class RequestMetrics:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumed:
+    """What an engine has reported of a request, for another one in which it goes on."""
+
+    token_ids: list[int]
+    """Generated so far, at least one."""
+    first_token_time: float
+    """When the first of them came, in seconds on the clock that both engines have."""
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that the first engine did not compute."""
+
+
+@dataclass(frozen=True, slots=True)
 class Logprob:
     """How likely a token was in its place."""
 
@@ -73,7 +85,7 @@ class Transcript:
 
     __slots__ = ("_final_text", "_prompt_token_ids", "_rest", "decoder", "detokenizer", "embedding", "error",
                  "finish_detail", "finish_reason", "has_hidden_end", "is_eager", "logprob_sums", "logprobs", "metrics",
-                 "mode", "num_reported", "prompt", "prompt_logprobs", "request", "skips_special_tokens",
+                 "mode", "num_reported", "num_resumed", "prompt", "prompt_logprobs", "request", "skips_special_tokens",
                  "stop_reason", "stream_interval", "texts", "token_ids")  # fmt: skip
 
     def __init__(
@@ -103,9 +115,11 @@ class Transcript:
         self.texts: list[str] = []
         """Text that each of the first tokens settled; as long as `token_ids` if eager, otherwise as far as was read."""
         self.logprobs: list[TokenLogprobs] | None = [] if keeps_logprobs else None
-        """One per token, see `add_logprobs`."""
+        """One per token that was generated here, see `add_logprobs`."""
         self.logprob_sums: list[float] = []
         """The log probability of the tokens up to each of those."""
+        self.num_resumed = 0
+        """Tokens at the beginning that another engine has generated; their log probabilities are not known here."""
         self.embedding: npt.NDArray[np.float32] | None = None
         """Of a request that is pooled, once its prompt is computed."""
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if keeps_prompt_logprobs else None
@@ -129,6 +143,20 @@ class Transcript:
             self._prompt_token_ids = self.request.prompt_token_ids.tolist()
             return self._prompt_token_ids
         return known
+
+    def resume(self, resumed: Resumed) -> None:
+        """Begin with the tokens that another engine has reported, whose log probabilities are not known here.
+
+        Their times in the queue and in prefill are not known either: all of it counts as time in the queue.
+        """
+        self.token_ids += resumed.token_ids
+        if self.is_eager:
+            self.make_text(len(self.token_ids))
+        self.num_resumed = len(self.token_ids)
+        self.num_reported = len(self.token_ids)
+        metrics = self.metrics
+        metrics.first_scheduled_time = metrics.first_token_time = resumed.first_token_time
+        metrics.num_cached_tokens = resumed.num_cached_tokens
 
     def add_logprobs(self, entry: TokenLogprobs) -> None:
         """Keep those of the next token, if the caller asked for them."""
@@ -224,22 +252,23 @@ class CompletionOutput:
     def logprobs(self) -> list[dict[int, Logprob]] | None:
         """For each of `token_ids` its log probability and those of the most likely tokens; None if not asked for."""
         if self._logprobs is None and self._transcript.logprobs is not None:
-            entries = self._transcript.logprobs[self._start : self._end]
-            self._logprobs = [self._transcript.describe(entry) for entry in entries]
+            self._logprobs = [self._transcript.describe(entry) for entry in self.token_logprobs or ()]
         return self._logprobs
 
     @property
     def token_logprobs(self) -> list[TokenLogprobs] | None:
         """As `logprobs`, in the arrays that they come in: thousands of small objects take a caller long."""
-        entries = self._transcript.logprobs
-        return None if entries is None else entries[self._start : self._end]
+        entries, before = self._transcript.logprobs, self._transcript.num_resumed
+        return None if entries is None else entries[max(0, self._start - before) : max(0, self._end - before)]
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The log probability of everything generated so far; None if log probabilities were not asked for."""
+        """The log probability of everything generated so far in this engine; None if log probabilities were not asked
+        for."""
         if self._transcript.logprobs is None:
             return None
-        return self._transcript.logprob_sums[self._end - 1] if self._end else 0.0
+        num_tokens = self._end - self._transcript.num_resumed
+        return self._transcript.logprob_sums[num_tokens - 1] if num_tokens > 0 else 0.0
 
     @property
     def finish_reason(self) -> str | None:

@@ -92,6 +92,7 @@ def to_request(
     retention: float | None = None,
     cache_salt: str | None = None,
     more_input: bool = False,
+    output_token_ids: Sequence[int] = (),
 ) -> Request:
     """The request for a prompt, with its sampling parameters as metadata.
 
@@ -125,5 +126,6 @@ def to_request(
         use_prefix_cache=sampling.prompt_logprobs is None and (pooling is None or pooling.pooling == "last"),
         runs_ahead=not is_structured,  # a grammar says what may follow a token when it has seen the token
         more_input=more_input,
+        output_token_ids=output_token_ids,
         metadata=sampling,
     )

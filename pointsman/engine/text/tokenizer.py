@@ -6,6 +6,7 @@ An error that a tokenizer or a template raises on a text becomes a `ValueError` 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ PLAIN_CHAT_TEMPLATE = (
 )
 """For models without a chat template: a line per message, as in a script of a play."""
 
+_loading = threading.Lock()
+"""transformers imports its modules when they are first used, and fails where two threads do so at once."""
+
 
 def model_directory(model: str | Path | None) -> Path:
     """Where a model is: the directory given, or that of the packaged one ("demo" or None)."""
@@ -38,12 +42,13 @@ def read_tokenizer(path: Path) -> Any | None:
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         logger.warning("%s has no tokenizer; prompts must be token ids", path)
         return None
-    from transformers import AutoTokenizer
+    with _loading:
+        from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:
-        raise ModelLoadError(f"{path}: the tokenizer cannot be loaded: {first_line(error)}") from error
+        try:
+            return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        except Exception as error:
+            raise ModelLoadError(f"{path}: the tokenizer cannot be loaded: {first_line(error)}") from error
 
 
 def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -6,7 +6,7 @@
     /v1/requests, /pause, /resume, /reset_prefix_cache    what operators call; a client sees its own requests
     /live                                                 what operators look at
 
-An app serves one engine, which has loaded its model. When `app.state.gate` is closed, it refuses new requests.
+An app serves engines that have loaded one model. When `app.state.gate` is closed, it refuses new requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pointsman.server.api.requests import requests_router
 from pointsman.server.api.tokenization import tokenization_router
 from pointsman.server.config import ServerConfig
 from pointsman.server.metrics.exposition import ServerMetrics
-from pointsman.server.service.engine_client import EngineClient
+from pointsman.server.service.fleet import EngineFleet
 from pointsman.server.service.gate import Gate
 from pointsman.server.service.service import Service
 from pointsman.server.wire.errors import ErrorAnswers
@@ -36,16 +36,14 @@ from pointsman.server.wire.errors import ErrorAnswers
 DESCRIPTION = "Completions of one model, with the fields of OpenAI's API and of vLLM's."
 
 
-def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
+def create_app(client: EngineFleet, config: ServerConfig) -> FastAPI:
     """The server's ASGI app.
 
     Args:
-        client: an engine that has loaded its model.
+        client: engines that have loaded their model.
         config: the operator's settings.
     """
     metrics = ServerMetrics(client, (config.served_model_name or (client.info.model,))[0], config.tenants)
-    client.inbox.on_steps = metrics.observations.steps
-    client.inbox.on_end = metrics.observations.end
     gate = Gate(client, config.drain_timeout)
     service = Service(client, config, metrics.observations, gate)
     operators = OperatorRules(config)

@@ -8,20 +8,20 @@ from starlette.responses import JSONResponse, Response
 import pointsman
 from pointsman.server.api.openapi import errors
 from pointsman.server.metrics.exposition import ServerMetrics
-from pointsman.server.service.engine_client import EngineClient
+from pointsman.server.service.fleet import NONE_LIVES, EngineFleet
 from pointsman.server.service.gate import Gate
 from pointsman.server.wire.errors import ApiError
 from pointsman.server.wire.responses import VersionResponse
 
 
-def health_router(client: EngineClient, gate: Gate, metrics: ServerMetrics) -> APIRouter:
+def health_router(client: EngineFleet, gate: Gate, metrics: ServerMetrics) -> APIRouter:
     """The four routes."""
     router = APIRouter(tags=["health"])
 
     @router.head("/health", include_in_schema=False)
     @router.get("/health", response_class=Response, responses={200: {"content": {}}, **errors(503)})
     async def health() -> Response:
-        """200 with an empty body while the engine lives: restart the server if it does not."""
+        """200 with an empty body while an engine lives or is being started: restart the server if none is."""
         if not client.is_alive:
             raise ApiError(503, f"the engine has ended: {client.death or 'shut down'}", reason="engine_dead")
         return Response()
@@ -34,6 +34,8 @@ def health_router(client: EngineClient, gate: Gate, metrics: ServerMetrics) -> A
             gate.check_open()
         except ApiError as error:
             raise ApiError(503, error.detail, headers=error.headers, reason=error.reason) from None
+        if not client.num_alive:
+            raise ApiError(503, NONE_LIVES, headers={"retry-after": "5"}, reason="engine_dead")
         return Response()
 
     @router.get("/version", response_model=VersionResponse)

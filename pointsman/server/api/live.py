@@ -1,7 +1,8 @@
 """What the scheduler decides now, as a page.
 
     GET /live         the page; it holds nothing, and asks for the operator's key
-    GET /live/film    the film, for as long as it is watched: a stream of records (`web/live.py`), for operators
+    GET /live/film?engine=1    the film of an engine, for as long as it is watched: a stream of records
+                               (`web/live.py`), for operators; its header X-Engines says how many engines there are
 
 The film is asked for as an operator's other questions are, ten times a second. While a watcher does not read, it is not
 asked for, and what it misses is dropped in the engine process.
@@ -11,11 +12,11 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Query
 from starlette.responses import HTMLResponse, Response
 
 from pointsman.engine.errors import EngineDeadError
@@ -51,36 +52,44 @@ def live_router(service: Service, operators: OperatorRules) -> APIRouter:
         return HTMLResponse(live_page(), headers=PAGE_HEADERS)
 
     @router.get("/live/film", include_in_schema=False, dependencies=[Depends(operators.require)])
-    async def film() -> Response:
-        """What the scheduler decides, until the watcher leaves."""
-        return WatchedResponse(send_film)
+    async def film(engine: Annotated[int, Query(ge=0)] = 0) -> Response:
+        """What the scheduler of an engine decides, until the watcher leaves, or the engine ends."""
+        if engine >= len(client.engines):
+            raise ApiError(
+                400, f"engine is {engine}; this server has {len(client.engines)}, counted from 0", param="engine"
+            )
+        return WatchedResponse(partial(send_film, engine))
 
-    async def send_film(_: Scope, send: Send) -> None:
+    async def send_film(engine: int, _: Scope, send: Send) -> None:
         watcher = next(watchers)
         try:
             try:
-                records = await service.ask(client.film(watcher))
+                records = await service.ask(client.film(watcher, engine))
             except TooManyWatchers as error:
                 raise ApiError(503, str(error), headers={"retry-after": "60"}, reason="other") from error
-            headers = {"content-type": "application/octet-stream", **PAGE_HEADERS}
+            headers = {
+                "content-type": "application/octet-stream",
+                "x-engines": str(len(client.engines)),
+                **PAGE_HEADERS,
+            }
             raw = [(name.encode(), value.encode()) for name, value in headers.items()]
             await send({"type": "http.response.start", "status": 200, "headers": raw})
             with suppress(EngineDeadError):
                 while True:
                     if records:
-                        await send_part(watcher, records, send)
+                        await send_part(watcher, engine, records, send)
                     await asyncio.sleep(SECONDS_BETWEEN_PARTS)
-                    records = await client.film(watcher)
+                    records = await client.film(watcher, engine)
             await send({"type": "http.response.body", "body": b""})
         finally:
-            client.leave_film(watcher)
+            client.leave_film(watcher, engine)
 
-    async def send_part(watcher: int, records: bytes, send: Send) -> None:
+    async def send_part(watcher: int, engine: int, records: bytes, send: Send) -> None:
         sending = asyncio.ensure_future(send({"type": "http.response.body", "body": records, "more_body": True}))
         try:
             done, _ = await asyncio.wait((sending,), timeout=SECONDS_TO_READ)
             if not done:
-                client.leave_film(watcher)
+                client.leave_film(watcher, engine)
             await sending
         finally:
             sending.cancel()

@@ -113,6 +113,7 @@ def describe(known: RequestExplanation, name_of: Callable[[str], str], *, sees_t
     return {
         "id": name_of(explanation.request_id),
         "engine_id": explanation.request_id,
+        "engine": known.engine,
         "state": explanation.status.value,
         "phase": explanation.phase,
         "reason": None if explanation.reason is None else explanation.reason.value,

@@ -1,18 +1,19 @@
 """ServerMetrics: the text that a scrape of /metrics gets.
 
-    metrics = ServerMetrics(client, "demo")
-    client.inbox.on_steps = metrics.observations.steps  # steps and finished requests are counted from now on
-    client.inbox.on_end = metrics.observations.end
+    metrics = ServerMetrics(fleet, "demo")  # steps and finished requests are counted from now on
     body, content_type = await metrics.render()
 
-Totals and gauges of the engine come from one `EngineStats`, asked for at every scrape; histograms and refusals are
+Totals and gauges of an engine come from one `EngineStats`, asked for at every scrape; histograms and refusals are
 counted in this process as things happen (`observations.py`); `table.py` and `readings.py` list every
 metric. `prometheus_client` makes the text.
 
-A scrape must not disturb requests: it asks the engine one question at a time, however many scrapers there are; it waits
-for the answer no longer than `STATS_TIMEOUT`, because an engine answers between two steps and one step may be long; and
-it lets other tasks of the event loop run after every metric. When there is no new answer, the last one is shown, and
-`pointsman:stats_age_seconds` says how old that is.
+A scrape must not disturb requests: it asks each engine one question at a time, however many scrapers there are; it
+waits for the answer no longer than `STATS_TIMEOUT`, because an engine answers between two steps and one step may be
+long; and it lets other tasks of the event loop run after every metric. When there is no new answer, the last one is
+shown, and `pointsman:stats_age_seconds` says how old that is.
+
+Each engine has series of its own, by the label `engine`; counters of one that was started again begin at 0. What
+belongs to no engine has the label "0", and "" where there are several.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector
@@ -31,7 +33,7 @@ from prometheus_client.registry import Collector
 
 import pointsman
 from pointsman.engine.errors import EngineDeadError
-from pointsman.server.metrics.observations import Observations
+from pointsman.server.metrics.observations import EngineObservations, Observations
 from pointsman.server.metrics.readings import SCRAPED
 from pointsman.server.metrics.table import (
     ADMISSION_REJECTIONS,
@@ -39,6 +41,7 @@ from pointsman.server.metrics.table import (
     CACHE_CONFIG_INFO,
     ENGINE_INFO,
     ENGINE_UP,
+    HISTOGRAMS,
     OPEN_STREAMS,
     REQUESTS_REFUSED,
     STATS_AGE,
@@ -61,7 +64,7 @@ ENGINE_PROCESS_PREFIX = "pointsman:engine"
 """Of the engine process's CPU, memory and files; those of the API process have none, as is the custom."""
 
 
-class MeasuredEngine(Protocol):
+class MeasuredClient(Protocol):
     """What a scrape asks of an engine; `EngineClient` has it."""
 
     info: EngineInfo
@@ -74,70 +77,93 @@ class MeasuredEngine(Protocol):
         """Counters and gauges at one moment. Raises EngineDeadError: the process has ended."""
 
 
-class ServerMetrics:
-    """The metrics of one API process and its engine. To be used in the event loop's thread only.
+class MeasuredFleet(Protocol):
+    """What a scrape asks of all engines; `EngineFleet` has it."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Of the first engine."""
+
+    @property
+    def engines(self) -> Sequence[MeasuredClient]:
+        """By their numbers; they change with restarts."""
+
+    def observe(self, observations: Sequence[EngineObservations]) -> None:
+        """Report steps and finished requests of each engine from now on."""
+
+
+class MeasuredEngine:
+    """The newest reading of one engine.
 
     Args:
-        client: the engine.
-        model_name: what clients call the model; the label `model_name` of every metric.
-        tenants: those that are known from the start.
+        fleet: has the engine, or another one in its place after a restart.
+        index: its number there.
     """
 
-    def __init__(self, client: MeasuredEngine, model_name: str, tenants: Iterable[str] = ()) -> None:
-        self._client = client
-        self.observations = Observations(client.info.max_model_len, tenants)
+    def __init__(self, fleet: MeasuredFleet, index: int) -> None:
+        self._fleet = fleet
+        self._index = index
         self._started = time.monotonic()
-        self._stats: EngineStats | None = None
         self._asking: asyncio.Task[EngineStats] | None = None
-        self.registry = CollectorRegistry()
-        """Not the global one, so that one process can hold several servers."""
-        self.registry.register(_ServerCollector(self, (model_name, "0")))
-        ProcessCollector(registry=self.registry)
-        pid = client.info.pid
-        ProcessCollector(namespace=ENGINE_PROCESS_PREFIX, pid=lambda: pid, registry=self.registry)
-        PlatformCollector(registry=self.registry)
-        GCCollector(registry=self.registry)
+        self.stats: EngineStats | None = None
+        """None before the first."""
 
-    # ------------------------------------------------------------------ scraping
+    @property
+    def client(self) -> MeasuredClient:
+        """The engine."""
+        return self._fleet.engines[self._index]
 
-    async def render(self) -> tuple[bytes, str]:
-        """The text for a scraper, and its content type."""
-        await self._ask()
-        parts = []
-        for metric in self.registry.collect():
-            parts.append(generate_latest(_Only(metric)))
-            await asyncio.sleep(0)  # streams have priority: all metrics at once would hold the loop for milliseconds
-        return b"".join(parts), CONTENT_TYPE
-
-    async def _ask(self) -> None:
-        """Take a new reading of the engine, if it gives one in time."""
+    def ask(self) -> asyncio.Task[EngineStats]:
+        """Take a new reading, if there is an answer in time."""
         if self._asking is None:
-            self._asking = asyncio.create_task(self._client.stats())
+            self._asking = asyncio.create_task(self.client.stats())
             self._asking.add_done_callback(self._answered)
-        await asyncio.wait({self._asking}, timeout=STATS_TIMEOUT)
+        return self._asking
 
     def _answered(self, asked: asyncio.Task[EngineStats]) -> None:
         # Also where no scrape waits any more: the next one asks again, and takes no old answer for a new one.
         self._asking = None
         if not asked.cancelled():
             with contextlib.suppress(EngineDeadError):  # of a dead engine, the last reading is shown
-                self._stats = asked.result()
-
-    @property
-    def stats(self) -> EngineStats | None:
-        """The engine's last reading; None before the first."""
-        return self._stats
+                self.stats = asked.result()
 
     @property
     def stats_age(self) -> float:
         """Seconds since that reading; before the first, since the start."""
-        read = self._started if self._stats is None else self._stats.time
+        read = self._started if self.stats is None else self.stats.time
         return max(0.0, time.monotonic() - read)
 
-    @property
-    def client(self) -> MeasuredEngine:
-        """The measured engine."""
-        return self._client
+
+class ServerMetrics:
+    """The metrics of one API process and its engines. To be used in the event loop's thread only.
+
+    Args:
+        fleet: the engines.
+        model_name: what clients call the model; the label `model_name` of every metric.
+        tenants: those that are known from the start.
+    """
+
+    def __init__(self, fleet: MeasuredFleet, model_name: str, tenants: Iterable[str] = ()) -> None:
+        count = len(fleet.engines)
+        self.observations = Observations(fleet.info.max_model_len, tenants, count)
+        fleet.observe(self.observations.engines)
+        self.engines = [MeasuredEngine(fleet, index) for index in range(count)]
+        self.registry = CollectorRegistry()
+        """Not the global one, so that one process can hold several servers."""
+        self.registry.register(_ServerCollector(self, model_name))
+        ProcessCollector(registry=self.registry)
+        self.registry.register(_EngineProcesses(self.engines))
+        PlatformCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
+
+    async def render(self) -> tuple[bytes, str]:
+        """The text for a scraper, and its content type."""
+        await asyncio.wait({engine.ask() for engine in self.engines}, timeout=STATS_TIMEOUT)
+        parts = []
+        for metric in self.registry.collect():
+            parts.append(generate_latest(_Only(metric)))
+            await asyncio.sleep(0)  # streams have priority: all metrics at once would hold the loop for milliseconds
+        return b"".join(parts), CONTENT_TYPE
 
 
 class _Only(Collector):
@@ -150,60 +176,101 @@ class _Only(Collector):
         return (self._metric,)
 
 
+class _EngineProcesses(Collector):
+    """Processor time, memory and files of the engine processes; with the label `engine` where there are several."""
+
+    def __init__(self, engines: list[MeasuredEngine]) -> None:
+        self._engines = engines
+        self._collectors = [
+            ProcessCollector(namespace=ENGINE_PROCESS_PREFIX, pid=partial(_pid_of, engine), registry=None)
+            for engine in engines
+        ]
+
+    def collect(self) -> Iterator[Metric]:
+        """The library's metrics of each process."""
+        if len(self._collectors) == 1:
+            yield from self._collectors[0].collect()
+            return
+        families: dict[str, Metric] = {}
+        for index, collector in enumerate(self._collectors):
+            for metric in collector.collect():
+                family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                for sample in metric.samples:
+                    family.add_sample(sample.name, {**sample.labels, "engine": str(index)}, sample.value)
+        yield from families.values()
+
+
+def _pid_of(engine: MeasuredEngine) -> int:
+    return engine.client.info.pid
+
+
 class _ServerCollector(Collector):
     """Turns the figures into metrics, one after the other."""
 
-    def __init__(self, metrics: ServerMetrics, base: tuple[str, str]) -> None:
+    def __init__(self, metrics: ServerMetrics, model_name: str) -> None:
         self._metrics = metrics
-        self._base = base
+        self._bases = [(model_name, str(index)) for index in range(len(metrics.engines))]
+        self._whole = self._bases if len(self._bases) == 1 else [(model_name, "")]
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric of the table; those of the engine's totals only after a first reading."""
+        """Every metric of the table; those of an engine's totals only after a first reading."""
         yield from self._stated()
-        stats = self._metrics.stats  # the same for all, even if another scrape gets a newer one meanwhile
-        if stats is not None:
-            for definition, read in SCRAPED:
-                yield self._family(definition, read(stats))
-        yield self._family(STATS_AGE, self._metrics.stats_age)
+        engines = self._metrics.engines
+        # The same for all metrics, even if another scrape gets a newer one meanwhile.
+        read = [(base, engine.stats) for base, engine in zip(self._bases, engines, strict=True)]
+        known = [(base, stats) for base, stats in read if stats is not None]
+        if known:
+            for definition, reading in SCRAPED:
+                yield self._family(definition, [(base, reading(stats)) for base, stats in known])
+        yield self._of_engines(STATS_AGE, [engine.stats_age for engine in engines])
         yield from self._kept()
 
     def _stated(self) -> Iterator[Metric]:
-        client = self._metrics.client
-        yield self._family(ENGINE_UP, float(client.is_alive))
-        yield self._info(CACHE_CONFIG_INFO, cache_labels(client.info))
-        yield self._info(ENGINE_INFO, engine_labels(client.info))
+        clients = [engine.client for engine in self._metrics.engines]
+        yield self._of_engines(ENGINE_UP, [float(client.is_alive) for client in clients])
+        yield self._info(CACHE_CONFIG_INFO, [cache_labels(client.info) for client in clients])
+        yield self._info(ENGINE_INFO, [engine_labels(client.info) for client in clients])
 
     def _kept(self) -> Iterator[Metric]:
         observations = self._metrics.observations
-        for definition, histogram in observations.histograms.items():
+        for definition in HISTOGRAMS:
             family = HistogramMetricFamily(definition.name, definition.meaning, labels=BASE_LABELS)
-            family.add_metric(self._base, histogram.buckets(), histogram.sum)
+            for base, engine in zip(self._bases, observations.engines, strict=True):
+                histogram = engine.histograms[definition]
+                family.add_metric(base, histogram.buckets(), histogram.sum)
             yield family
         refused = observations.refused
-        yield self._family(REQUESTS_REFUSED, refused)
-        yield self._family(
+        yield self._of_server(REQUESTS_REFUSED, refused)
+        yield self._of_server(
             ADMISSION_REJECTIONS,
             {"max_num_queued_reqs": refused["queue_requests"], "max_num_queued_tokens": refused["queue_tokens"]},
         )
-        yield self._family(OPEN_STREAMS, observations.open_streams)
+        yield self._of_server(OPEN_STREAMS, observations.open_streams)
         for definition, reading in zip(TENANT_METRICS, observations.tenants.readings(), strict=True):
-            yield self._family(definition, reading)
+            yield self._of_server(definition, reading)
 
-    def _family(self, definition: Definition, reading: Reading) -> Metric:
+    def _of_server(self, definition: Definition, reading: Reading) -> Metric:
+        return self._family(definition, [(self._whole[0], reading)])
+
+    def _of_engines(self, definition: Definition, readings: Sequence[Reading]) -> Metric:
+        return self._family(definition, list(zip(self._bases, readings, strict=True)))
+
+    def _family(self, definition: Definition, readings: Sequence[tuple[tuple[str, str], Reading]]) -> Metric:
         kind = CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily
-        if not isinstance(reading, Mapping):
-            family = kind(definition.name, definition.meaning, labels=BASE_LABELS)
-            family.add_metric(self._base, reading)
-            return family
-        assert definition.label is not None
-        family = kind(definition.name, definition.meaning, labels=(*BASE_LABELS, definition.label))
-        for value, number in reading.items():
-            family.add_metric((*self._base, value), number)
+        labels = BASE_LABELS if definition.label is None else (*BASE_LABELS, definition.label)
+        family = kind(definition.name, definition.meaning, labels=labels)
+        for base, reading in readings:
+            if isinstance(reading, Mapping):
+                for value, number in reading.items():
+                    family.add_metric((*base, value), number)
+            else:
+                family.add_metric(base, reading)
         return family
 
-    def _info(self, definition: Definition, facts: Mapping[str, str]) -> Metric:
-        family = GaugeMetricFamily(definition.name, definition.meaning, labels=(*BASE_LABELS, *facts))
-        family.add_metric((*self._base, *facts.values()), 1)
+    def _info(self, definition: Definition, facts: Sequence[Mapping[str, str]]) -> Metric:
+        family = GaugeMetricFamily(definition.name, definition.meaning, labels=(*BASE_LABELS, *facts[0]))
+        for base, some in zip(self._bases, facts, strict=True):
+            family.add_metric((*base, *some.values()), 1)
         return family
 
 

@@ -78,19 +78,38 @@ class Histogram:
 
 
 class Observations:
-    """Figures of requests and steps since the server started. They only grow, except what is open now.
+    """Figures of the server since it started. They only grow, except what is open now.
 
     Args:
         max_model_len: tokens of the longest sequence; sets the buckets of histograms over tokens.
         tenants: those that are known from the start.
+        num_engines: behind the server.
+
+    Attributes:
+        engines: the figures of each engine's requests and steps.
     """
 
-    def __init__(self, max_model_len: int, tenants: Iterable[str] = ()) -> None:
-        tokens = token_buckets(max_model_len)
-        self.histograms: dict[Definition, Histogram] = {one: Histogram(one.buckets or tokens) for one in HISTOGRAMS}
+    def __init__(self, max_model_len: int, tenants: Iterable[str] = (), num_engines: int = 1) -> None:
+        self.engines = [EngineObservations(max_model_len) for _ in range(num_engines)]
         self.refused = dict.fromkeys(REFUSALS, 0)
         self.open_streams = 0
         self.tenants = TenantCounts(tenants)
+
+    def refusal(self, reason: str) -> None:
+        """A request got an error; a reason that is not in `REFUSALS` counts as "other"."""
+        self.refused[reason if reason in self.refused else "other"] += 1
+
+
+class EngineObservations:
+    """Figures of one engine's requests and steps since the server started; a restart of the engine ends none.
+
+    Args:
+        max_model_len: tokens of the longest sequence; sets the buckets of histograms over tokens.
+    """
+
+    def __init__(self, max_model_len: int) -> None:
+        tokens = token_buckets(max_model_len)
+        self.histograms: dict[Definition, Histogram] = {one: Histogram(one.buckets or tokens) for one in HISTOGRAMS}
         # Bound once: they are called for every delta and step.
         self.first_token = self.histograms[TIME_TO_FIRST_TOKEN].observe
         self._inter_token = self.histograms[INTER_TOKEN_LATENCY].observe
@@ -112,10 +131,6 @@ class Observations:
         """A client's request was answered: with `n` samples, the longest of `num_generated_tokens` tokens."""
         self.histograms[PARAMS_N].observe(n)
         self.histograms[MAX_GENERATION_TOKENS].observe(num_generated_tokens)
-
-    def refusal(self, reason: str) -> None:
-        """A request got an error; a reason that is not in `REFUSALS` counts as "other"."""
-        self.refused[reason if reason in self.refused else "other"] += 1
 
     def end(self, request: EngineRequest, delta: Delta, num_output_tokens: int) -> None:
         """A request of the engine finished with `delta`, its last.

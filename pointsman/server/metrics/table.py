@@ -47,7 +47,7 @@ def token_buckets(max_model_len: int) -> tuple[float, ...]:
 
 
 BASE_LABELS = ("model_name", "engine")
-"""`engine` numbers the replicas behind one API process; there is one, "0"."""
+"""`engine` numbers the engines behind one API process, from "0" on."""
 
 FINISH_REASONS = ("stop", "length", "repetition", "abort", "error", "deadline")
 """Of requests that were added; the last is ours, the others are vLLM's."""

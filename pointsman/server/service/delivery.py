@@ -79,10 +79,11 @@ class Sample:
         choice.num_cached_tokens = delta.num_cached_tokens
         if num_new:
             now = time.monotonic()
+            observations = self._observations.engines[self.stream.engine]
             if choice.num_tokens:
-                self._observations.inter_token(now - self._last_time, num_new)
+                observations.inter_token(now - self._last_time, num_new)
             else:
-                self._observations.first_token(now - self._last_time)
+                observations.first_token(now - self._last_time)
                 self._ticket.first_token(choice.prompt_index)
                 self._start()
             self._last_time = now

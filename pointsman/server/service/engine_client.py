@@ -19,7 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any
@@ -74,6 +74,7 @@ class EngineClient:
         tokenizer: of the model, in this process; None if it has none.
         inbox: the streams of unfinished requests; reports steps and finished requests.
         dead: set when the engine process has ended, for whatever reason.
+        on_death: gets the streams of unfinished requests when it has ended by itself, and why; None: they fail.
     """
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
@@ -81,6 +82,7 @@ class EngineClient:
         self.tokenizer: Any | None = None
         self.inbox = Inbox(self._handle, self._on_close)
         self.dead = asyncio.Event()
+        self.on_death: Callable[[list[ClientStream], str], None] | None = None
         self._process = process
         self._keys = count()
         self._questions: dict[int, asyncio.Future[Any]] = {}
@@ -100,6 +102,9 @@ class EngineClient:
         log_stats_interval: float | None = DEFAULT_INTERVAL,
         max_step_retries: int = 0,
         warm_up: bool = False,
+        name: str = "",
+        cores: Sequence[int] | None = None,
+        tokenizer: Any | None = None,
     ) -> EngineClient:
         """Start an engine process and wait until its model is loaded, and warm where that is asked for.
 
@@ -109,6 +114,9 @@ class EngineClient:
             log_stats_interval: seconds between lines of statistics; None: none.
             max_step_retries: how often in a row a failed step is tried again.
             warm_up: whether requests of every kind are rehearsed first, so that none of the real ones is slow.
+            name: what its lines in the log begin with, beside the program's.
+            cores: the only processors that it may run on, where the system can bind it to them; None: all.
+            tokenizer: of the model, if it was read before; None: it is read here.
 
         Raises:
             ValueError: the model cannot be run, or a knob is out of range; the message says which.
@@ -118,16 +126,19 @@ class EngineClient:
         with theirs:
             command = [sys.executable, "-m", ENGINE_PROCESS, str(theirs.fileno())]
             process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
-        tokenizer_read = asyncio.get_running_loop().run_in_executor(
-            None, read_tokenizer, model_directory(options.get("model"))
-        )
         client = cls(process)
         try:
+            if cores is not None and hasattr(os, "sched_setaffinity"):
+                with suppress(ProcessLookupError):  # it has ended, which is noticed below
+                    os.sched_setaffinity(process.pid, cores)  # while it has one thread, of which the others inherit it
             ours.setblocking(False)
             loop = asyncio.get_running_loop()
             client._transport, _ = await loop.create_unix_connection(lambda: client.inbox, sock=ours)
-            client._send(Start(dict(options), record, log_stats_interval, max_step_retries, warm_up))
-            client.tokenizer = await tokenizer_read
+            client._send(Start(dict(options), record, log_stats_interval, max_step_retries, warm_up, name))
+            if tokenizer is None:
+                directory = model_directory(options.get("model"))
+                tokenizer = await loop.run_in_executor(None, read_tokenizer, directory)
+            client.tokenizer = tokenizer
             await client._ready.wait()
             if client._failed is not None:
                 raise _start_error(client._failed)
@@ -144,7 +155,7 @@ class EngineClient:
         """The stream of a request's deltas, for a reader in this event loop. The request is sent by `submit`, by
         `await stream.start()`, or by the first reading.
         """
-        return ClientStream(next(self._keys), request, self.submit, self._abandon)
+        return ClientStream(request, self.submit, self.abandon)
 
     async def queue(self, streams: Sequence[ClientStream]) -> None:
         """Send the requests of streams, in order, and return when all are queued (and their grammars compiled).
@@ -154,11 +165,7 @@ class EngineClient:
             EngineDeadError: the engine has died or is shutting down.
             EngineStalledError: it does not read what it is sent.
         """
-        for first in range(0, len(streams), MAX_SENT_TOGETHER):
-            together = streams[first : first + MAX_SENT_TOGETHER]
-            self.submit(together)
-            for stream in together:
-                await stream.start()
+        await queue_in_turns(streams, self.submit)
 
     def submit(self, streams: Sequence[ClientStream]) -> None:
         """Send the requests of streams that were not sent yet, together: they are queued in this order, and what they
@@ -170,12 +177,16 @@ class EngineClient:
         """
         self.check_health()
         self.check_takes_requests()
+        self.send(streams)
+
+    def send(self, streams: Sequence[ClientStream]) -> None:
+        """As `submit`, unless the engine has died unnoticed: then they are lost with its others."""
         for stream in streams:
+            stream.note_sent(next(self._keys))
             self.inbox.streams[stream.key] = stream
-            stream.note_sent()
         self._send(Add([(stream.key, stream.request) for stream in streams]))
 
-    def _abandon(self, stream: ClientStream) -> None:
+    def abandon(self, stream: ClientStream) -> None:
         """Abort the request of a stream that has lost its reader, unless it was not sent or has finished."""
         if self.inbox.streams.pop(stream.key, None) is not None:
             self._send(Abandon(stream.key))
@@ -278,6 +289,14 @@ class EngineClient:
         return self._death is None
 
     @property
+    def takes_requests(self) -> bool:
+        """Whether the engine process runs, and reads what it is sent."""
+        transport = self._transport
+        return self._death is None and not (
+            transport is not None and transport.get_write_buffer_size() > MAX_UNREAD_BYTES
+        )
+
+    @property
     def death(self) -> str | None:
         """Why the engine process ended by itself; None while it runs, or after `shutdown`."""
         return None if self._is_stopping else self._death
@@ -289,7 +308,7 @@ class EngineClient:
 
     def check_takes_requests(self) -> None:
         """Raises EngineStalledError: the engine process does not read, and `MAX_UNREAD_BYTES` wait for it."""
-        if self._transport is not None and self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+        if self._death is None and not self.takes_requests:
             raise EngineStalledError("the engine takes nothing in at the moment; try again later")
 
     async def shutdown(self, drain: bool = False, timeout: float | None = None) -> None:
@@ -369,12 +388,27 @@ class EngineClient:
         self._death = "the engine has been shut down" if self._is_stopping else _describe_end(code)
         if self.death is not None:
             logger.critical("%s", self.death)
-        self.inbox.fail_all(EngineDeadError(self._death))
+        orphans = self.inbox.take_all()
+        why = self.inbox.last_words or self._death
+        if self.on_death is not None and not self._is_stopping:
+            self.on_death(orphans, why)
+        else:
+            for stream in orphans:
+                stream.fail(EngineDeadError(why))
         for question in self._questions.values():
             if not question.done():
                 question.set_exception(EngineDeadError(self._death))
         self._ready.set()
         self.dead.set()
+
+
+async def queue_in_turns(streams: Sequence[ClientStream], submit: Callable[[Sequence[ClientStream]], None]) -> None:
+    """Send the requests of streams with `submit`, in order and not too many at once; return when all are queued."""
+    for first in range(0, len(streams), MAX_SENT_TOGETHER):
+        together = streams[first : first + MAX_SENT_TOGETHER]
+        submit(together)
+        for stream in together:
+            await stream.start()
 
 
 def _start_error(failed: Failed) -> Exception:

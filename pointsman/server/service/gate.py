@@ -18,7 +18,8 @@ from pointsman.engine.errors import (
     first_line,
 )
 from pointsman.engine.grammar.process import DEFAULT_TIMEOUT
-from pointsman.server.service.engine_client import EngineClient, EngineStalledError
+from pointsman.server.service.engine_client import EngineStalledError
+from pointsman.server.service.fleet import EngineFleet
 from pointsman.server.wire.errors import ApiError, one_line
 
 GRAMMAR_RETRY_AFTER = round(DEFAULT_TIMEOUT)
@@ -29,11 +30,11 @@ class Gate:
     """Counts the clients' requests from the first check to the last byte of the response. One event loop owns it.
 
     Args:
-        client: the engine; after its death no request is taken.
+        client: the engines; when none lives, and none will, no request is taken.
         drain_timeout: seconds that a shutdown takes at most.
     """
 
-    def __init__(self, client: EngineClient, drain_timeout: float) -> None:
+    def __init__(self, client: EngineFleet, drain_timeout: float) -> None:
         self.is_closed = False
         """Whether new requests are refused."""
         self.num_open = 0

@@ -12,10 +12,13 @@ Deltas that arrive before the reader takes the last one are merged into it, so a
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from pointsman.engine.aio.mailbox import Waiter
+from pointsman.engine.errors import EngineDeadError
+from pointsman.engine.outputs.request_output import Resumed
 from pointsman.server.wire.messages import Delta, EngineOutputs, EngineRequest, StepNote, Unpacker
 
 
@@ -28,6 +31,7 @@ class Inbox(asyncio.Protocol):
 
     Attributes:
         streams: of requests that were sent and have not finished, by their keys.
+        last_words: why the engine takes no request any more, if it has said so.
         on_steps: called with the notes of steps that ran, in order.
         on_end: called when a request finished: its request, the last delta (with metrics, unless the request was
             abandoned) and its number of output tokens.
@@ -35,6 +39,7 @@ class Inbox(asyncio.Protocol):
 
     def __init__(self, on_other: Callable[[Any], None], on_close: Callable[[], None]) -> None:
         self.streams: dict[int, ClientStream] = {}
+        self.last_words = ""
         self.on_steps: Callable[[list[StepNote]], None] | None = None
         self.on_end: Callable[[EngineRequest, Delta, int], None] | None = None
         self._on_other = on_other
@@ -65,6 +70,9 @@ class Inbox(asyncio.Protocol):
                     del streams[key]
                     self.report_end(stream, delta)
         for key, error in outputs.errors:
+            if isinstance(error, EngineDeadError):  # all of them are over when the process has ended
+                self.last_words = str(error)
+                continue
             if (stream := streams.pop(key, None)) is not None:
                 stream.fail(error)
         if outputs.steps and self.on_steps is not None:
@@ -75,11 +83,11 @@ class Inbox(asyncio.Protocol):
         if self.on_end is not None:
             self.on_end(stream.request, last, stream.num_output_tokens)
 
-    def fail_all(self, error: Exception) -> None:
-        """Every stream ends with this error: nothing more will arrive."""
-        for stream in list(self.streams.values()):
-            stream.fail(error)
+    def take_all(self) -> list[ClientStream]:
+        """The streams of unfinished requests, for which nothing more will arrive here, in the order of sending."""
+        streams = list(self.streams.values())
         self.streams.clear()
+        return streams
 
 
 class ClientStream(AsyncIterator[Delta]):
@@ -89,7 +97,6 @@ class ClientStream(AsyncIterator[Delta]):
     task than the reader may close it; for the reader it then simply ends. Made by `EngineClient.generate`.
 
     Args:
-        key: the client's name for the request.
         request: what is asked for.
         submit: sends the requests of streams.
         abandon: aborts the request of a stream, if it was sent and has not finished.
@@ -97,15 +104,21 @@ class ClientStream(AsyncIterator[Delta]):
 
     def __init__(
         self,
-        key: int,
         request: EngineRequest,
         submit: Callable[[Sequence[ClientStream]], None],
         abandon: Callable[[ClientStream], None],
     ) -> None:
-        self.key = key
+        self.key = -1
+        """The engine's client's name for the request, once it is sent."""
+        self.engine = 0
+        """The number of the engine that it was sent to last."""
         self.request = request
-        self.num_output_tokens = 0
+        self.output_token_ids: list[int] = []
         """Tokens received, read or not."""
+        self.num_deaths = 0
+        """Engines that died while they had its request."""
+        self._first_token_time = 0.0
+        self._num_cached_tokens = 0
         self._submit = submit
         self._abandon = abandon
         self._is_sent = False
@@ -168,11 +181,23 @@ class ClientStream(AsyncIterator[Delta]):
         self._is_over = True
         self._abandon(self)
 
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens received, read or not."""
+        return len(self.output_token_ids)
+
     # ------------------------------------------------------------------ for the client and its inbox
 
-    def note_sent(self) -> None:
-        """The request is on its way."""
+    def prepare_to_resume(self) -> None:
+        """Its engine is gone: the request, sent again, goes on behind what was received."""
+        if self.output_token_ids:
+            known = list(self.output_token_ids)
+            self.request.resumed = Resumed(known, self._first_token_time, self._num_cached_tokens)
+
+    def note_sent(self, key: int = -1) -> None:
+        """The request is on its way, or waits for an engine."""
         self._is_sent = True
+        self.key = key
 
     def accept(self) -> None:
         """The request is queued."""
@@ -182,7 +207,11 @@ class ClientStream(AsyncIterator[Delta]):
     def put(self, delta: Delta) -> None:
         """Add a delta behind what has not been read."""
         self._is_accepted = True
-        self.num_output_tokens += len(delta.token_ids)
+        if delta.token_ids:
+            if not self.output_token_ids:
+                self._first_token_time = time.monotonic()
+                self._num_cached_tokens = delta.num_cached_tokens
+            self.output_token_ids += delta.token_ids
         if self._next is None:
             self._next = delta
         else:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from pointsman.server.config import ServerConfig
     from pointsman.server.metrics.observations import Observations
-    from pointsman.server.service.engine_client import EngineClient
+    from pointsman.server.service.fleet import EngineFleet
     from pointsman.server.service.gate import Gate
     from pointsman.server.service.prompts import ChatPrompt, TextPrompts
     from pointsman.server.service.sampling import PoolingPlan
@@ -92,18 +92,18 @@ class Service:
     """The state that all clients' requests share.
 
     Args:
-        client: the engine.
+        client: the engines.
         config: the operator's settings.
         observations: of times and tokens.
         gate: every request is inside while it is answered; a closed gate means that the server shuts down.
     """
 
-    def __init__(self, client: EngineClient, config: ServerConfig, observations: Observations, gate: Gate) -> None:
+    def __init__(self, client: EngineFleet, config: ServerConfig, observations: Observations, gate: Gate) -> None:
         self.client = client
         self.config = config
         self.gate = gate
         self.prompts = PromptReader(client.tokenizer, client.info, config.chat_template)
-        max_requests = client.info.max_num_running + config.max_waiting_requests
+        max_requests = client.max_num_running + config.max_waiting_requests
         self.backlog = Backlog(max_requests, config.max_waiting_prompt_tokens)
         self.names = RequestNames()
         self.tenants = TenantRule(config)
@@ -202,7 +202,8 @@ class Service:
         else:
             await delivery.send_whole(job.writer, send)
         if isinstance(job.plan, SamplingPlan):
-            self._observations.client_request(job.plan.n, max(choice.num_tokens for choice in delivery.choices))
+            engine = self._observations.engines[delivery.streams[0].engine]
+            engine.client_request(job.plan.n, max(choice.num_tokens for choice in delivery.choices))
 
     # ------------------------------------------------------------------ questions of operators
 
@@ -210,7 +211,7 @@ class Service:
         """The engine's answer to a question, such as `client.explain_all()`.
 
         Raises:
-            ApiError: 500, there is no engine; 503, it has not answered in time.
+            ApiError: 500, there is no engine; 503, none lives now, or it has not answered in time.
         """
         try:
             return await asyncio.wait_for(question, ENGINE_TIMEOUT if has_timeout else None)
@@ -222,7 +223,7 @@ class Service:
                 headers={"retry-after": str(round(ENGINE_TIMEOUT))},
                 reason="other",
             ) from None
-        except EngineDeadError as error:
+        except (EngineDeadError, EngineStalledError) as error:
             raise self.gate.from_engine(error) from error
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pointsman.core import Explanation
-    from pointsman.engine.outputs.request_output import RequestMetrics
+    from pointsman.engine.outputs.request_output import RequestMetrics, Resumed
     from pointsman.engine.params.pooling import PoolingParams
     from pointsman.engine.params.sampling import SamplingParams
     from pointsman.server.wire.logprobs import Logprobs
@@ -54,6 +54,8 @@ class EngineRequest:
     """What its client calls the user."""
     stream: bool = True
     """False: after the first delta, which reports the first token, one with all remaining tokens is enough."""
+    resumed: Resumed | None = None
+    """What an engine that died has reported of it; None: nothing yet."""
 
 
 @dataclass(slots=True)
@@ -117,6 +119,8 @@ class Start:
     max_step_retries: int
     warm_up: bool
     """Whether requests are rehearsed before the engine takes any."""
+    name: str = ""
+    """What lines of its log begin with, beside the program's name."""
 
 
 # ------------------------------------------------------------------------------------------------- what comes back
@@ -246,6 +250,8 @@ class RequestExplanation:
     """Seconds until its deadline; None: it has none."""
     waiting_for: float | None
     """Seconds since its present reason to wait began; None: it does not wait, or was not considered yet."""
+    engine: int = 0
+    """The number of the engine that has it."""
 
 
 # ------------------------------------------------------------------------------------------------- frames

@@ -246,6 +246,7 @@ class RequestState(BaseModel):
 
     id: str = Field(description="As the answer's id, with the choice's index behind it where there are several.")
     engine_id: str = Field(description="As the engine's log and recordings call it; no two have the same.")
+    engine: int = Field(description="The number of the engine that has it, from 0.")
     state: str = Field(description="waiting, running, preempted, or what it waits for other than capacity.")
     phase: str
     reason: str | None = Field(description="Why it waits; null if it does not, or was not considered in a step yet.")

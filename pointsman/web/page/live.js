@@ -238,6 +238,8 @@ let counts = null; // of the newest S
 let arrived = performance.now(); // when the newest part came
 let isLinked = false;
 let note = ""; // why the film begins anew
+let engine = 0; // whose scheduler is watched
+let watching = null; // ends the connection
 
 function tell() {
   const isNow = view.follows && (view.film === film || film === null); // null: nothing has come since the connection
@@ -285,8 +287,17 @@ async function* recordsOf(body, onBytes) {
   }
 }
 
+// The engines that the server says it has, where there are several.
+function offerEngines(number) {
+  if (number < 2 || $("engine").options.length === number) return;
+  $("engine").replaceChildren(...Array.from({ length: number }, (_, index) => new Option(index, index)));
+  $("engine").value = engine;
+  $("choice").hidden = false;
+}
+
 async function watch(key) {
   const stop = new AbortController();
+  watching = stop;
   let timer = null;
   const onBytes = () => {
     clearTimeout(timer);
@@ -295,7 +306,7 @@ async function watch(key) {
   onBytes();
   try {
     const headers = key ? { Authorization: `Bearer ${key}` } : {};
-    const answer = await fetch("/live/film", { headers, cache: "no-store", signal: stop.signal });
+    const answer = await fetch(engine ? `/live/film?engine=${engine}` : "/live/film", { headers, cache: "no-store", signal: stop.signal });
     if (!answer.ok) {
       const { error } = await answer.json().catch(() => ({}));
       const why = error?.message ?? error ?? `status ${answer.status}`;
@@ -305,6 +316,7 @@ async function watch(key) {
     $("ask").hidden = true;
     problem(null);
     isLinked = true;
+    offerEngines(Number(answer.headers.get("X-Engines")));
     let header = null;
     for await (const [kind, bytes] of recordsOf(answer.body, onBytes)) {
       if (kind === "H") {
@@ -354,6 +366,7 @@ async function stay(key) {
   let wait = FIRST_WAIT;
   for (;;) {
     const began = performance.now();
+    const watched = engine;
     try {
       await watch(key);
       setText("link", "The server has ended the film");
@@ -367,6 +380,10 @@ async function stay(key) {
       }
       if (error instanceof FilmError) return problem(`the film cannot be shown: ${error.message}; load the page again`);
       setText("link", `No connection (${error.name === "AbortError" ? "the server is silent" : error.message})`);
+    }
+    if (engine !== watched) {
+      wait = FIRST_WAIT;
+      continue;
     }
     if (performance.now() - began > 1e4) wait = FIRST_WAIT;
     $("link").textContent += `; the next attempt is in ${wait} s`;
@@ -382,6 +399,12 @@ function begin() {
     else view.handleKey(event);
   });
   $("now").addEventListener("click", toNow);
+  $("engine").addEventListener("change", () => {
+    engine = Number($("engine").value);
+    film = counts = null; // another scheduler's film begins
+    note = "";
+    watching?.abort();
+  });
   $("ask").addEventListener("submit", (event) => {
     event.preventDefault();
     const key = $("key").value;

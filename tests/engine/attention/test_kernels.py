@@ -19,7 +19,7 @@ from numba import carray, njit
 from numba.core import caching
 from torch import Tensor
 
-from pointsman.engine import threads
+from pointsman.engine import machine
 from pointsman.engine.kernels import layers, runtime
 from pointsman.engine.kernels.runtime import Kernel, exponential, hyperbolic_tangent, nearest_bfloat16, next_item
 from pointsman.engine.model.fused_layers import FusedNorm
@@ -111,7 +111,7 @@ def wait_until_taken(arguments: np.ndarray) -> None:
 
 
 needs_two_cores = pytest.mark.skipif(
-    threads.num_cores() < 2 or runtime.openmp_begin_and_end() is None, reason="needs two cores and GNU's OpenMP"
+    machine.num_cores() < 2 or runtime.openmp_begin_and_end() is None, reason="needs two cores and GNU's OpenMP"
 )
 
 

@@ -20,6 +20,7 @@ from pointsman.server.api.access import ApiKeyMiddleware
 from pointsman.server.api.app import create_app
 from pointsman.server.config import ServerConfig
 from pointsman.server.service.engine_client import EngineClient
+from pointsman.server.service.fleet import EngineFleet
 from pointsman.server.service.names import HIDDEN
 from tests.forked_engines import start_server
 from tests.server.api.test_bodies import ANSWER, App, call, reads_all
@@ -83,7 +84,7 @@ def with_server(test: Test, *, peer: str = "127.0.0.1", **config: Any) -> None:
     """An app in this process, in front of a real engine process; requests come from the address `peer`."""
 
     async def run(client: EngineClient) -> None:
-        app = create_app(client, ServerConfig(**config))
+        app = create_app(EngineFleet([client]), ServerConfig(**config))
         transport = httpx.ASGITransport(ends_soon(app), raise_app_exceptions=False, client=(peer, 123))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", timeout=60) as http:
             await test(http, client)
@@ -137,7 +138,7 @@ def flat(routes: Iterable[Any]) -> Iterator[Any]:
 @pytest.mark.e2e
 def test_every_route_is_in_the_list() -> None:
     async def run(client: EngineClient) -> None:
-        app: FastAPI = create_app(client, ServerConfig())
+        app: FastAPI = create_app(EngineFleet([client]), ServerConfig())
         found = {(method, route.path.replace(":path}", "}")) for route in flat(app.routes) for method in route.methods}
         assert found == {(method, path) for method, path, _ in ENDPOINTS}
         described = app.openapi()["paths"]
@@ -454,7 +455,7 @@ def test_operators_call_the_server_by_its_name(
 @pytest.mark.e2e
 def test_the_address_that_was_called_is_a_name_of_a_server_on_all_networks() -> None:
     async def run(client: EngineClient) -> None:
-        app = create_app(client, ServerConfig(host="0.0.0.0"))
+        app = create_app(EngineFleet([client]), ServerConfig(host="0.0.0.0"))
         for address, host, status in (
             ("192.168.1.5", "192.168.1.5:8000", 200),
             ("192.168.1.5", "192.168.1.6:8000", 403),

@@ -19,6 +19,7 @@ from pointsman.engine.grammar.compiler import MAX_WAITING
 from pointsman.server.api.app import create_app
 from pointsman.server.config import ServerConfig
 from pointsman.server.service.engine_client import EngineClient
+from pointsman.server.service.fleet import EngineFleet
 from pointsman.server.wire.responses import (
     DetokenizeResponse,
     ErrorResponse,
@@ -219,7 +220,7 @@ def with_app(test: Callable[[EngineClient, Any, httpx.AsyncClient], Awaitable[No
     """An app of its own, called without a socket, in front of a real engine process."""
 
     async def run(client: EngineClient) -> None:
-        app = create_app(client, ServerConfig())
+        app = create_app(EngineFleet([client]), ServerConfig())
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
             await test(client, app, http)

@@ -12,6 +12,7 @@ import pytest
 from pointsman.server.api.app import create_app
 from pointsman.server.config import ServerConfig
 from pointsman.server.service.engine_client import EngineClient
+from pointsman.server.service.fleet import EngineFleet
 from tests.server.engine_pool import engine_pool
 from tests.server.metrics.test_metrics import flat
 from tests.server.orders import BY_URGENCY
@@ -28,7 +29,9 @@ def with_server(test: Test, **config: Any) -> None:
     """An app in this process, in front of an engine whose policies read priorities, targets and retentions."""
 
     async def run(client: EngineClient) -> None:
-        transport = httpx.ASGITransport(create_app(client, ServerConfig(**config)), raise_app_exceptions=False)
+        transport = httpx.ASGITransport(
+            create_app(EngineFleet([client]), ServerConfig(**config)), raise_app_exceptions=False
+        )
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as http:
             await test(http, client)
 

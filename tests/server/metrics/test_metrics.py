@@ -24,7 +24,7 @@ from pointsman.engine.outputs.request_output import RequestMetrics
 from pointsman.server.metrics import exposition as metrics
 from pointsman.server.metrics import table as metric_table
 from pointsman.server.metrics.exposition import ServerMetrics
-from pointsman.server.metrics.observations import Histogram, Observations
+from pointsman.server.metrics.observations import EngineObservations, Histogram, Observations
 from pointsman.server.metrics.readings import SCRAPED
 from pointsman.server.metrics.table import (
     FINISH_REASONS,
@@ -35,6 +35,7 @@ from pointsman.server.metrics.table import (
     token_buckets,
 )
 from pointsman.server.service.engine_client import EngineClient
+from pointsman.server.service.fleet import EngineFleet
 from pointsman.server.wire.messages import Delta, EngineRequest, StepNote
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -96,15 +97,15 @@ def test_all_buckets_ascend() -> None:
 # ---------------------------------------------------------------------------------------- observations
 
 
-def ended(reason: str, metrics: RequestMetrics, num_output_tokens: int, prompt_length: int = 10) -> Observations:
+def ended(reason: str, metrics: RequestMetrics, num_output_tokens: int, prompt_length: int = 10) -> EngineObservations:
     """What is counted of one request."""
-    observations = Observations(512)
+    observations = EngineObservations(512)
     request = EngineRequest("a", list(range(prompt_length)), SamplingParams(max_tokens=64))
     observations.end(request, Delta(finish_reason=reason, metrics=metrics), num_output_tokens)
     return observations
 
 
-def totals(observations: Observations) -> dict[str, tuple[int, float]]:
+def totals(observations: EngineObservations) -> dict[str, tuple[int, float]]:
     """(number, sum) of every histogram that has seen something."""
     return {
         definition.name.split(":")[1]: (histogram.count, pytest.approx(histogram.sum))
@@ -154,7 +155,7 @@ def test_an_aborted_request_says_nothing_about_the_service() -> None:
 
 
 def test_tokens_that_come_together_share_the_time() -> None:
-    observations = Observations(512)
+    observations = EngineObservations(512)
     observations.inter_token(0.3, 3)
     observations.inter_token(0.4, 1)
     observations.inter_token(9.0, 0)  # the end, without a token
@@ -164,7 +165,7 @@ def test_tokens_that_come_together_share_the_time() -> None:
 
 
 def test_steps_and_clients_requests() -> None:
-    observations = Observations(512)
+    observations = EngineObservations(512)
     observations.steps([StepNote(100, 3, 50e-6), StepNote(4, 4, 20e-6)])
     observations.client_request(3, 17)
     assert totals(observations) == {
@@ -199,8 +200,7 @@ def loop() -> Iterator[asyncio.Runner]:
 async def start() -> tuple[EngineClient, ServerMetrics]:
     options = {"num_blocks": 64, "block_size": 16, "max_model_len": 512, "max_num_seqs": 2, "num_threads": 1}
     client = await EngineClient.start({"model": "demo", **options}, log_stats_interval=None)
-    measured = ServerMetrics(client, 'a "model"')
-    client.inbox.on_steps, client.inbox.on_end = measured.observations.steps, measured.observations.end
+    measured = ServerMetrics(EngineFleet([client]), 'a "model"')
     return client, measured
 
 
@@ -393,9 +393,9 @@ def test_a_dead_engines_last_figures_stay(loop: asyncio.Runner) -> None:
 def test_what_the_interface_tells_is_exposed(loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]) -> None:
     _, measured = engine
     before = loop.run(scrape(measured))
-    measured.observations.first_token(0.03)
-    measured.observations.inter_token(0.02, 2)
-    measured.observations.client_request(2, 9)
+    measured.observations.engines[0].first_token(0.03)
+    measured.observations.engines[0].inter_token(0.02, 2)
+    measured.observations.engines[0].client_request(2, 9)
     measured.observations.refusal("queue_requests")
     measured.observations.refusal("invalid")
     measured.observations.open_streams += 1

@@ -1,0 +1,476 @@
+"""EngineFleet: the engines behind one API process. Requests are routed among them, questions go to all of them, and one
+that dies is started again.
+
+    fleet = EngineFleet([client, ...], restart=start_again, max_restarts=5)
+    stream = fleet.generate(request)          # as `EngineClient`: the engine is chosen when the request is sent
+    await fleet.pause("keep", False)          # all of them, and those that are started later
+
+Nothing is lost with an engine: its requests go on in another one, or wait for the one that is started. The tokens that
+were received stay output, and what is drawn depends on the engines' seed, the request's id and the position alone, so
+the answer is the one that it would have been. A request that was in more than `max_resumes` engines when they died may
+be what killed them, and fails.
+
+An engine that died is started again at once, and if it dies again, or does not start, with a delay that doubles. After
+`max_restarts` failures one after the other it stays dead. The new one has the pause state and the limits of the others
+before it gets a request. While no engine lives, requests wait for the one that is being started. When none lives and
+none will, the fleet is dead, and the server ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from pointsman.engine.errors import EngineDeadError
+from pointsman.engine.pausing import PauseChoice
+from pointsman.server.service.engine_client import EngineClient, EngineStalledError, EngineStartError, queue_in_turns
+from pointsman.server.service.inbox import ClientStream
+from pointsman.server.service.routing import Router
+from pointsman.server.wire.messages import Delta, EngineInfo, EngineRequest, RequestExplanation
+
+if TYPE_CHECKING:
+    from pointsman.server.metrics.observations import EngineObservations
+
+logger = logging.getLogger(__name__)
+
+LONGEST_DELAY = 30.0
+"""Seconds before an attempt to start an engine again, at most."""
+FORGIVEN_AFTER = 60.0
+"""Seconds that an engine has to live for its earlier deaths not to count any more."""
+DEFAULT_RESUMES = 3
+"""How often a request goes on in another engine after a death."""
+NONE_LIVES = "no engine runs at the moment, one is being started; try again in a few seconds"
+
+AnswerT = TypeVar("AnswerT")
+Restart = Callable[[int, int], Awaitable[EngineClient]]
+
+
+class StartEngine(Protocol):
+    """Starts the engine of a number, given how often it was started before; it has loaded its model afterwards."""
+
+    def __call__(self, index: int, num_restarts: int, tokenizer: Any = None, /) -> Awaitable[EngineClient]: ...
+
+
+class EngineFleet:
+    """Engines of one model, with equal options. Everything happens in one event loop.
+
+    Args:
+        engines: which have loaded the model; at least one.
+        restart: starts the engine of a number again, given how often it was before; None: a dead engine stays dead.
+        max_restarts: failures of an engine one after the other, deaths or failed starts, after which it stays dead.
+        max_resumes: how often a request goes on in another engine.
+
+    Attributes:
+        engines: by their numbers; those that died are here until they are replaced.
+        dead: set when no engine lives, and none will.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[EngineClient],
+        restart: Restart | None = None,
+        max_restarts: int = 0,
+        max_resumes: int = DEFAULT_RESUMES,
+    ) -> None:
+        self.engines = list(engines)
+        self.dead = asyncio.Event()
+        self._restart = restart
+        self._max_restarts = max_restarts if restart is not None else 0
+        self._max_resumes = max_resumes
+        count = len(self.engines)
+        info = self.info
+        self._router = Router(count, info.block_size, info.num_blocks) if count > 1 else None
+        self._observations: Sequence[EngineObservations] = ()
+        self._paused: tuple[PauseChoice, bool] | None = None
+        self._active_limit: int | None = None
+        self._has_limit = False
+        self._waiting: dict[ClientStream, None] = {}  # for an engine, while none lives
+        self._starting: dict[int, asyncio.Task[None]] = {}
+        self._num_failures = [0] * count  # one after the other
+        self._num_restarts = [0] * count
+        now = asyncio.get_running_loop().time()
+        self._born = [now] * count
+        self._is_stopping = False
+        self._death: str | None = None
+        for index, engine in enumerate(self.engines):
+            engine.on_death = partial(self._on_death, index)
+
+    @property
+    def info(self) -> EngineInfo:
+        """Of the first engine; the others differ in their process ids alone."""
+        return self.engines[0].info
+
+    @property
+    def tokenizer(self) -> Any | None:
+        """Of the model; None if it has none."""
+        return self.engines[0].tokenizer
+
+    @property
+    def max_num_running(self) -> int:
+        """Requests that run at once in all engines, as configured at the start."""
+        return len(self.engines) * self.info.max_num_running
+
+    @property
+    def num_restarts(self) -> list[int]:
+        """How often each engine was started again."""
+        return self._num_restarts
+
+    def observe(self, observations: Sequence[EngineObservations]) -> None:
+        """Report steps and finished requests of each engine from now on, of restarted ones as well."""
+        self._observations = observations
+        for index in range(len(self.engines)):
+            self._connect(index)
+
+    def _connect(self, index: int) -> None:
+        if self._observations:
+            inbox = self.engines[index].inbox
+            inbox.on_steps, inbox.on_end = self._observations[index].steps, self._observations[index].end
+
+    # ------------------------------------------------------------------ requests
+
+    def generate(self, request: EngineRequest) -> ClientStream:
+        """As `EngineClient.generate`."""
+        return ClientStream(request, self.submit, self._abandon)
+
+    async def queue(self, streams: Sequence[ClientStream]) -> None:
+        """As `EngineClient.queue`; with no engine alive, it waits for one.
+
+        Raises:
+            ValueError: one can never run; the others remain queued until their streams are closed.
+            EngineDeadError: no engine lives, and none will.
+            EngineStalledError: none of those that live reads what it is sent.
+        """
+        await queue_in_turns(streams, self.submit)
+
+    def submit(self, streams: Sequence[ClientStream]) -> None:
+        """Send the requests of streams that were not sent yet, each to the engine that is chosen for it.
+
+        Raises:
+            EngineDeadError, EngineStalledError: as for `queue`.
+        """
+        self.check_health()
+        living = [engine for engine in self.engines if engine.is_alive]
+        if living and not any(engine.takes_requests for engine in living):
+            living[0].check_takes_requests()
+        self._send(streams)
+
+    def _send(self, streams: Sequence[ClientStream]) -> None:
+        """To an engine that reads what it is sent, to any that lives, or to the next that will."""
+        if not any(engine.is_alive for engine in self.engines):
+            for stream in streams:
+                stream.note_sent()
+                self._waiting[stream] = None
+            return
+        for index, group in self._route(streams).items():
+            self.engines[index].send(group)
+
+    def _route(self, streams: Sequence[ClientStream]) -> dict[int, Sequence[ClientStream]]:
+        """The streams by the engine that each is sent to, in order."""
+        if self._router is None:
+            return {0: streams}
+        loads = [len(engine.inbox.streams) if engine.takes_requests else None for engine in self.engines]
+        if all(load is None for load in loads):
+            loads = [len(engine.inbox.streams) if engine.is_alive else None for engine in self.engines]
+        groups: dict[int, list[ClientStream]] = {}
+        for stream in streams:
+            request = stream.request
+            index = self._router.choose(request.prompt_token_ids, request.cache_salt or "", loads)
+            loads[index] = (loads[index] or 0) + 1
+            stream.engine = index
+            groups.setdefault(index, []).append(stream)
+        return dict(groups)
+
+    def _abandon(self, stream: ClientStream) -> None:
+        if stream in self._waiting:
+            del self._waiting[stream]
+        else:
+            self.engines[stream.engine].abandon(stream)
+
+    # ------------------------------------------------------------------ questions
+
+    async def explain(self, request_id: str) -> RequestExplanation:
+        """As `EngineClient.explain`, of the engine that has the request.
+
+        Raises:
+            UnknownRequest: no such request, or it has finished.
+        """
+        self.check_health()
+        living = [index for index, engine in enumerate(self.engines) if engine.is_alive]
+        if not living:
+            raise EngineStalledError(NONE_LIVES)
+        # An engine that does not have it says what there is to say.
+        having = [
+            index
+            for index in living
+            if any(one.request.request_id == request_id for one in self.engines[index].inbox.streams.values())
+        ]
+        index = (having or living)[0]
+        return replace(await self.engines[index].explain(request_id), engine=index)
+
+    async def explain_all(self) -> list[RequestExplanation]:
+        """As `EngineClient.explain_all`, of every engine, in the order of arrival."""
+        found = await self._ask_all(lambda engine: engine.explain_all())
+        everything = [replace(one, engine=index) for index, some in found.items() for one in some]
+        return everything if len(found) == 1 else sorted(everything, key=lambda one: one.arrival_time)
+
+    async def reset_prefix_cache(self, *, preempt_running: bool = False) -> None:
+        """As `EngineClient.reset_prefix_cache`, in every engine."""
+        await self._ask_all(lambda engine: engine.reset_prefix_cache(preempt_running=preempt_running))
+        if self._router is not None:
+            self._router.forget()
+
+    async def set_max_num_active_seqs(self, limit: int | None) -> int:
+        """As `EngineClient.set_max_num_active_seqs`, of each engine; those that are started later have it too."""
+        in_force = await self._ask_all(lambda engine: engine.set_max_num_active_seqs(limit))
+        self._active_limit, self._has_limit = limit, True
+        return next(iter(in_force.values()))
+
+    async def set_priority(self, request_ids: Sequence[str], priority: int) -> list[str]:
+        """As `EngineClient.set_priority`, wherever the requests are."""
+        found = await self._ask_all(lambda engine: engine.set_priority(request_ids, priority))
+        changed = {request_id for some in found.values() for request_id in some}
+        waiting = [stream.request for stream in self._waiting if stream.request.request_id in request_ids]
+        running = [stream.request for engine in self.engines for stream in engine.inbox.streams.values()]
+        for request in (*waiting, *(one for one in running if one.request_id in changed)):
+            request.priority = priority  # where its engine dies, it goes on with this one
+            changed.add(request.request_id)
+        return [request_id for request_id in request_ids if request_id in changed]
+
+    async def pause(self, mode: PauseChoice, clear_cache: bool) -> None:
+        """As `EngineClient.pause`, of every engine, and of those that are started before `resume`."""
+        before, self._paused = self._paused, (mode, clear_cache)
+        if mode == "abort":
+            self._abort_waiting()
+        try:
+            await self._ask_all(lambda engine: engine.pause(mode, clear_cache))
+        except EngineStalledError:
+            self._paused = before
+            raise
+        if clear_cache and self._router is not None:
+            self._router.forget()
+
+    async def resume(self) -> None:
+        """As `EngineClient.resume`, of every engine."""
+        self._paused = None
+        await self._ask_all(lambda engine: engine.resume())
+
+    async def is_paused(self) -> bool:
+        """Whether an engine is paused."""
+        return any((await self._ask_all(lambda engine: engine.is_paused())).values())
+
+    async def film(self, watcher: int, engine: int = 0) -> bytes:
+        """As `EngineClient.film`, of one of the engines."""
+        return await self.engines[engine].film(watcher)
+
+    def leave_film(self, watcher: int, engine: int = 0) -> None:
+        """As `EngineClient.leave_film`."""
+        self.engines[engine].leave_film(watcher)
+
+    async def _ask_all(self, ask: Callable[[EngineClient], Awaitable[AnswerT]]) -> dict[int, AnswerT]:
+        """The answers of the engines that live, by their numbers; one that dies meanwhile has none.
+
+        Raises:
+            EngineDeadError: no engine lives, and none will.
+            EngineStalledError: none lives now.
+            Exception: what one of them raised.
+        """
+        self.check_health()
+        asked = {index: ask(engine) for index, engine in enumerate(self.engines) if engine.is_alive}
+        answers = await asyncio.gather(*asked.values(), return_exceptions=True)
+        found: dict[int, AnswerT] = {}
+        for index, answer in zip(asked, answers, strict=True):
+            if not isinstance(answer, BaseException):
+                found[index] = answer
+            elif not isinstance(answer, EngineDeadError):
+                raise answer
+        if not found:
+            self.check_health()
+            raise EngineStalledError(NONE_LIVES)
+        return found
+
+    # ------------------------------------------------------------------ deaths and restarts
+
+    def _on_death(self, index: int, orphans: list[ClientStream], why: str) -> None:
+        """The engine process of this number has ended by itself."""
+        if self._router is not None:
+            self._router.forget(index)
+        if self._is_stopping:
+            for stream in orphans:
+                stream.fail(EngineDeadError(why))
+            return
+        if asyncio.get_running_loop().time() - self._born[index] > FORGIVEN_AFTER:
+            self._num_failures[index] = 0
+        self._num_failures[index] += 1
+        if self._num_failures[index] <= self._max_restarts:
+            task = asyncio.get_running_loop().create_task(self._bring_back(index))
+            self._starting[index] = task
+        else:
+            self._give_up(index, why)
+        self._resume(orphans, why)
+
+    def _resume(self, orphans: list[ClientStream], why: str) -> None:
+        """Let the requests of a dead engine go on."""
+        going_on = []
+        for stream in orphans:
+            stream.num_deaths += 1
+            if self.dead.is_set():
+                stream.fail(EngineDeadError(why))
+            elif stream.num_deaths > self._max_resumes:
+                times = f"{stream.num_deaths} engines have" if stream.num_deaths > 1 else "an engine has"
+                stream.fail(
+                    EngineDeadError(
+                        f"{why}; {times} died with this request, which is resumed {self._max_resumes} times"
+                    )
+                )
+            else:
+                stream.prepare_to_resume()
+                going_on.append(stream)
+        if going_on:
+            logger.warning("%d requests of the dead engine go on", len(going_on))
+            self._send(going_on)
+
+    async def _bring_back(self, index: int) -> None:
+        assert self._restart is not None
+        why = ""
+        while self._num_failures[index] <= self._max_restarts:
+            delay = min(LONGEST_DELAY, 2.0 ** (self._num_failures[index] - 1) - 1.0)
+            logger.warning("starting engine %d again%s", index, f" in {delay:g} s" if delay else "")
+            await asyncio.sleep(delay)
+            self._num_restarts[index] += 1
+            try:
+                engine = await self._restart(index, self._num_restarts[index])
+                await self._join(engine)
+            except (EngineStartError, EngineDeadError, ValueError, OSError) as error:
+                why = str(error)
+                logger.error("engine %d does not start: %s", index, why)
+                self._num_failures[index] += 1
+                continue
+            self._take(index, engine)
+            return
+        self._give_up(index, why)
+
+    async def _join(self, engine: EngineClient) -> None:
+        """Give a new engine the pause state and the limit of the others, which may change meanwhile."""
+        try:
+            applied: object = None
+            while applied != (wanted := (self._paused, self._active_limit)):
+                applied = wanted
+                if self._paused is not None:
+                    await engine.pause(*self._paused)
+                else:
+                    await engine.resume()
+                if self._has_limit:
+                    await engine.set_max_num_active_seqs(self._active_limit)
+        except BaseException:
+            await engine.shutdown()
+            raise
+
+    def _take(self, index: int, engine: EngineClient) -> None:
+        """A new engine has the number of the dead one, and gets what waits for one."""
+        self.engines[index] = engine
+        engine.on_death = partial(self._on_death, index)
+        self._born[index] = asyncio.get_running_loop().time()
+        self._starting.pop(index, None)
+        self._connect(index)
+        logger.info("engine %d runs again, as process %d", index, engine.info.pid)
+        waiting, self._waiting = list(self._waiting), {}
+        if waiting:
+            self._send(waiting)
+
+    def _give_up(self, index: int, why: str) -> None:
+        self._starting.pop(index, None)
+        if self._max_restarts:
+            logger.error("engine %d stays dead after %d failures", index, self._num_failures[index])
+        if self._starting or any(engine.is_alive for engine in self.engines):
+            return
+        self._death = why
+        self._end(EngineDeadError(why))
+
+    def _end(self, error: EngineDeadError) -> None:
+        waiting, self._waiting = list(self._waiting), {}
+        for stream in waiting:
+            stream.fail(error)
+        self.dead.set()
+
+    # ------------------------------------------------------------------ health and end
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether an engine lives, or is being started."""
+        return not self.dead.is_set()
+
+    @property
+    def num_alive(self) -> int:
+        """Engines that live."""
+        return sum(engine.is_alive for engine in self.engines)
+
+    @property
+    def death(self) -> str | None:
+        """Why the last engine ended by itself; None while there is one, or after `shutdown`."""
+        return self._death
+
+    def check_health(self) -> None:
+        """Raises EngineDeadError: no engine lives, and none will."""
+        if self.dead.is_set():
+            raise EngineDeadError(self._death or "the engine has been shut down")
+
+    async def shutdown(self, drain: bool = False, timeout: float | None = None) -> None:
+        """As `EngineClient.shutdown`, of every engine."""
+        self._is_stopping = True
+        starting = list(self._starting.values())
+        for task in starting:
+            task.cancel()
+        await asyncio.gather(*starting, return_exceptions=True)
+        self._starting.clear()
+        self._abort_waiting()
+        await asyncio.gather(*[engine.shutdown(drain, timeout) for engine in self.engines])
+        self._end(EngineDeadError("the engine has been shut down"))
+
+    def _abort_waiting(self) -> None:
+        """Finish what waits for an engine."""
+        for stream in list(self._waiting):
+            stream.put(Delta(finish_reason="abort"))
+        self._waiting.clear()
+
+    def kill(self) -> None:
+        """End all engine processes at once; a `shutdown` that waits for them returns."""
+        self._is_stopping = True
+        for task in self._starting.values():
+            task.cancel()
+        for engine in self.engines:
+            engine.kill()
+
+
+async def start_fleet(
+    start: StartEngine, num_engines: int, max_restarts: int, max_resumes: int = DEFAULT_RESUMES
+) -> EngineFleet:
+    """Start engines, all at once; when one cannot be started, none is left running.
+
+    Args:
+        start: starts one.
+        num_engines: at least 1.
+        max_restarts, max_resumes: see `EngineFleet`.
+
+    Raises:
+        ValueError, EngineStartError: what the first of them raised that did not start.
+    """
+    tasks = [asyncio.ensure_future(start(index, 0)) for index in range(num_engines)]
+    try:
+        engines = await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        for started in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(started, EngineClient):
+                await started.shutdown()
+        raise
+    tokenizer = engines[0].tokenizer
+
+    def restart(index: int, num_restarts: int) -> Awaitable[EngineClient]:
+        return start(index, num_restarts, tokenizer)
+
+    return EngineFleet(engines, restart, max_restarts, max_resumes)

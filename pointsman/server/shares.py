@@ -1,0 +1,143 @@
+"""What each of several engines gets of the machine: cores, threads, KV blocks, and a name for what it writes.
+
+What the operator says is for the server as a whole. Everything here is decided before an engine is started.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pointsman.engine.kv.events import KVEventsConfig
+from pointsman.engine.machine import num_cores, own_cores
+from pointsman.engine.text.tokenizer import model_directory
+
+SHARED_SIZES = ("num_blocks", "kv_cache_bytes", "kv_offload_bytes")
+"""Arguments of `Engine` that are shared out."""
+MEMORY_INFO = Path("/proc/meminfo")
+_PORT = re.compile(r"^(tcp://.*:)([0-9]+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShare:
+    """What one engine gets."""
+
+    options: dict[str, Any]
+    """Keyword arguments of `Engine`."""
+    cores: list[int] | None = None
+    """The processors that it runs on; None: all."""
+    record: str | None = None
+    """A file for its recording."""
+    name: str = ""
+    """What lines of its log begin with."""
+
+    def record_after(self, num_restarts: int) -> str | None:
+        """A file for its recording once it was restarted so many times: no recording replaces another."""
+        return self.record if self.record is None or not num_restarts else f"{self.record}.restart-{num_restarts}"
+
+
+def share_out(options: Mapping[str, Any], num_engines: int, record: str | None = None) -> list[EngineShare]:
+    """The share of each engine. One alone gets what the operator said, as it is.
+
+    Args:
+        options: keyword arguments of `Engine`, for the server as a whole.
+        num_engines: of the server.
+        record: a file for the first one's recording; the others have .1, .2, ... behind its name.
+
+    Raises:
+        ValueError: there are not that many cores, threads or blocks, or there is not the memory.
+    """
+    if num_engines < 1:
+        raise ValueError(f"data_parallel_size is {num_engines}; it must be at least 1, one engine")
+    if num_engines == 1:
+        return [EngineShare(dict(options), record=record)]
+    cores, at_once = own_cores(), num_cores()
+    if num_engines > at_once:
+        raise ValueError(
+            f"data_parallel_size is {num_engines} and this machine has {at_once} core(s) for it; each engine needs "
+            f"one, so lower it to {at_once} at most"
+        )
+    own = dict(options)
+    threads = own.get("num_threads")
+    if threads is not None:
+        if threads < num_engines:
+            raise ValueError(
+                f"num_threads is {threads} and data_parallel_size {num_engines}; each engine computes with one thread "
+                f"at least, so raise it to {num_engines}, or lower data_parallel_size to {threads}"
+            )
+        own["num_threads"] = threads // num_engines
+    elif at_once < len(cores):  # a quota on the time of all processors, which no engine knows to be shared
+        own["num_threads"] = at_once // num_engines
+    for name in SHARED_SIZES:
+        if (size := own.get(name)) is not None:
+            if size < num_engines:
+                raise ValueError(
+                    f"{name} is {size} and data_parallel_size {num_engines}, among which it is shared out; raise it, "
+                    "or lower data_parallel_size"
+                )
+            own[name] = size // num_engines
+    check_memory(options, num_engines)
+    events = own.get("kv_events_config")
+    shares = []
+    for index in range(num_engines):
+        mine = own if events is None else {**own, "kv_events_config": offset_ports(events, index)}
+        path = record if record is None or index == 0 else f"{record}.{index}"
+        # Neighbours together: they share caches.
+        bound = cores[index * len(cores) // num_engines : (index + 1) * len(cores) // num_engines]
+        shares.append(EngineShare(mine, bound, path, f"engine {index}"))
+    return shares
+
+
+def check_memory(options: Mapping[str, Any], num_engines: int) -> None:
+    """Refuse what certainly does not fit: the weights of each engine as they lie on the disk, and the KV that was asked
+    for.
+
+    Raises:
+        ValueError: it is more than the machine has free.
+    """
+    free = free_memory()
+    if free is None:
+        return
+    model = options.get("model")
+    weights = 0
+    if model is None or isinstance(model, (str, Path)):
+        weights = sum(one.stat().st_size for one in model_directory(model).glob("*.safetensors"))
+    kv = sum(options.get(name) or 0 for name in ("kv_cache_bytes", "kv_offload_bytes"))
+    needed = num_engines * weights + kv
+    if needed > free:
+        fitting = (free - kv) // weights if weights and free > kv else 0
+        remedy = f"lower it to {fitting}" if fitting else "lower kv_cache_bytes or kv_offload_bytes"
+        raise ValueError(
+            f"data_parallel_size is {num_engines}: the weights of each engine take {weights / 2**20:,.0f} MiB and the "
+            f"KV {kv / 2**20:,.0f} MiB in all, and {free / 2**20:,.0f} MiB of memory are free; {remedy}"
+        )
+
+
+def free_memory() -> int | None:
+    """Bytes that programs may still take, as Linux estimates it; None: it is not known."""
+    try:
+        found = re.search(r"^MemAvailable:\s+([0-9]+) kB$", MEMORY_INFO.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return None if found is None else 1024 * int(found[1])
+
+
+def offset_ports(config: KVEventsConfig | Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Where engine `index` publishes: TCP ports are counted up from the first one's, and other addresses get a suffix,
+    as in vLLM.
+    """
+    values = (
+        {name: getattr(config, name) for name in KVEventsConfig.__dataclass_fields__}
+        if isinstance(config, KVEventsConfig)
+        else dict(config)
+    )
+    values.setdefault("endpoint", KVEventsConfig().endpoint)
+    for name in ("endpoint", "replay_endpoint"):
+        address = values.get(name)
+        if index and isinstance(address, str):
+            found = _PORT.match(address)
+            values[name] = f"{address}_dp{index}" if found is None else f"{found[1]}{int(found[2]) + index}"
+    return values

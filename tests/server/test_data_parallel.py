@@ -1,0 +1,271 @@
+"""Several engines behind one API process, as a client and an operator see them: real processes, real HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from _server_process import ServerFailed, ServerProcess, wait_until
+
+from pointsman.core import replay
+from pointsman.engine.machine import num_cores
+from pointsman.server.shares import share_out
+from tests.forked_engines import start_server
+
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(num_cores() < 2, reason="two engines need two cores")]
+
+SMALL = ("--model", "demo", "--num-blocks", "128", "--block-size", "16", "--max-model-len", "1024")
+FIELDS: dict[str, Any] = {"prompt": "The import statement", "max_tokens": 24, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recordings") / "run.jsonl"
+
+
+@pytest.fixture(scope="module")
+def two(recordings: Path) -> Iterator[ServerProcess]:
+    """A server with two engines; a test that kills one waits until it is back."""
+    with start_server(*SMALL, "--data-parallel-size", "2", "--record", str(recordings)) as server:
+        yield server
+
+
+@pytest.fixture
+def http(two: ServerProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=two.url, timeout=60) as http:
+        yield http
+
+
+def samples(http: httpx.Client, name: str) -> dict[str, float]:
+    """The values of a metric by its label `engine`."""
+    text = http.get("/metrics").text
+    found = re.findall(rf'^{name}{{(?:[^}}]*,)?engine="([0-9]*)"[^}}]*}} (\S+)$', text, re.MULTILINE)
+    return {engine: float(value) for engine, value in found}
+
+
+def until_all_live(http: httpx.Client) -> None:
+    wait_until(lambda: set(samples(http, "pointsman:engine_up").values()) == {1.0}, 60, "all engines live")
+
+
+def test_both_engines_answer_alike_and_are_told_apart(http: httpx.Client) -> None:
+    """Requests are spread, equal prefixes stay together, and every question goes to both."""
+    prompts = [f"{number} {FIELDS['prompt']} " * 12 for number in range(6)]
+    before = samples(http, "pointsman:steps_total")
+    texts = []
+    for _ in range(2):
+        for prompt in prompts:
+            answer = http.post("/v1/completions", json={**FIELDS, "prompt": prompt})
+            texts.append(answer.json()["choices"][0]["text"])
+    assert texts[:6] == texts[6:]
+    after = samples(http, "pointsman:steps_total")
+    assert set(after) == {"0", "1"} and all(after[one] > before[one] for one in after)
+    hits, queries = samples(http, "vllm:prefix_cache_hits_total"), samples(http, "vllm:prefix_cache_queries_total")
+    assert all(hits[engine] > 0.4 * queries[engine] for engine in queries), "each prefix was sent where it was"
+    assert set(samples(http, "vllm:e2e_request_latency_seconds_count")) == {"0", "1"}
+    assert set(samples(http, "pointsman:http_open_streams")) == {""}, "it belongs to no engine"
+    assert http.post("/reset_prefix_cache").status_code == 200
+    assert samples(http, "vllm:kv_cache_usage_perc") == {"0": 0.0, "1": 0.0}
+
+
+def test_operators_reach_both(http: httpx.Client) -> None:
+    assert http.post("/pause", params={"mode": "keep"}).status_code == 200
+    done: list[int] = []
+
+    def ask(number: int) -> None:
+        with httpx.Client(base_url=http.base_url, timeout=60) as own:
+            answer = own.post("/v1/completions", json={**FIELDS, "prompt": f"{number} is"},
+                              headers={"x-request-id": f"own-{number}"})  # fmt: skip
+            done.append(answer.status_code)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(http.get("/v1/requests").json()["data"]) == 4, 20, "all requests wait")
+    listed = http.get("/v1/requests").json()["data"]
+    assert {one["engine"] for one in listed} == {0, 1}
+    for one in listed:
+        own = http.get(f"/v1/requests/{one['id']}").json()
+        assert (own["engine"], own["engine_id"], own["reason"]) == (one["engine"], one["engine_id"], one["reason"])
+    assert http.get("/v1/requests/no-such-request").status_code == 404
+    assert http.get("/is_paused").json() == {"is_paused": True} and not done
+    assert http.post("/max_num_active_seqs", params={"limit": 1}).json() == {"max_num_active_seqs": 1}
+    assert http.post("/resume").status_code == 200
+    for thread in threads:
+        thread.join(60)
+    assert done == [200] * 4
+    assert http.post("/max_num_active_seqs").json()["max_num_active_seqs"] > 1
+
+
+def test_the_live_film_is_that_of_the_engine_asked_for(http: httpx.Client) -> None:
+    for engine in (0, 1):
+        with http.stream("GET", "/live/film", params={"engine": engine}) as film:
+            assert (film.status_code, film.headers["x-engines"]) == (200, "2")
+            assert next(film.iter_raw())[:1] == b"H"
+    refused = http.get("/live/film", params={"engine": 2})
+    assert refused.status_code == 400 and "engine" in refused.json()["error"]["message"]
+    page = http.get("/live").text
+    assert 'id="engine"' in page and "X-Engines" in page
+
+
+def test_a_dead_engine_is_started_again_with_what_operators_have_set(two: ServerProcess, http: httpx.Client) -> None:
+    assert http.post("/max_num_active_seqs", params={"limit": 3}).status_code == 200
+    assert http.post("/pause", params={"mode": "keep", "clear_cache": False}).status_code == 200
+    before = two.engine_pids
+    os.kill(before[1], signal.SIGKILL)
+    wait_until(lambda: samples(http, "pointsman:engine_up")["1"] == 0, 10, "the death is noticed")
+    assert http.get("/health").status_code == http.get("/ready").status_code == 200, "the other one serves"
+    until_all_live(http)
+    after = two.engine_pids
+    assert after[0] == before[0] and after[1] != before[1]
+    done: list[int] = []
+    threads = []
+    for number in range(10):
+        body = {**FIELDS, "prompt": f"{number} x"}
+        threads.append(threading.Thread(target=lambda own=body: done.append(
+            httpx.post(f"{two.url}/v1/completions", json=own, timeout=60).status_code)))  # fmt: skip
+        threads[-1].start()
+    wait_until(lambda: len(http.get("/v1/requests").json()["data"]) == 10, 20, "they wait in both engines")
+    assert {one["engine"] for one in http.get("/v1/requests").json()["data"]} == {0, 1} and not done
+    assert http.post("/resume").status_code == 200
+    most = 0
+    while len(done) < 10:
+        running = [one["engine"] for one in http.get("/v1/requests").json()["data"] if one["state"] == "running"]
+        most = max(most, running.count(0), running.count(1))
+    assert most <= 3
+    assert done == [200] * 10
+    assert http.post("/max_num_active_seqs").status_code == 200
+
+
+@pytest.mark.soak
+def test_no_request_is_lost_or_changed_by_a_death(two: ServerProcess, http: httpx.Client) -> None:
+    """Streams, whole answers, chats and several samples, each cut once or twice; the names are the clients'."""
+    bodies = [
+        ("/v1/completions", {**FIELDS, "max_tokens": 200, "temperature": 1, "seed": 3, "logprobs": 2, "n": 2}),
+        ("/v1/completions", {**FIELDS, "max_tokens": 200, "stream": True, "stream_options": {"include_usage": True}}),
+        ("/v1/completions", {**FIELDS, "max_tokens": 200, "temperature": 0.8, "seed": 4, "presence_penalty": 0.5,
+                             "stream": True, "n": 3}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "What is import?"}], "max_tokens": 200,
+                                  "ignore_eos": True, "temperature": 0.7, "seed": 5, "stream": True}),
+        ("/v1/embeddings", {"input": "The import statement"}),
+    ]  # fmt: skip
+
+    def outcome(number: int) -> Any:
+        path, body = bodies[number % len(bodies)]
+        answer = httpx.post(f"{two.url}{path}", json=body, timeout=100)
+        assert answer.status_code == 200, answer.text
+        assert '"error"' not in answer.text
+        if not body.get("stream"):
+            return telling(answer.json())
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        assert answer.text.endswith("data: [DONE]\n\n")
+        texts: dict[int, str] = {}
+        ends: dict[int, str] = {}
+        for event in events:
+            for choice in event["choices"]:
+                text = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+                texts[choice["index"]] = texts.get(choice["index"], "") + text
+                if choice["finish_reason"]:
+                    ends[choice["index"]] = choice["finish_reason"]
+        usage = [event["usage"]["completion_tokens"] for event in events if event.get("usage")]
+        return texts, ends, usage
+
+    expected = [outcome(number) for number in range(len(bodies))]
+    for victim in range(8):
+        until_all_live(http)
+        with ThreadPoolExecutor(10) as pool:
+            asked = [pool.submit(outcome, number) for number in range(10)]
+            wait_until(lambda: sum(one["num_output_tokens"] > 5 for one in listed(http)) >= 4, 30, "they run")
+            os.kill(two.engine_pids[victim % 2], signal.SIGKILL)
+            found = [one.result(120) for one in asked]
+        for number, one in enumerate(found):
+            like = expected[number % len(bodies)]
+            assert one == (pytest.approx(like, abs=1e-3) if isinstance(like, list) else like), bodies[number % 5]
+    until_all_live(http)
+    wait_until(lambda: set(samples(http, "vllm:kv_cache_usage_perc").values()) == {0.0}, 10, "no block is held")
+
+
+def listed(http: httpx.Client) -> list[dict[str, Any]]:
+    found = http.get("/v1/requests")
+    data: list[dict[str, Any]] = found.json()["data"] if found.status_code == 200 else []
+    return data
+
+
+def telling(answer: dict[str, Any]) -> Any:
+    """What does not differ from one request to the next: logits are computed in steps of other shapes."""
+    if "data" in answer:
+        return answer["data"][0]["embedding"]
+    choices = [(one["text"], one["finish_reason"], one["logprobs"]["tokens"]) for one in answer["choices"]]
+    return choices, answer["usage"]["completion_tokens"]
+
+
+def test_recordings_are_one_for_each_engine(two: ServerProcess, http: httpx.Client, recordings: Path) -> None:
+    """The last of this file with these engines: they are stopped."""
+    assert two.stop() == 0
+    files = sorted(one.name for one in recordings.parent.iterdir())
+    assert files[:2] == ["run.jsonl", "run.jsonl.1"]
+    restarted = [one for one in files if ".restart-" in one]
+    assert restarted, "a dead engine's recording is not overwritten"
+    for one in (recordings.with_name(restarted[-1]),):
+        with one.open() as file:
+            replay(file)
+
+
+@pytest.mark.soak
+def test_requests_wait_while_no_engine_lives_and_the_server_ends_when_none_comes_back() -> None:
+    with start_server(*SMALL, "--max-engine-restarts", "1") as server, httpx.Client(base_url=server.url) as http:
+        expected = http.post("/v1/completions", json=FIELDS).json()["choices"][0]["text"]
+        os.kill(server.engine_pid, signal.SIGKILL)
+        wait_until(lambda: http.get("/ready").status_code == 503, 10, "the death is noticed")
+        assert int(http.get("/ready").headers["retry-after"]) > 0
+        assert http.get("/health").status_code == 200
+        asked = http.get("/v1/requests")
+        assert asked.status_code in (200, 503)
+        answer = http.post("/v1/completions", json=FIELDS, timeout=60)
+        assert answer.json()["choices"][0]["text"] == expected
+        assert http.get("/ready").status_code == 200
+        os.kill(server.engine_pid, signal.SIGKILL)  # its second death, one after the other
+        assert server.wait(20) == 1
+        assert "stays dead" in server.log()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--data-parallel-size", "1000"), "data_parallel_size is 1000 and this machine has [0-9]+ core"),
+        (("--data-parallel-size", "0"), "data_parallel_size is 0; it must be at least 1"),
+        (("--data-parallel-size", "2", "--threads", "1"), "num_threads is 1 and data_parallel_size 2"),
+        (("--data-parallel-size", "2", "--num-blocks", "1"), "num_blocks is 1 and data_parallel_size 2"),
+        (("--data-parallel-size", "2", "--kv-cache-bytes", "900TiB"), "data_parallel_size is 2: .* are free; lower"),
+    ],
+)
+def test_what_the_machine_lacks_is_said_before_anything_is_started(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ServerFailed) as caught:
+        start_server("--model", "demo", *arguments, timeout=20)
+    assert re.search(message, str(caught.value)), str(caught.value)
+
+
+def test_cores_threads_blocks_and_ports_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pointsman.server.shares.own_cores", lambda: [0, 1, 2, 5, 6])
+    monkeypatch.setattr("pointsman.server.shares.num_cores", lambda: 5)
+    options = {"model": "demo", "num_blocks": 101, "num_threads": 4, "kv_events_config": {"replay_endpoint": "ipc://x"}}
+    first, second = share_out(options, 2, "f")
+    assert (first.cores, second.cores) == ([0, 1], [2, 5, 6])
+    assert first.options["num_blocks"] == second.options["num_blocks"] == 50
+    assert first.options["num_threads"] == second.options["num_threads"] == 2
+    assert first.options["kv_events_config"] == {"endpoint": "tcp://*:5557", "replay_endpoint": "ipc://x"}
+    assert second.options["kv_events_config"] == {"endpoint": "tcp://*:5558", "replay_endpoint": "ipc://x_dp1"}
+    assert (first.record, second.record, second.record_after(2)) == ("f", "f.1", "f.1.restart-2")
+    alone = share_out(options, 1, "f")[0]
+    assert (alone.options, alone.cores, alone.record, alone.name) == (options, None, "f", "")
+    # Where the time of all processors is limited, no engine may take all of it.
+    monkeypatch.setattr("pointsman.server.shares.num_cores", lambda: 4)
+    assert [one.options["num_threads"] for one in share_out({"model": "demo"}, 2)] == [2, 2]
