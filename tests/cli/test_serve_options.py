@@ -54,6 +54,7 @@ NOT_OPTIONS = {
         "count_common_prefix",
         "max_overtakes",
         "pad_first_decodes",
+        "split_encoder_inputs",
     ),  # for hosts other than this engine
 }
 
@@ -171,6 +172,9 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
         "warm_up": "no",
         "record": tmp_path / "run.jsonl",
         "seed": "7",
+        "data_parallel_size": "1",
+        "max_engine_restarts": "2",
+        "max_resumes": "4",
         "dtype": "bfloat16",
         "kv_cache_dtype": "float32",
         "quantization": "int8",
@@ -245,6 +249,7 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
         log_requests=True,
     )
     run = {"log_stats_interval": None, "max_step_retries": 3, "record": str(tmp_path / "run.jsonl"), "warm_up": False}
+    run |= {"data_parallel_size": 1, "max_engine_restarts": 2, "max_resumes": 4}
     assert found.options == run
     expected = {"model": "/models/a", "seed": 7, "num_threads": 2, "kv_cache_bytes": 64 * 2**20, "fuse": False}
     assert expected.items() <= found.engine.items()
