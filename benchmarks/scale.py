@@ -224,14 +224,14 @@ def main() -> int:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("--rounds", type=at_least_one, help="rounds of the load [default: 7, quick: 2]")
     parser.add_argument("--kills", type=at_least_one, help="how often an engine is killed [default: 20, quick: 1]")
-    args = parser.parse_args()
-    rounds, num_requests = args.rounds or (2 if args.quick else 7), 48 if args.quick else 240
+    arguments = parser.parse_args()
+    rounds, num_requests = arguments.rounds or (2 if arguments.quick else 7), 48 if arguments.quick else 240
     targets = Targets()
     sides: list[Side] = []
     try:
         one = serve("one engine", 2 * POOL)
         sides.append(one)
-        if not args.quick:
+        if not arguments.quick:
             sides.append(serve("one engine, half the pool", POOL))
             sides.append(serve(TWO_THREADS, 2 * POOL, "--threads", "2"))
         two = serve("two engines", 2 * POOL, "--data-parallel-size", "2")
@@ -239,7 +239,7 @@ def main() -> int:
         run_async(prefixes(sides, rounds, num_requests))
         for side in sides[:-1]:
             side.server.stop()
-        killed = run_async(kills(two, args.kills or (1 if args.quick else 20)))
+        killed = run_async(kills(two, arguments.kills or (1 if arguments.quick else 20)))
     finally:
         for side in sides:
             side.server.__exit__()
@@ -277,7 +277,7 @@ def main() -> int:
         "throughput_ratios": ratios,
         "kill": killed,
     }
-    return finish("scale", figures, targets, args.check)
+    return finish("scale", figures, targets, arguments.check)
 
 
 if __name__ == "__main__":

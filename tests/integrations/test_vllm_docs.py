@@ -197,14 +197,14 @@ def test_check_says_that_it_will_work_and_with_which_knobs() -> None:
 
 def test_check_says_all_that_will_not_work() -> None:
     done = check_vllm(
-        "--enable-prompt-embeds",
+        "--kv-cache-metrics",
         "--kv-transfer-config",
         '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}',
         "--additional-config",
         '{"pointsman": {"max_seqs": 2}}',
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    for words in ("leave --enable-prompt-embeds out", "leave --kv-transfer-config out", "max_seqs", "or leave --sched"):
+    for words in ("leave --kv-cache-metrics out", "leave --kv-transfer-config out", "max_seqs", "or leave --sched"):
         assert words in done.stdout
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from pointsman.core import InvalidTransition, RequestRefused, UnknownRequest
 from pointsman.engine import LLM, AsyncEngine, Engine, PoolingParams, SamplingParams, StructuredOutputsParams
+from pointsman.engine.drafts.worth import StepCost
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import load_model, wrap_model
 from tests.engine.tiny_models import FAMILIES, build
@@ -95,8 +96,11 @@ def test_requests_that_wait_for_input_and_others_share_a_small_pool(loaded: Load
 
 @pytest.mark.parametrize("knobs", [{"num_draft_tokens": 3}, {"max_steps_in_flight": 2}], ids=str)
 def test_the_answer_is_the_same_with_drafts_and_with_steps_in_flight(
-    loaded: LoadedModel, knobs: dict[str, int]
+    loaded: LoadedModel, knobs: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Whether drafts are searched and pay does not depend on measured times.
+    monkeypatch.setattr(StepCost, "observe", lambda *_: None)
+    monkeypatch.setattr("pointsman.engine.drafts.prompt_lookup.SEARCH_SHARE", 1e9)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     engine = Engine(loaded, **knobs, **KNOBS)
     for name in ("a", "b"):
