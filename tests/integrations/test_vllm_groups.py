@@ -12,7 +12,7 @@ import pytest
 
 from pointsman.core import replay
 from tests.integrations.vllm_process import NEEDS_VLLM, run_in_vllm, vllm_parent
-from tests.soak import short_of, short_or_long
+from tests.soak import part_of_commit, short_of, short_or_long
 
 pytestmark = NEEDS_VLLM
 FLAG = "--disable-hybrid-kv-cache-manager"
@@ -62,7 +62,11 @@ MET_PER_100 = {"steps": 5_000, "preemptions": 50, "hits": 50, "chunks": 2_000, "
 """What so many workloads meet at least."""
 
 
-@pytest.mark.parametrize("case", short_of(list(CASES), {"gemma3, preempting", "lfm2, cached in parts, preempting"}))
+NOW = part_of_commit(["gemma3, preempting", "lfm2, cached in parts, preempting", "llama4", "falcon-h1, short pool"], 4)
+"""One with each commit."""
+
+
+@pytest.mark.parametrize("case", short_of(list(CASES), NOW))
 def test_tokens_are_those_of_vllms_own_scheduler(tmp_path: Path, case: str) -> None:
     """In as many steps, with as many cached tokens; twice the same prompts, so that the second time finds them."""
     family, options, groups = CASES[case]
