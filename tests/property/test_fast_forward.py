@@ -12,7 +12,7 @@ from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from pointsman.core import Scheduler
 from pointsman.core.presets import PRESETS, SYSTEMS
-from tests.soak import short_of, short_or_long
+from tests.soak import part_of_commit, short_of, short_or_long
 
 from .operations import OPERATIONS, make_world, run_operation
 from .test_state_machine import SchedulerMachine
@@ -119,7 +119,7 @@ def drive(
     return world, twin
 
 
-@pytest.mark.parametrize("focus", short_of(FOCUS, SHORT_FOCUS))
+@pytest.mark.parametrize("focus", short_of(FOCUS, part_of_commit(sorted(SHORT_FOCUS), 2)))
 def test_seeded_runs(focus: str) -> None:
     advanced = stepped = 0
     for seed in range(NUM_SEEDS):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from pointsman.core import KVGroup, Reason
-from tests.soak import SOAK, short_of, short_or_long
+from tests.soak import SOAK, part_of_commit, short_of, short_or_long
 
 from .operations import EXECUTED, OPERATIONS, Operation, drive, make_world, run_operation
 from .workload import DrawChooser
@@ -133,7 +133,7 @@ def test_state_machine() -> None:
 LONG_ONLY = {"windows alone", "windows and chunks", "chunks", "groups, speculation"}
 
 
-@pytest.mark.parametrize("focus", short_of(list(FOCUS), FOCUS.keys() - LONG_ONLY))
+@pytest.mark.parametrize("focus", short_of(list(FOCUS), part_of_commit(sorted(FOCUS.keys() - LONG_ONLY), 2)))
 def test_seeded_runs(focus: str) -> None:
     """The same operations from a seeded generator: many more runs than Hypothesis does in the same time."""
     for seed in range(NUM_SEEDS):
