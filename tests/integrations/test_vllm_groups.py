@@ -164,7 +164,7 @@ def test_it_is_said_which_prompts_find_nothing(tmp_path: Path) -> None:
     for options, flags, says, least in (
         (CACHE, ["--enable-prefix-caching"], "shorter prompts find nothing", 129),
         (PARTS, ["--enable-prefix-caching", "--prefix-match-unit", "32"], "every 32 tokens where a prompt ends", 33),
-        (NO_CACHE, ["--no-enable-prefix-caching"], "states of some layers, kept by", 0),
+        (NO_CACHE, ["--no-enable-prefix-caching"], "4 groups, kept by", 0),
     ):
         given = [f"{key}={json.dumps(value)}" for key, value in options.items()]
         not_found = run_in_vllm("vllm_groups.py", "lfm2", "ours", tmp_path, *given)["not found"]

@@ -127,7 +127,7 @@ class Scheduler:
         groups = None
         if not is_one_full_group(kv_cache_config):
             own = own_groups(kv_cache_config, config, hash_block_size or block_size)
-            if own is not None:
+            if own is not None and not vllm_config.model_config.enable_prompt_embeds:
                 config = config.replace(kv_groups=own)
             else:
                 check_recording(settings.record)
