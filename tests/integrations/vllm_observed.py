@@ -135,7 +135,13 @@ def compare(base: Any, workload: Workload, folder: Path, tally: Counter[str]) ->
 
 def check_refused(observed: Observed, workload: Workload) -> None:
     """The simulator, which lacks this layout, says so by name."""
-    kinds = {"full": "FullAttentionSpec", "window": "SlidingWindowSpec", "chunk": "ChunkedLocalAttentionSpec"}
+    kinds = {
+        "full": "FullAttentionSpec",
+        "window": "SlidingWindowSpec",
+        "chunk": "ChunkedLocalAttentionSpec",
+        "prompt and window": "RSWASpec",
+        "ring": "CircularBufferSpec",
+    }
     names = [kinds.get(kind, "MambaSpec") for kind, _, _ in workload.layout]
     lacks = f"{len(names)} KV groups ({', '.join(names)})" if len(names) > 1 else f"KV of the kind {names[0]}"
     assert lacks in observed.lacking, observed.lacking
