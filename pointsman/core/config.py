@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self
 
@@ -228,11 +229,7 @@ class SchedulerConfig:
         """The longest sequence whose KV the usable blocks hold; with `kv_groups`, at most the model's longest."""
         if not self.has_kv_groups:
             return self.num_usable_blocks * self.block_size
-        low, high = 0, self.max_model_len
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.most_blocks(middle) <= self.num_usable_blocks else (low, middle - 1)
-        return low
+        return bisect_right(range(1, self.max_model_len + 1), self.num_usable_blocks, key=self.most_blocks)
 
     @property
     def max_tokens_in_flight(self) -> int:
@@ -304,6 +301,7 @@ class SchedulerConfig:
             "count_owed_blocks",
             "admit_after_preemption",
             "pad_first_decodes",
+            "split_encoder_inputs",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")

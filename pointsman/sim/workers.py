@@ -158,9 +158,11 @@ class _OnRay:
         try:
             yield from self._pool.map(lambda actor, job: actor.measure.remote(job), jobs)
         except RayError as error:
-            reason = str(error.cause if isinstance(getattr(error, "cause", None), Exception) else error).strip()
+            cause = getattr(error, "cause", None)
+            lines = str(cause if isinstance(cause, Exception) else error).strip().splitlines()
+            reason = lines[-1] if lines else type(error).__name__
             raise SimulationError(
-                f"a worker on the Ray cluster failed: {reason.splitlines()[-1]}; each node must stay up, with this "
+                f"a worker on the Ray cluster failed: {reason}; each node must stay up, with this "
                 "version of Python and pip install 'pointsman[ray]'"
             ) from error
 

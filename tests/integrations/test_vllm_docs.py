@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from _server_process import free_port
 from _server_sides import write_vllm_metadata
 from prometheus_client.parser import text_string_to_metric_families
 from vllm_env import python_of
@@ -75,9 +75,7 @@ def serving(folder: Path) -> Iterator[Server]:
     (line,) = (line for line in COMMANDS if line.startswith("vllm serve"))
     path, log, pid = folder / "pointsman.sock", folder / "log", folder / "pid"
     words = shlex.split(line.replace(MODEL, str(DEMO)).replace(SOCKET, str(path)))
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     words[words.index("--max-num-seqs") + 1] = "1"  # so that requests wait
     words += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--dtype", "float32"]
     words += ["--max-model-len", "2048", "--block-size", "32", "--max-num-batched-tokens", "2048"]

@@ -90,6 +90,7 @@ def test_the_answers_are_those_of_vllms_own_scheduler(tmp_path: Path, name: str)
         assert ours["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 0
 
 
+# The short form has it with every second commit.
 @pytest.mark.parametrize("name", short_of(["plain", "ngram", "async"], part_of_commit(["async", ""], 2)))
 def test_tokens_that_the_model_runner_does_not_return_are_sampled_again(tmp_path: Path, name: str) -> None:
     way = WAYS[name]

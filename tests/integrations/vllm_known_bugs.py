@@ -5,8 +5,6 @@ python vllm_known_bugs.py   prints one JSON line: of each case, what went wrong,
 
 from __future__ import annotations
 
-import json
-import traceback
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler as OwnScheduler
 from vllm.v1.request import Request, RequestStatus
 
 from pointsman.integrations.vllm import Scheduler
+from tests.integrations.vllm_cases import print_failures
 from tests.integrations.vllm_decisions import HASH, Side, Workload, configured
 
 FULL, WINDOW = ("full", 4, 0), ("window", 4, 8)
@@ -187,15 +186,7 @@ def main() -> None:
     global BASE
     init_none_hash(HASH)
     BASE = build_config(Settings(num_blocks=100, max_model_len=1 << 12, max_num_seqs=8, max_num_batched_tokens=1 << 12))
-    found = {}
-    for case in CASES:
-        try:
-            case()
-        except Exception:
-            found[case.__name__] = traceback.format_exc(limit=-3)
-        else:
-            found[case.__name__] = None
-    print(json.dumps(found))
+    print_failures(CASES)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 import router_env
-from _server_process import wait_until
+from _server_process import free_port, wait_until
 
 from tests.forked_engines import start_server
 
@@ -38,13 +37,6 @@ def router() -> Path:
     if router_env.make([]) != 0:
         pytest.skip("vLLM's router cannot be installed here; python benchmarks/router_env.py says why")
     return router_env.router_of()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 @contextmanager

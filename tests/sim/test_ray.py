@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import ray_env
-from _server_process import wait_until
+from _server_process import free_port, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.soak]
 
@@ -51,13 +50,6 @@ def alone(python: Path) -> str:
 def tuned(python: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [python, "-m", "pointsman", "tune", *SEARCH, *options]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, timeout=300)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 @contextmanager

@@ -153,11 +153,10 @@ class GroupedKVCache(KVCache):
         self._in_flight: Int64Array | None = None  # [rows] tokens of each in this moment; None: not counted yet
         self._has_grown = False
         # Of the newest admission: its tables, the first blocks of each kind in them, and its tokens after the step.
-        self._ends_of_tails = (0, 0, 0)
         self._entering: tuple[Int32Array, list[int], int] = (np.zeros((0, 0), dtype=np.int32), [], 0)
-        self._asked: Int64Array | None = (
-            None  # what `can_grow_by_one` counted; None: a block of each table for each row
-        )
+        self._ends_of_tails = (0, 0, 0)
+        self._asked: Int64Array | None = None
+        """What `can_grow_by_one` counted; None: a block of each table for each row."""
         self._lagging: set[int] = set()
         """Rows that are asked before they lack a block."""
         self._fresh: tuple[npt.NDArray[np.integer], Int64Array] | None = None

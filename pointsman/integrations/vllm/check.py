@@ -29,7 +29,6 @@ from pointsman.integrations.vllm.support import (
     check_recording,
     check_version,
     is_one_full_group,
-    kv_cache_problems,
     minor_version,
     problems_of,
     untested_parts,
@@ -116,15 +115,13 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
         return report
     told = None if log is None else _read_log(log)
     vllm_config = _vllm_config(model, options)
-    report.problems += problems_of(vllm_config, None)
     groups: Groups | None = None
     try:
         groups = groups_of(vllm_config)
+        report.groups += groups.lines()
     except LayersUnknown as unknown:
         report.groups.append(f"how the layers share it is known when vLLM loads them: {unknown}")
-    if groups is not None:
-        report.problems += kv_cache_problems(SimpleNamespace(kv_cache_groups=groups.groups))
-        report.groups += groups.lines()
+    report.problems += problems_of(vllm_config, None if groups is None else _layout(groups))
     report.not_run = untested_parts(vllm_config, vllm.__version__)
     _read_knobs(report, vllm_config, groups)
     report.groups += _capacity(vllm_config, groups, told)
@@ -245,6 +242,11 @@ def _where_cached(cache: Any) -> str:
     )
 
 
+def _layout(groups: Groups) -> Any:
+    """As vLLM's `KVCacheConfig` has it."""
+    return SimpleNamespace(kv_cache_groups=groups.groups)
+
+
 def _read_knobs(report: Report, vllm_config: Any, made: Groups | None) -> None:
     """Read the knobs into the report, and problems of those in `--additional-config`."""
     cache = vllm_config.cache_config
@@ -264,16 +266,16 @@ def _read_knobs(report: Report, vllm_config: Any, made: Groups | None) -> None:
     blocks_of = f"{blocks} {of_size}" if blocks else f"{of_size}, as many as memory holds"
     has_states = _has_states(vllm_config)
     if made is None:
-        groups, keeper = _groups(vllm_config), "vLLM's own KV manager"
-        keeper += "" if has_states else " if their blocks differ in size"
+        groups, is_theirs = _groups(vllm_config), has_states
+        keeper = "vLLM's own KV manager" + ("" if has_states else " if their blocks differ in size")
     else:
-        count = len(made.groups)
-        layout = SimpleNamespace(kv_cache_groups=made.groups)
+        count, layout = len(made.groups), _layout(made)
         groups = "" if not count or is_one_full_group(layout) else f"{count} group{'s' * (count > 1)}"
         groups += _where_cached(cache) if has_states else ""
-        keeper = "vLLM's own KV manager" if own_groups(layout, config, size) is None else "Pointsman"
+        is_theirs = bool(groups) and own_groups(vllm_config, layout, config, size) is None
+        keeper = "vLLM's own KV manager" if is_theirs else "Pointsman"
     report.kv_cache = blocks_of + (f", {groups}, kept by {keeper}" if groups else "")
-    if has_states:
+    if is_theirs:
         try:
             check_recording(settings.record)
         except ConfigError as error:

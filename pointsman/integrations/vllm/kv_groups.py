@@ -12,6 +12,7 @@ states that are cached for prefixes: a row keeps the newest two, so each is publ
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -204,12 +205,11 @@ class KVGroups(KVCache):
 
     def _longest(self, spare: int) -> int:
         """The longest sequence that the pool can hold."""
-        low, high = 0, self._max_model_len
-        while low < high:
-            middle = (low + high + 1) // 2
-            needed = spare + self._count("", middle, self._nothing, 0, is_whole=True)
-            low, high = (middle, high) if needed <= self.pool.num_usable else (low, middle - 1)
-        return low
+
+        def needed(num_tokens: int) -> int:
+            return spare + self._count("", num_tokens, self._nothing, 0, is_whole=True)
+
+        return bisect_right(range(1, self._max_model_len + 1), self.pool.num_usable, key=needed)
 
     def why_nothing_is_found(self) -> str:
         """Which prompts can never find a prefix in the cache, and why; "": there is no cache."""

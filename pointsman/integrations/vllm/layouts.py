@@ -11,10 +11,14 @@ from pointsman.core import KVGroup, SchedulerConfig
 from pointsman.integrations.vllm.support import managers_of
 
 
-def own_groups(kv_cache_config: Any, config: SchedulerConfig, hash_block_size: int) -> tuple[KVGroup, ...] | None:
+def own_groups(
+    vllm_config: Any, kv_cache_config: Any, config: SchedulerConfig, hash_block_size: int
+) -> tuple[KVGroup, ...] | None:
     """The groups that the core keeps itself with this configuration; None: it cannot."""
     groups = tuple(_own_group(group, config.block_size) for group in kv_cache_config.kv_cache_groups)
     if getattr(kv_cache_config, "needs_kv_cache_zeroing", False) or hash_block_size != config.block_size:
+        return None
+    if vllm_config.model_config.enable_prompt_embeds:  # its windows may miss what vLLM's manager finds of such prompts
         return None
     if config.enable_kv_cache_events or config.count_common_prefix or config.eviction != "lru":
         return None

@@ -126,8 +126,8 @@ class Scheduler:
         config = scheduler_config(vllm_config, kv_cache_config, block_size, settings.knobs)
         groups = None
         if not is_one_full_group(kv_cache_config):
-            own = own_groups(kv_cache_config, config, hash_block_size or block_size)
-            if own is not None and not vllm_config.model_config.enable_prompt_embeds:
+            own = own_groups(vllm_config, kv_cache_config, config, hash_block_size or block_size)
+            if own is not None:
                 config = config.replace(kv_groups=own)
             else:
                 check_recording(settings.record)
