@@ -21,7 +21,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 # The long forms, in parts that run alone: the tests of each part, and its benchmarks.
 SOAKS := core sim engine server vllm page
-TESTS_core := tests/core tests/property tests/traces
+TESTS_core := tests/core tests/property tests/traces tests/test_routing.py
 TESTS_sim := tests/sim
 TESTS_engine := tests/engine
 TESTS_server := tests/examples tests/server tests/cli tests/benchmarks tests/release tests/test_docs.py tests/test_forking.py

@@ -6,7 +6,9 @@
   for a request, and requests a second, are compared with those of one engine that has both cores and all the memory,
   with the number of threads that it chooses for this model (one), and with two;
 - **kill**: one of two engines is killed (SIGKILL) at a random moment under load, again and again. Every answer is the
-  one that it is without that.
+  one that it is without that;
+- **router**: two servers behind `vllm-router` instead, and one of them is ended (SIGTERM) under load;
+- **simulated**: the simulator's hit rates for the same fleets.
 
     python benchmarks/scale.py --check
 """
@@ -20,23 +22,33 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from time import monotonic
 from typing import Any
 
 from _common import Targets, argument_parser, at_least_one, finish, paired_ratio, print_table, run
-from _server_client import HOST, Address, BrokenAnswer, Exchange, post, send, start
+from _scale_load import (
+    BLOCK_SIZE,
+    CLIENTS,
+    MODEL,
+    NUM_PREFIXES,
+    OWN_TOKENS,
+    POOL,
+    PREFIX_TOKENS,
+    TOKENS,
+    first_requests,
+    load,
+    prefix,
+    processor_seconds,
+    request_of,
+)
+from _scale_router import check_router, router_figures
+from _scale_simulated import Measured, simulated_figures
+from _server_client import HOST, Address, BrokenAnswer, Exchange, post, start
 from _server_probe import open_requests, read_metrics, run_async, wait_until_idle
 from _server_process import ServerProcess, start_server
 
-MODEL = "demo"
-NUM_PREFIXES, PREFIX_TOKENS, OWN_TOKENS = 24, 320, 64
-CLIENTS, TOKENS = 4, 16
-BLOCK_SIZE = 16
 TWO_THREADS = "one engine, two threads"
-POOL = 400
-"""Blocks of one engine: 20 prefixes of 24."""
 LONG = 300
 """Tokens of a stream that runs when an engine is killed."""
 KILLED_TOGETHER = 10
@@ -74,41 +86,11 @@ def serve(name: str, num_blocks: int, *options: str) -> Side:
     return Side(name, server, monotonic() - began)
 
 
-def processor_seconds(pid: int) -> float:
-    """Processor time that a process has used, all threads, to the nanosecond: `/proc/PID/stat` counts in 10 ms."""
-    paths = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(path.read_text().split()[0]) for path in paths) / 1e9
-
-
-def prefix(number: int) -> list[int]:
-    return random.Random(number).choices(range(300, 2000), k=PREFIX_TOKENS)
-
-
-def request_of(number: int, own: int) -> bytes:
-    """A stream behind prefix `number`."""
-    prompt = prefix(number) + random.Random(f"own {own}").choices(range(300, 2000), k=OWN_TOKENS)
-    fields = {"prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0, "stream": True}
-    return post("/v1/completions", {"model": MODEL, **fields})
-
-
-async def load(side: Side, requests: Sequence[bytes]) -> None:
-    """Send all, each of the clients one after the other; nothing is noted."""
-    left = list(reversed(requests))
-
-    async def client() -> None:
-        while left:
-            exchange = await send(side.address, left.pop())
-            if not exchange.answer().stream().is_done:
-                raise BrokenAnswer("a stream without an end")
-
-    await asyncio.gather(*[client() for _ in range(CLIENTS)])
-
-
 async def measure(side: Side, requests: Sequence[bytes]) -> None:
     """A round of the load."""
     before, pids = await read_metrics(side.address), side.server.engine_pids
     api, engines, began = processor_seconds(side.server.pid), sum(map(processor_seconds, pids)), monotonic()
-    await load(side, requests)
+    await load(side.address, requests)
     side.rates.append(len(requests) / (monotonic() - began))
     side.api_cpu += processor_seconds(side.server.pid) - api
     side.engine_cpu += sum(map(processor_seconds, pids)) - engines
@@ -122,7 +104,7 @@ async def prefixes(sides: Sequence[Side], rounds: int, num_requests: int) -> Non
     """The sides take turns; the prefixes are there before the first round."""
     generator = random.Random(1)
     for side in sides:
-        await load(side, [request_of(number, -1 - number) for number in range(NUM_PREFIXES)])
+        await load(side.address, first_requests())
     own = 0
     for turn in range(rounds):
         requests = [request_of(generator.randrange(NUM_PREFIXES), own + one) for one in range(num_requests)]
@@ -243,6 +225,7 @@ def main() -> int:
     finally:
         for side in sides:
             side.server.__exit__()
+    routed = None if arguments.quick else router_figures(num_requests)
     rates = {side.name: side.hits / side.queries for side in sides}
     cpu = {side.name: side.api_cpu / side.requests * 1e3 for side in sides}
     engine_cpu = {side.name: side.engine_cpu / side.requests * 1e3 for side in sides}
@@ -269,7 +252,16 @@ def main() -> int:
         targets.at_most("gap of the other engine's streams", killed["gap_of_the_other_engine"], MOST_GAP)
     else:
         targets.skip("gap of the other engine's streams", "the API process and this one need cores of their own")
+    check_router(targets, routed, "--quick" if arguments.quick else None)
+    fleets = {
+        one.name: Measured(rates[one.name], one.requests, 1, 2 * POOL),
+        two.name: Measured(rates[two.name], two.requests, 2, POOL),
+    }
+    for policy, rule in (("round_robin", "round-robin"), ("cache_aware", "prefix-affinity")) if routed else ():
+        fleets[f"two servers, {policy}"] = Measured(routed[policy]["hit_rate"], num_requests, 2, POOL, rule)
     figures = {
+        "router": routed,
+        "simulated": simulated_figures(targets, fleets),
         "hit_rates": rates,
         "api_ms_per_request": cpu,
         "engine_ms_per_request": engine_cpu,

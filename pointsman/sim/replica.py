@@ -35,7 +35,7 @@ from pointsman.core import (
 )
 from pointsman.sim.host_memory import HostMemory, HostTier, check_host_memory
 from pointsman.sim.outcome import Event, Timeline, Timings
-from pointsman.sim.request import EOS_TOKEN, SimRequest, blank_prompt, filler_token, prompt_tokens
+from pointsman.sim.request import EOS_TOKEN, VOCAB_SIZE, SimRequest, blank_prompt, filler_token, prompt_tokens
 from pointsman.sim.step_time import StepLoad, StepTime
 
 FloatArray = npt.NDArray[np.float64]
@@ -116,7 +116,7 @@ class Replica:
         *,
         is_stepping: bool = False,
         seed: int = 0,
-        vocab_size: int = 100_000,
+        vocab_size: int = VOCAB_SIZE,
         listeners: Iterable[Listener] = (),
         host_memory: HostMemory | None = None,
     ) -> None:
@@ -126,7 +126,7 @@ class Replica:
         self.timeline = Timeline()
         self.now = 0.0
         """The end of its last event, in seconds."""
-        self._config = config
+        self.config = config
         self._step_time = step_time
         self._timings = timings
         self._max_in_flight = config.max_steps_in_flight
@@ -162,7 +162,7 @@ class Replica:
             prompt = prompt_tokens(request, request.index, self._vocab_size, self._seed)
         else:
             prompt = blank_prompt(length)
-        room = max(1, self._config.max_model_len - length)
+        room = max(1, self.config.max_model_len - length)
         max_tokens = room if request.max_tokens is None else request.max_tokens
         made = Request(
             request.request_id,

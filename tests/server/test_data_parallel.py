@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from _server_process import ServerFailed, ServerProcess, wait_until
+from _server_process import ServerFailed, ServerProcess, free_port, wait_until
 
 from pointsman.core import replay
 from pointsman.engine.machine import num_cores
@@ -269,3 +270,35 @@ def test_cores_threads_blocks_and_ports_are_shared_out(monkeypatch: pytest.Monke
     # Where the time of all processors is limited, no engine may take all of it.
     monkeypatch.setattr("pointsman.server.shares.num_cores", lambda: 4)
     assert [one.options["num_threads"] for one in share_out({"model": "demo"}, 2)] == [2, 2]
+
+
+def test_ports_that_are_taken_are_said_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pointsman.server.shares.own_cores", lambda: [0, 1, 2])
+    monkeypatch.setattr("pointsman.server.shares.num_cores", lambda: 3)
+
+    def shared(num_engines: int, **events: object) -> str:
+        with pytest.raises(ValueError) as caught:
+            share_out({"model": "demo", "kv_events_config": events}, num_engines)
+        return str(caught.value)
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        taken = listener.getsockname()[1]
+        of_one = shared(1, endpoint=f"tcp://*:{taken}")
+        assert f"port {taken}, the endpoint, cannot be used: Address already in use" in of_one and "is free" in of_one
+        # The third engine's port is the one that is taken.
+        of_three = shared(3, endpoint="tcp://*:0", replay_endpoint=f"tcp://127.0.0.1:{taken - 2}")
+        assert (
+            f"port {taken}, the replay_endpoint of engine 2, cannot" in of_three and "3 ports, counted up" in of_three
+        )
+        # A publisher that connects takes no port, and one that is off none either.
+        share_out({"model": "demo", "kv_events_config": {"endpoint": f"tcp://127.0.0.1:{taken}"}}, 1)
+        off = {"endpoint": f"tcp://*:{taken}", "enable_kv_cache_events": False}
+        share_out({"model": "demo", "kv_events_config": off}, 1)
+    # Neighbouring ports of the first engine are those of the second one.
+    free = free_port()
+    both = shared(2, endpoint=f"tcp://*:{free}", replay_endpoint=f"tcp://*:{free + 1}")
+    assert f"port {free + 1}, the endpoint of engine 1, cannot be used: it is the replay_endpoint of engine 0" in both
+    assert "ports end at 65535" in shared(2, endpoint="tcp://*:65535")
+    share_out({"model": "demo", "kv_events_config": {"endpoint": "tcp://[::1]:0"}}, 2)

@@ -49,7 +49,8 @@ class KVEventsConfig:
     publisher: str = "zmq"
     """"zmq", or "null": nothing is published."""
     endpoint: str = "tcp://*:5557"
-    """Where to publish; bound if it has a * or ::, or is ipc:// or inproc://, else connected to."""
+    """Where to publish; bound if it has a * or ::, or is ipc:// or inproc://, else connected to. Routers connect, so
+    they need one that is bound."""
     replay_endpoint: str | None = None
     """Where to bind the socket that repeats messages; None: none."""
     buffer_steps: int = 10_000
@@ -79,6 +80,11 @@ class KVEventsConfig:
         """Whether anything is published."""
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether subscribers connect to `endpoint`; otherwise the publisher itself does."""
+        return "*" in self.endpoint or "::" in self.endpoint or self.endpoint.startswith(("ipc:", "inproc:"))
+
     @classmethod
     def of(cls, value: KVEventsConfig | Mapping[str, Any] | None) -> KVEventsConfig | None:
         """The configuration, given as one or as a mapping; None: nothing is to be published.
@@ -96,6 +102,11 @@ class KVEventsConfig:
         else:
             raise ValueError(f"kv_events_config is {value!r}; give a KVEventsConfig, or a mapping of its fields")
         return config if config is not None and config.is_on else None
+
+
+def _bound_form(endpoint: str) -> str:
+    """The address of the same port that is bound."""
+    return f"tcp://*:{endpoint.rpartition(':')[2]}"
 
 
 class KVEventsPublisher:
@@ -156,10 +167,18 @@ class KVEventsPublisher:
         try:
             out = self._context.socket(zmq.PUB)
             out.set_hwm(config.hwm)
-            is_own = (
-                "*" in config.endpoint or "::" in config.endpoint or config.endpoint.startswith(("ipc:", "inproc:"))
-            )
-            (out.bind if is_own else out.connect)(config.endpoint)
+            if config.is_bound:
+                if "::" in config.endpoint:
+                    out.setsockopt(zmq.IPV6, 1)
+                out.bind(config.endpoint)
+            else:
+                out.connect(config.endpoint)
+                logger.warning(
+                    "kv_events_config: the publisher connects to %s, because it has no *; routers connect, too, and "
+                    "then get nothing: for them, give an address that is bound, like %s",
+                    config.endpoint,
+                    _bound_form(config.endpoint),
+                )
             if config.replay_endpoint is None:
                 return out, None
             replay = self._context.socket(zmq.ROUTER)

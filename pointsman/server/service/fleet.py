@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pointsman.engine.errors import EngineDeadError
 from pointsman.engine.pausing import PauseChoice
+from pointsman.routing import Router
 from pointsman.server.service.engine_client import EngineClient, EngineStalledError, EngineStartError, queue_in_turns
 from pointsman.server.service.inbox import ClientStream
-from pointsman.server.service.routing import Router
 from pointsman.server.wire.messages import Delta, EngineInfo, EngineRequest, RequestExplanation
 
 if TYPE_CHECKING:
