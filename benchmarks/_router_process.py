@@ -78,32 +78,33 @@ class RouterProcess:
         self._output.unlink(missing_ok=True)
 
 
-def find_router() -> Path:
+def find_router(environment: Path = ENVIRONMENT) -> Path:
     """The router's command.
 
     Raises:
-        RouterMissing: it is not installed, or in another version.
+        RouterMissing: it is not installed there, or in another version.
     """
-    if not is_complete():
+    if not is_complete(environment):
         raise RouterMissing(
-            f"vllm-router {ROUTER_VERSION} is not installed in {ENVIRONMENT}; run python benchmarks/router_env.py"
+            f"vllm-router {ROUTER_VERSION} is not installed in {environment}; run python benchmarks/router_env.py"
         )
-    return router_of()
+    return router_of(environment)
 
 
-def start_router(urls: Sequence[str], *options: str, timeout: float = 120) -> RouterProcess:
-    """Start a router on a free port of 127.0.0.1, and wait until it passes requests on.
+def start_router(urls: Sequence[str], *options: str, port: int | None = None, timeout: float = 120) -> RouterProcess:
+    """Start a router on 127.0.0.1, and wait until it passes requests on.
 
     Args:
         urls: of the servers; at least one of them answers.
         options: of `vllm-router`, beside the servers and the ports.
+        port: to listen on; None: a free one.
         timeout: seconds to come up.
 
     Raises:
         RouterMissing: it is not installed.
         RouterFailed: it did not come up.
     """
-    router, port = find_router(), free_port()
+    router, port = find_router(), port or free_port()
     command = [str(router), "--worker-urls", *urls, "--port", str(port), "--prometheus-port", str(free_port())]
     # Without it, the router looks for servers that are not there yet only after 30 s.
     command += ["--worker-startup-check-interval", "1", *options]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from statistics import median
 from typing import Any
@@ -34,7 +34,9 @@ from _server_probe import read_metrics, run_async
 from _server_process import ServerProcess, free_port, start_server
 
 NUM_DRAINED, DRAIN_CLIENTS, DRAIN_TOKENS = 70, 8, 60
-"""Requests of the load under which a server ends, at how many at a time, and the tokens of each."""
+"""Requests of the load under which a server ends, how many at a time, and the tokens of each."""
+LONG_TOKENS = 900
+"""Of one that is open there and keeps the server from ending at once."""
 POLICIES = ("round_robin", "kv_aware", "cache_aware")
 """Of the router; with the last one, a server is ended."""
 LEAST_HIT_RATE = 0.80
@@ -42,9 +44,14 @@ HIT_RATE, FAILED = "hit rate of two servers behind a router", "requests that fai
 
 
 class Routed:
-    """Two servers, and how a router asks them for KV events."""
+    """Two servers, and where they publish KV events.
 
-    def __init__(self, stack: ExitStack) -> None:
+    Args:
+        stack: ends them.
+        start: starts one, as `start_server` does.
+    """
+
+    def __init__(self, stack: ExitStack, start: Callable[..., Any] = start_server) -> None:
         self.servers: list[ServerProcess] = []
         self.events: list[str] = []
         sizes = ("--num-blocks", str(POOL), "--block-size", str(BLOCK_SIZE), "--max-model-len", "1024")
@@ -53,7 +60,7 @@ class Routed:
             events = ("--kv-events-config", f'{{"endpoint": "tcp://*:{port}"}}')
             self.servers.append(
                 stack.enter_context(
-                    start_server("--model", MODEL, *sizes, *events, "--log-stats-interval", "0", "--no-warm-up")
+                    start("--model", MODEL, *sizes, *events, "--log-stats-interval", "0", "--no-warm-up")
                 )
             )
             self.events.append(f"{self.servers[-1].url}=tcp://{HOST}:{port}")
@@ -112,27 +119,36 @@ async def prefixes(routed: Routed, router: RouterProcess, num_requests: int) -> 
 
 
 async def drain(address: Address, ending: ServerProcess) -> dict[str, int]:
-    """End one of the servers under load; what became of the requests."""
-    fields = {"max_tokens": DRAIN_TOKENS, "ignore_eos": True, "temperature": 0, "stream": True}
+    """End one of the servers under load, while a long stream keeps it from ending at once; what became of the requests.
+
+    Args:
+        address: of the router.
+        ending: the server that is ended.
+    """
+    fields = {"model": MODEL, "ignore_eos": True, "temperature": 0, "stream": True}
     left = [
-        post("/v1/completions", {"model": MODEL, "prompt": prefix(number)[:40], **fields})
-        for number in range(NUM_DRAINED)
+        post("/v1/completions", {"prompt": prefix(number)[:40], "max_tokens": DRAIN_TOKENS, **fields})
+        for number in range(NUM_DRAINED - 1)
     ]
+    long = post("/v1/completions", {"prompt": prefix(0)[:40], "max_tokens": LONG_TOKENS, **fields})
     failed = 0
 
-    async def client() -> None:
+    async def ask(where: Address, request: bytes) -> None:
         nonlocal failed
+        try:
+            answer = (await send(where, request)).answer()
+            is_whole = answer.status == 200 and answer.stream().finish_reasons == {0: ["length"]}
+        except (BrokenAnswer, OSError):
+            is_whole = False
+        failed += not is_whole
+
+    async def client() -> None:
         while left:
             if len(left) == NUM_DRAINED * 2 // 3:
                 ending.signal(signal.SIGTERM)
-            try:
-                answer = (await send(address, left.pop())).answer()
-                is_whole = answer.status == 200 and answer.stream().finish_reasons == {0: ["length"]}
-            except (BrokenAnswer, OSError):
-                is_whole = False
-            failed += not is_whole
+            await ask(address, left.pop())
 
-    await asyncio.gather(*[client() for _ in range(DRAIN_CLIENTS)])
+    await asyncio.gather(ask((HOST, ending.port), long), *[client() for _ in range(DRAIN_CLIENTS)])
     return {"requests": NUM_DRAINED, "failed": failed, "exit_code": ending.wait(60)}
 
 
