@@ -86,7 +86,8 @@ def find_router(environment: Path = ENVIRONMENT) -> Path:
     """
     if not is_complete(environment):
         raise RouterMissing(
-            f"vllm-router {ROUTER_VERSION} is not installed in {environment}; run python benchmarks/router_env.py"
+            f"vllm-router {ROUTER_VERSION} (and what tests need beside it) is not installed in {environment}; run "
+            "python benchmarks/router_env.py"
         )
     return router_of(environment)
 
