@@ -32,7 +32,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.soak]
 
 PORT = r"(?<![\d.])(?:8[0-9]{3}|5[0-9]{3})\b"
 """A port in the document's commands."""
-SCALING = Path(__file__).resolve().parents[2] / "docs" / "scaling.md"
+ROOT = Path(__file__).resolve().parents[2]
+SCALING = ROOT / "docs" / "scaling.md"
+MANIFEST = ROOT / "examples" / "kubernetes" / "pointsman.yaml"
 BODY = {"model": "demo", "prompt": "The import statement", "max_tokens": 4}
 LONG = {**BODY, "max_tokens": 1500, "ignore_eos": True}
 PAGE = {"origin": "http://evil.example", "sec-fetch-site": "cross-site"}
@@ -162,6 +164,8 @@ def test_prefixes_stay_together_and_a_server_that_ends_costs_no_request(two: Rou
         figures = asyncio.run(prefixes(two, router, 96))
         assert figures["hit_rate"] >= LEAST_HIT_RATE
         assert abs(figures["hit_rate"] - simulated_hit_rate(2, POOL, 96)) <= MOST_DIFFERENCE
+        for path in re.findall(r"path: (/\w+), port: http}", MANIFEST.read_text().partition("kind: Deployment")[2]):
+            assert httpx.get(f"{router.url}{path}").status_code == 200, f"the manifest probes {path}"
         assert asyncio.run(drain(("127.0.0.1", router.port), two.servers[0])) == {
             "requests": 70, "failed": 0, "exit_code": 0,
         }  # fmt: skip
