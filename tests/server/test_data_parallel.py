@@ -254,6 +254,18 @@ def test_what_the_machine_lacks_is_said_before_anything_is_started(arguments: tu
     assert re.search(message, str(caught.value)), str(caught.value)
 
 
+def test_a_port_for_kv_events_that_is_taken_is_said_too() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1] - 1}"  # the second engine's is the next one
+        events = json.dumps({"endpoint": "tcp://*:0", "replay_endpoint": address})
+        with pytest.raises(
+            ServerFailed, match="the replay_endpoint of engine 1, cannot be used: Address already in use"
+        ):
+            start_server("--model", "demo", "--data-parallel-size", "2", "--kv-events-config", events, timeout=20)
+
+
 def test_cores_threads_blocks_and_ports_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.server.shares.own_cores", lambda: [0, 1, 2, 5, 6])
     monkeypatch.setattr("pointsman.server.shares.num_cores", lambda: 5)

@@ -192,6 +192,12 @@ def test_kv_aware_sends_requests_where_their_prefix_is(two: Routed) -> None:
     assert min(found) >= 32, found
 
 
+def test_a_server_that_publishes_where_the_router_hears_nothing_says_so() -> None:
+    events = f'{{"endpoint": "tcp://127.0.0.1:{free_port()}"}}'
+    with start_server("--model", "demo", "--no-warm-up", "--kv-events-config", events) as server:
+        assert "routers connect, too" in server.log()
+
+
 # ------------------------------------------------------------------------------------------------------ the document
 
 
