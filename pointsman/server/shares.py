@@ -131,8 +131,8 @@ def free_memory() -> int | None:
 
 
 def offset_ports(config: KVEventsConfig | Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Where engine `index` publishes: TCP ports are counted up from the first one's, and other addresses get a suffix,
-    as in vLLM.
+    """Where and as which engine `index` publishes: TCP ports are counted up from the first one's, and other addresses
+    get a suffix, as in vLLM.
     """
     values = (
         {name: getattr(config, name) for name in KVEventsConfig.__dataclass_fields__}
@@ -140,6 +140,7 @@ def offset_ports(config: KVEventsConfig | Mapping[str, Any], index: int) -> dict
         else dict(config)
     )
     values.setdefault("endpoint", KVEventsConfig().endpoint)
+    values["data_parallel_rank"] = index
     for name in ("endpoint", "replay_endpoint"):
         address = values.get(name)
         if index and isinstance(address, str):

@@ -274,8 +274,11 @@ def test_cores_threads_blocks_and_ports_are_shared_out(monkeypatch: pytest.Monke
     assert (first.cores, second.cores) == ([0, 1], [2, 5, 6])
     assert first.options["num_blocks"] == second.options["num_blocks"] == 50
     assert first.options["num_threads"] == second.options["num_threads"] == 2
-    assert first.options["kv_events_config"] == {"endpoint": "tcp://*:5557", "replay_endpoint": "ipc://x"}
-    assert second.options["kv_events_config"] == {"endpoint": "tcp://*:5558", "replay_endpoint": "ipc://x_dp1"}
+    events = [share.options["kv_events_config"] for share in (first, second)]
+    assert events == [
+        {"endpoint": "tcp://*:5557", "replay_endpoint": "ipc://x", "data_parallel_rank": 0},
+        {"endpoint": "tcp://*:5558", "replay_endpoint": "ipc://x_dp1", "data_parallel_rank": 1},
+    ]
     assert (first.record, second.record, second.record_after(2)) == ("f", "f.1", "f.1.restart-2")
     alone = share_out(options, 1, "f")[0]
     assert (alone.options, alone.cores, alone.record, alone.name) == (options, None, "f", "")

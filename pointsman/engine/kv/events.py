@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 MEDIUM = "GPU"
 """What vLLM calls the memory that the model computes in, on every device."""
-RANK = 0
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _POLL = 0.1  # seconds between looks at the replay socket
 
@@ -61,6 +60,8 @@ class KVEventsConfig:
     """Messages that may wait for the thread that writes; more are dropped."""
     topic: str = ""
     """The first frame of every message, which subscribers choose by."""
+    data_parallel_rank: int = 0
+    """The number of this engine among those of its server, which sets it; a part of every message."""
 
     def __post_init__(self) -> None:
         if self.publisher not in ("zmq", "null"):
@@ -74,6 +75,9 @@ class KVEventsConfig:
             value: object = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"kv_events_config: {name} is {value!r}; it must be an integer of at least 1")
+        rank: object = self.data_parallel_rank
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+            raise ValueError(f"kv_events_config: data_parallel_rank is {rank!r}; it must be an integer of at least 0")
 
     @property
     def is_on(self) -> bool:
@@ -129,6 +133,7 @@ class KVEventsPublisher:
         self._encode = msgspec.msgpack.Encoder().encode
         self._block_size = block_size
         self._topic = config.topic.encode()
+        self._rank = config.data_parallel_rank
         self._next_number = 0
         self._queue: queue.Queue[tuple[int, list[Any]] | None] = queue.Queue(config.max_queue_size)
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
@@ -148,7 +153,7 @@ class KVEventsPublisher:
         number = self._next_number
         self._next_number += 1
         try:
-            self._queue.put_nowait((number, [time.time(), list(events), RANK]))
+            self._queue.put_nowait((number, [time.time(), list(events), self._rank]))
         except queue.Full:
             logger.warning("KV events: message %d is dropped, as %d wait", number, self._queue.maxsize)
 

@@ -92,6 +92,14 @@ def test_messages_reach_a_subscriber_in_order(publisher: KVEventsPublisher) -> N
     assert events == [{"type": "AllBlocksCleared"}]
 
 
+def test_a_message_says_which_engine_of_a_server_it_is_from() -> None:
+    publisher = KVEventsPublisher(KVEventsConfig(**LOCAL, data_parallel_rank=3), block_size=2)
+    publisher.publish([AllBlocksCleared()])
+    ((_, payload),) = replayed(publisher, 1)
+    assert msgspec.msgpack.decode(payload)[2] == 3
+    publisher.close()
+
+
 def test_events_are_maps_with_vllms_fields(publisher: KVEventsPublisher) -> None:
     publisher.publish([BlockStored([b"a", b"b"], None, [1, 2, 3, 4], Root("salt", None))])
     publisher.publish([BlockRemoved([b"b"])])
@@ -116,7 +124,7 @@ def test_a_publisher_that_connects_says_that_routers_do_so_too(
 
 
 def test_it_can_be_bound_to_this_machine_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """With vLLM's rule, only an address with * or :: is bound; one of IPv6 is both, and private."""
+    """With vLLM's rule, only an address with * or :: is bound; the one of IPv6 is private, too."""
     config = KVEventsConfig(endpoint=f"tcp://[::1]:{free_port()}")
     publisher = KVEventsPublisher(config, block_size=2)
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
@@ -202,6 +210,7 @@ def test_vllms_own_decoder_reads_it(loaded: LoadedModel, tmp_path: Path) -> None
         ({"port": 1}, "no field 'port'"),
         ({"publisher": "kafka"}, "publisher is 'kafka'"),
         ({"buffer_steps": 0}, "buffer_steps is 0"),
+        ({"data_parallel_rank": -1}, "data_parallel_rank is -1"),
         ({"endpoint": 5557}, "endpoint is 5557"),
         ("tcp://*:1", "give a KVEventsConfig, or a mapping"),
         ({"endpoint": "tcp://127.0.0.1:1:*"}, "cannot be used"),
