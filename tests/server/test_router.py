@@ -192,35 +192,6 @@ def test_kv_aware_sends_requests_where_their_prefix_is(two: Routed) -> None:
     assert min(found) >= 32, found
 
 
-def test_kv_aware_knows_what_each_engine_of_a_server_has() -> None:
-    """Events say which engine they are from: the router keeps those of each apart."""
-    alone, first = free_port(), free_port()
-    endpoints = [f'{{"endpoint": "tcp://*:{port}"}}' for port in (alone, first)]
-    options = ("--model", "demo", "--no-warm-up", "--block-size", "16", "--max-model-len", "1024", "--kv-events-config")
-    found = []
-    with (
-        start_server(*options, endpoints[0]) as one,
-        start_server(*options, endpoints[1], "--data-parallel-size", "2") as several,
-        start_router(
-            [one.url, several.url],
-            *("--policy", "kv_aware", "--kv-event-model", "demo", "--kv-event-block-size", "16"),
-            *("--kv-event-source", f"{one.url}=tcp://127.0.0.1:{alone}"),
-            *("--kv-event-source", f"{several.url}=tcp://127.0.0.1:{first},tcp://127.0.0.1:{first + 1}"),
-        ) as router,
-        httpx.Client(timeout=60) as client,
-    ):
-        for number in range(6):
-            body = {"model": "demo", "max_tokens": 2, "prompt": [400 + number, *range(310, 374)]}
-            for url in (several.url, router.url):
-                answer = client.post(f"{url}/v1/completions", json=body)
-                assert answer.status_code == 200, answer.text
-                time.sleep(0.5)
-            found.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
-        steps = re.findall(r"^pointsman:steps_total{.*} (\S+)$", client.get(f"{several.url}/metrics").text, re.M)
-    assert len(steps) == 2 and all(float(count) > 0 for count in steps), "both engines had requests"
-    assert min(found) >= 32, found
-
-
 def test_a_server_that_publishes_where_the_router_hears_nothing_says_so() -> None:
     events = f'{{"endpoint": "tcp://127.0.0.1:{free_port()}"}}'
     with start_server("--model", "demo", "--no-warm-up", "--kv-events-config", events) as server:
