@@ -41,7 +41,8 @@ POLICIES = ("round_robin", "kv_aware", "cache_aware")
 """Of the router; with the last one, a server is ended."""
 QUIET = ("--log-stats-interval", "0", "--no-warm-up", "--drain-timeout", "100")
 """Further options of the servers; the long stream ends within the drain on a busy machine, too."""
-LEAST_HIT_RATE = 0.80
+LEAST_HIT_RATE = 0.77
+"""With `cache_aware`. The router's rule spreads prefixes less evenly than ours: 0.79 to 0.83 in six runs."""
 HIT_RATE, FAILED = "hit rate of two servers behind a router", "requests that failed when a server behind it ended"
 
 

@@ -257,8 +257,9 @@ def main() -> int:
         one.name: Measured(rates[one.name], one.requests, 1, 2 * POOL),
         two.name: Measured(rates[two.name], two.requests, 2, POOL),
     }
-    for policy, rule in (("round_robin", "round-robin"), ("cache_aware", "prefix-affinity")) if routed else ():
-        fleets[f"two servers, {policy}"] = Measured(routed[policy]["hit_rate"], num_requests, 2, POOL, rule)
+    if routed:  # the simulator has this rule of the router, and no other
+        rate = routed["round_robin"]["hit_rate"]
+        fleets["two servers, round_robin"] = Measured(rate, num_requests, 2, POOL, "round-robin")
     figures = {
         "router": routed,
         "simulated": simulated_figures(targets, fleets),
