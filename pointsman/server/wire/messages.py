@@ -1,7 +1,8 @@
 """What crosses between the API process and the engine process: messages over a pair of Unix sockets.
 
 A frame is four bytes of length and a pickled message. Both ends are the same program, and the sockets have no name, so
-no other program can write into them.
+no other program can write into them. Where the engine is on another machine it is a TCP connection, of which no message
+is read before the other end has shown a secret (`service/remote.py`).
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ MAX_FRAME = 2**31
 
 @dataclass(slots=True)
 class EngineRequest:
-    """One sample of one prompt, as the API process asks for it. Times are of `time.monotonic`, which all processes of
-    a machine share.
+    """One sample of one prompt, as the API process asks for it. Times are of its `time.monotonic`, which all processes
+    of a machine share; an engine on another machine sets its clock by that (`Start.clock_offset`).
     """
 
     request_id: str
@@ -121,6 +122,8 @@ class Start:
     """Whether requests are rehearsed before the engine takes any."""
     name: str = ""
     """What lines of its log begin with, beside the program's name."""
+    clock_offset: float = 0.0
+    """Seconds by which the API process's `time.monotonic` is ahead of the engine's, where they are on two machines."""
 
 
 # ------------------------------------------------------------------------------------------------- what comes back
