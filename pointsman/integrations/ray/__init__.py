@@ -38,9 +38,13 @@ def build_app(arguments: Mapping[str, Any]) -> Any:
     """
     try:
         settings = read_arguments(arguments, os.environ)
-        from pointsman.integrations.ray.cluster import check_cluster
-        from pointsman.integrations.ray.deployments import application
-
+        try:
+            from pointsman.integrations.ray.cluster import check_cluster
+            from pointsman.integrations.ray.deployments import application
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith("pointsman"):
+                raise
+            raise RayError(f"this needs {error.name}; install it with: pip install 'pointsman[server,ray]'") from None
         check_cluster(settings)
         return application(settings)
     except RayError as error:
@@ -53,6 +57,8 @@ def for_the_caller(error: RayError) -> Exception:
 
     if click.get_current_context(silent=True) is None:
         return error
-    wrong = click.ClickException(str(error))
-    wrong.exit_code = 2
-    return wrong
+
+    class Wrong(click.ClickException):
+        exit_code = 2
+
+    return Wrong(str(error))

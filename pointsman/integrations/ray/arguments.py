@@ -142,7 +142,7 @@ def read_value(name: str, value: Any, kind: Any) -> Any:
     return read
 
 
-NAMES: dict[Any, str] = {dict: 'a mapping, in text as JSON, like \'{"num_cpus": 2}\'', list: "a list, in text as JSON"}
+NAMES: dict[Any, str] = {dict: "a mapping, in text as JSON, like '{\"num_cpus\": 2}'", list: "a list, in text as JSON"}
 
 
 def _json_or(text: str, otherwise: Any) -> Any:

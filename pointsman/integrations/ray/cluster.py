@@ -1,4 +1,4 @@
-"""What is checked before anything starts: the cluster answers, it has room for the replicas, and its nodes the model."""
+"""What is checked before anything starts: the cluster answers, has room for the replicas, and its nodes the model."""
 
 from __future__ import annotations
 
@@ -135,7 +135,9 @@ def replica_needs(options: Mapping[str, Any]) -> dict[str, float]:
 
 def room(node: Node, needs: Mapping[str, float]) -> float:
     """Replicas for which a node has all that each needs; infinity where they need nothing."""
-    return min((node.resources.get(name, 0.0) // amount for name, amount in needs.items() if amount), default=float("inf"))
+    return min(
+        (node.resources.get(name, 0.0) // amount for name, amount in needs.items() if amount), default=float("inf")
+    )
 
 
 def check_room(nodes: Sequence[Node], needs: Mapping[str, float], settings: RaySettings) -> None:
@@ -155,20 +157,23 @@ def check_room(nodes: Sequence[Node], needs: Mapping[str, float], settings: RayS
         most = options.get("max_replicas_per_node") or float("inf")
         fitting = sum(min(room(node, needs), most) for node in nodes)
     scaling = settings.autoscaling
-    name, wanted = ("num_replicas", settings.num_replicas) if scaling is None else ("min_replicas", scaling["min_replicas"])
+    name, wanted = (
+        ("num_replicas", settings.num_replicas) if scaling is None else ("min_replicas", scaling["min_replicas"])
+    )
     if fitting >= wanted:
         return
     each = ", ".join(f"{resource} {amount:g}" for resource, amount in needs.items()) or "nothing"
     have = "; ".join(
-        f"{node.address}: " + ", ".join(f"{resource} {node.resources.get(resource, 0.0):g}" for resource in needs or ["CPU"])
+        f"{node.address}: "
+        + ", ".join(f"{resource} {node.resources.get(resource, 0.0):g}" for resource in needs or ["CPU"])
         for node in nodes
     )
     limit = options.get("max_replicas_per_node")
     at_most = "" if limit is None else f", at most {limit} on a node"
     raise RayError(
-        f"{name} is {wanted} and the cluster has room for {fitting:g}: each replica takes {each}{at_most}, and there is "
-        f"{have}; lower {name} or what each takes (ray_actor_options), add nodes, or give check_resources=false where "
-        "the cluster adds nodes by itself"
+        f"{name} is {wanted} and the cluster has room for {fitting:g}: each replica takes {each}{at_most}, and there "
+        f"is {have}; lower {name} or what each takes (ray_actor_options), add nodes, or give check_resources=false "
+        "where the cluster adds nodes by itself"
     )
 
 
@@ -187,8 +192,8 @@ def check_model(model: str, nodes: Sequence[Node]) -> None:
         lacking = nodes_without(model, nodes)
     if lacking:
         raise RayError(
-            f"model is {model}, and there is no such directory on {', '.join(lacking)}; copy it there, give a path that "
-            "all nodes share, or keep replicas off these nodes with a resource that they lack (ray_actor_options, "
+            f"model is {model}, and there is no such directory on {', '.join(lacking)}; copy it there, give a path "
+            "that all nodes share, or keep replicas off these nodes with a resource that they lack (ray_actor_options, "
             "api_ray_actor_options)"
         )
 

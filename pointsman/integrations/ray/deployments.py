@@ -43,7 +43,7 @@ NEVER_GIVES_UP = sys.maxsize
 class Api:
     """The API process of `pointsman serve`, with engines that run in replicas of `EngineHost`."""
 
-    async def __init__(self, settings: RaySettings, engines: Any) -> None:
+    async def __init__(self, settings: RaySettings, engines: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         """Returns when the first engine has loaded its model.
 
         Args:
@@ -142,7 +142,7 @@ class Api:
 class EngineHost:
     """Runs engines for the API, each a process of this replica."""
 
-    async def __init__(self, settings: RaySettings) -> None:
+    def __init__(self, settings: RaySettings) -> None:
         """Check what can be checked on this node.
 
         Raises:
@@ -230,5 +230,6 @@ def application(settings: RaySettings) -> Any:
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         ray_actor_options=settings.api_actor_options,
         graceful_shutdown_timeout_s=settings.serve.server.drain_timeout + SECONDS_TO_CLOSE,
+        logging_config={"enable_access_log": False},  # a line for each request, as `pointsman serve` has none
     )
     return api.bind(settings, engines.bind(settings))

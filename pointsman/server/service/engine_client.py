@@ -101,6 +101,7 @@ class EngineClient:
         info: the engine's description of itself.
         tokenizer: of the model, in this process; None if it has none.
         inbox: the streams of unfinished requests; reports steps and finished requests.
+        is_here: whether the engine process runs on this machine, as far as is known.
         dead: set when the engine process has ended, for whatever reason.
         on_death: gets the streams of unfinished requests when it has ended by itself, and why; None: they fail.
     """
@@ -109,6 +110,7 @@ class EngineClient:
         self.info: EngineInfo = None  # type: ignore[assignment]  # `connect` returns no client without
         self.tokenizer: Any | None = None
         self.inbox = Inbox(self._handle, self._on_close)
+        self.is_here = True
         self.dead = asyncio.Event()
         self.on_death: Callable[[list[ClientStream], str], None] | None = None
         self._process = process
@@ -175,8 +177,8 @@ class EngineClient:
         try:
             sock.setblocking(False)
             loop = asyncio.get_running_loop()
-            is_local = hasattr(socket, "AF_UNIX") and sock.family == socket.AF_UNIX
-            create_connection = loop.create_unix_connection if is_local else loop.create_connection
+            client.is_here = sock.family == socket.AF_UNIX
+            create_connection = loop.create_unix_connection if client.is_here else loop.create_connection
             client._transport, _ = await create_connection(lambda: client.inbox, sock=sock)
             client._send(start)
             if tokenizer is None:
@@ -197,7 +199,7 @@ class EngineClient:
     def absent(cls, other: EngineClient) -> EngineClient:
         """In the place of an engine that was not started yet and will be like another: it counts as dead."""
         client = cls(NoProcess())
-        client.info, client.tokenizer = other.info, other.tokenizer
+        client.info, client.tokenizer, client.is_here = other.info, other.tokenizer, other.is_here
         client._death = "the engine has not been started yet"
         client.dead.set()
         return client
