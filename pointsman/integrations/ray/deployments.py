@@ -100,13 +100,11 @@ class Api:
         except asyncio.CancelledError:
             response.cancel()
             raise
-        except ValueError:
-            raise
-        except Exception as error:  # any of Ray's: the replica is gone, or there is none
-            cause = getattr(error, "cause", None)
+        except Exception as error:  # any of Ray's: the replica is gone, or raised something
+            cause = getattr(error, "cause", None) or error
             if isinstance(cause, ValueError):
-                raise ValueError(str(cause)) from None
-            raise EngineStartError(f"{type(error).__name__}: {first_line(error)}") from error
+                raise ValueError(first_line(cause)) from None
+            raise EngineStartError(f"{type(cause).__name__}: {first_line(cause)}") from error
 
     async def replicas_wanted(self) -> int:
         """Replicas of engines that the open requests need."""
