@@ -48,9 +48,9 @@ def running(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield running
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def port(running: Cluster) -> Iterator[int]:
-    """Of the application with two replicas."""
+    """Of the application with two replicas; it fills the cluster."""
     with application(running, "model=demo", "num_replicas=2", *SIZES) as (port, _):
         wait_for_engines(port, 2)
         yield port
@@ -83,67 +83,6 @@ def ask(port: int, path: str, body: dict[str, Any] | None = None, **headers: str
     return httpx.post(url, json=body, headers=headers, timeout=60)
 
 
-def test_it_answers_as_the_server_does(port: int, plain: ServerProcess) -> None:
-    for path, body in (("/v1/completions", QUESTION), ("/v1/chat/completions", CHAT)):
-        ours, theirs = ask(port, path, body).json(), ask(plain.port, path, body).json()
-        assert ours["choices"] == theirs["choices"] and ours["usage"] == theirs["usage"]
-        streamed = ask(port, path, {**body, "stream": True})
-        assert streamed.headers["content-type"].startswith("text/event-stream")
-        assert streamed.text.endswith("data: [DONE]\n\n")
-    for path in ("/v1/models", "/health", "/ready", "/version", "/openapi.json", "/v1/requests", "/live"):
-        assert ask(port, path).status_code == 200, path
-    assert (
-        ask(port, "/tokenize", {"prompt": "The import"}).json()
-        == ask(plain.port, "/tokenize", {"prompt": "The import"}).json()
-    )
-    vector = ask(port, "/v1/embeddings", {"model": "demo", "input": "The import"}).json()["data"][0]["embedding"]
-    assert (
-        vector
-        == ask(plain.port, "/v1/embeddings", {"model": "demo", "input": "The import"}).json()["data"][0]["embedding"]
-    )
-    refused = ask(port, "/v1/completions", {**QUESTION, "n": 99})
-    assert refused.status_code == 400 and "lower it" in refused.json()["error"]["message"]
-    assert ask(port, "/v1/completions", {**QUESTION, "model": "other"}).status_code == 404
-    assert ask(port, "/pause", {}).status_code == 200
-    assert ask(port, "/is_paused").json() == {"is_paused": True}
-    assert ask(port, "/resume", {}).status_code == 200
-
-
-def test_requests_go_where_their_prefix_is(port: int) -> None:
-    class Side:
-        address = (HOST, port)
-
-    async def load() -> float:
-        for number in range(NUM_PREFIXES):
-            assert (await send(Side.address, request_of(number, -1 - number))).answer().stream().is_done
-        before = await read_metrics(Side.address)
-        for own in range(48):
-            assert (await send(Side.address, request_of(7 * own % NUM_PREFIXES, own))).answer().stream().is_done
-        after = await read_metrics(Side.address)
-        hits, queries = (
-            after[name] - before[name] for name in ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
-        )
-        return hits / queries
-
-    assert run_async(load()) >= LEAST_HIT_RATE
-    up = [
-        line for line in ask(port, "/metrics").text.splitlines() if line.startswith("vllm:prefix_cache_queries_total")
-    ]
-    assert len(up) == 2 and all(float(line.split()[-1]) > 0 for line in up)
-
-
-def test_a_client_that_hangs_up_stops_its_request(port: int) -> None:
-    async def hang_up() -> None:
-        exchange = Exchange(long_request(1), hang_up_after=3)
-        loop = asyncio.get_running_loop()
-        await loop.create_connection(lambda: exchange, HOST, port)
-        await exchange.end()
-
-    run_async(hang_up())
-    assert ask(port, "/v1/requests").status_code == 200
-    wait_until(lambda: not ask(port, "/v1/requests").json()["data"], 30, "the request is gone")
-
-
 def undisturbed_and_disturbed(port: int, disturb: Callable[[], None]) -> tuple[list[str | None], list[str | None]]:
     """What streams say without and with a disturbance in their midst."""
     address = (HOST, port)
@@ -166,27 +105,90 @@ def undisturbed_and_disturbed(port: int, disturb: Callable[[], None]) -> tuple[l
     return run_async(run())
 
 
-@pytest.mark.parametrize("part", ["pointsman.server.engine_process", "ServeReplica:default:engines"])
-def test_no_request_is_lost_with_an_engine_or_a_replica(running: Cluster, port: int, part: str) -> None:
-    wait_for_engines(port, 2)
-    doomed = running.processes(part)[0]
-    expected, texts = undisturbed_and_disturbed(port, lambda: os.kill(doomed, signal.SIGKILL))
-    assert None not in expected
-    assert texts == expected
-    wait_for_engines(port, 2)
-    wait_until(lambda: len(running.engines) == 2, 60, "no engine process is left over")
-    assert doomed not in running.processes(part)
+class TestTwoReplicas:
+    def test_it_answers_as_the_server_does(self, port: int, plain: ServerProcess) -> None:
+        for path, body in (("/v1/completions", QUESTION), ("/v1/chat/completions", CHAT)):
+            ours, theirs = ask(port, path, body).json(), ask(plain.port, path, body).json()
+            assert ours["choices"] == theirs["choices"] and ours["usage"] == theirs["usage"]
+            streamed = ask(port, path, {**body, "stream": True})
+            assert streamed.headers["content-type"].startswith("text/event-stream")
+            assert streamed.text.endswith("data: [DONE]\n\n")
+        for path in ("/v1/models", "/health", "/ready", "/version", "/openapi.json", "/v1/requests", "/live"):
+            assert ask(port, path).status_code == 200, path
+        assert (
+            ask(port, "/tokenize", {"prompt": "The import"}).json()
+            == ask(plain.port, "/tokenize", {"prompt": "The import"}).json()
+        )
+        vector = ask(port, "/v1/embeddings", {"model": "demo", "input": "The import"}).json()["data"][0]["embedding"]
+        assert (
+            vector
+            == ask(plain.port, "/v1/embeddings", {"model": "demo", "input": "The import"}).json()["data"][0][
+                "embedding"
+            ]
+        )
+        refused = ask(port, "/v1/completions", {**QUESTION, "n": 99})
+        assert refused.status_code == 400 and "lower it" in refused.json()["error"]["message"]
+        assert ask(port, "/v1/completions", {**QUESTION, "model": "other"}).status_code == 404
+        assert ask(port, "/pause", {}).status_code == 200
+        assert ask(port, "/is_paused").json() == {"is_paused": True}
+        assert ask(port, "/resume", {}).status_code == 200
 
+    def test_requests_go_where_their_prefix_is(self, port: int) -> None:
+        class Side:
+            address = (HOST, port)
 
-def test_the_api_is_replaced_and_its_engines_with_it(running: Cluster, port: int) -> None:
-    wait_for_engines(port, 2)
-    before = running.engines
-    (api,) = running.processes("ServeReplica:default:api")
-    os.kill(api, signal.SIGKILL)
-    wait_until(lambda: not set(before) & set(running.engines), 60, "the engines of the API have ended")
-    wait_for_engines(port, 2)
-    assert ask(port, "/v1/completions", QUESTION).status_code == 200
-    assert len(running.engines) == 2
+        async def load() -> float:
+            for number in range(NUM_PREFIXES):
+                assert (await send(Side.address, request_of(number, -1 - number))).answer().stream().is_done
+            before = await read_metrics(Side.address)
+            for own in range(48):
+                assert (await send(Side.address, request_of(7 * own % NUM_PREFIXES, own))).answer().stream().is_done
+            after = await read_metrics(Side.address)
+            hits, queries = (
+                after[name] - before[name]
+                for name in ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
+            )
+            return hits / queries
+
+        assert run_async(load()) >= LEAST_HIT_RATE
+        up = [
+            line
+            for line in ask(port, "/metrics").text.splitlines()
+            if line.startswith("vllm:prefix_cache_queries_total")
+        ]
+        assert len(up) == 2 and all(float(line.split()[-1]) > 0 for line in up)
+
+    def test_a_client_that_hangs_up_stops_its_request(self, port: int) -> None:
+        async def hang_up() -> None:
+            exchange = Exchange(long_request(1), hang_up_after=3)
+            loop = asyncio.get_running_loop()
+            await loop.create_connection(lambda: exchange, HOST, port)
+            await exchange.end()
+
+        run_async(hang_up())
+        assert ask(port, "/v1/requests").status_code == 200
+        wait_until(lambda: not ask(port, "/v1/requests").json()["data"], 30, "the request is gone")
+
+    @pytest.mark.parametrize("part", ["pointsman.server.engine_process", "ServeReplica:default:engines"])
+    def test_no_request_is_lost_with_an_engine_or_a_replica(self, running: Cluster, port: int, part: str) -> None:
+        wait_for_engines(port, 2)
+        doomed = running.processes(part)[0]
+        expected, texts = undisturbed_and_disturbed(port, lambda: os.kill(doomed, signal.SIGKILL))
+        assert None not in expected
+        assert texts == expected
+        wait_for_engines(port, 2)
+        wait_until(lambda: len(running.engines) == 2, 60, "no engine process is left over")
+        assert doomed not in running.processes(part)
+
+    def test_the_api_is_replaced_and_its_engines_with_it(self, running: Cluster, port: int) -> None:
+        wait_for_engines(port, 2)
+        before = running.engines
+        (api,) = running.processes("ServeReplica:default:api")
+        os.kill(api, signal.SIGKILL)
+        wait_until(lambda: not set(before) & set(running.engines), 60, "the engines of the API have ended")
+        wait_for_engines(port, 2)
+        assert ask(port, "/v1/completions", QUESTION).status_code == 200
+        assert len(running.engines) == 2
 
 
 def test_ctrl_c_ends_everything(running: Cluster) -> None:
