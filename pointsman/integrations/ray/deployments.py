@@ -166,7 +166,7 @@ class EngineHost:
 
         Raises:
             RuntimeError: this replica has all its engines already.
-            OSError: the API cannot be reached from here.
+            ConnectionError: the API cannot be reached from here.
         """
         if self._death:
             await asyncio.Event().wait()  # until Serve replaces this replica

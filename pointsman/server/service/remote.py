@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 32
 MAX_HELLO_BYTES = 1 << 20
-SECONDS_FOR_HELLO = 10.0
-"""From a connection to its token."""
+SECONDS_FOR_HELLO = 60.0
+"""From a connection to its token, which comes at once; this process may be slow to read it."""
 SECONDS_TO_CONNECT = 10.0
 SECONDS_OF_SILENCE = 15
 """After which a machine that answers nothing counts as gone, by TCP's own probes."""
@@ -250,11 +250,18 @@ async def host_engine(invitation: Invitation, options: dict[str, Any], cores: Se
         cores: as for `start_process`.
 
     Raises:
-        OSError: the API process cannot be reached.
+        ConnectionError: the API process cannot be reached.
     """
     loop = asyncio.get_running_loop()
     address = (invitation.host, invitation.port)
-    with await loop.run_in_executor(None, socket.create_connection, address, SECONDS_TO_CONNECT) as sock:
+    try:
+        connected = await loop.run_in_executor(None, socket.create_connection, address, SECONDS_TO_CONNECT)
+    except OSError as error:
+        raise ConnectionError(
+            f"cannot connect to the API process at {invitation.host} port {invitation.port}: {error}; engines connect "
+            "to any port there, so let the machines reach each other"
+        ) from None
+    with connected as sock:
         sock.settimeout(None)
         keep_watch(sock)
         body = pickle.dumps(options)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _server_process import free_port
 
 from pointsman.engine import SamplingParams
 from pointsman.server.metrics.exposition import ServerMetrics
@@ -22,6 +23,7 @@ from pointsman.server.service.fleet import EngineFleet, start_fleet
 from pointsman.server.service.inbox import ClientStream
 from pointsman.server.service.remote import EngineListener, Invitation, host_engine, numbered
 from pointsman.server.wire.messages import Delta, EngineRequest, Start
+from tests.forked_engines import fork_server
 from tests.server.engine_pool import cancel
 
 pytestmark = pytest.mark.e2e
@@ -55,6 +57,7 @@ class Hosts:
             return hosting.result()
         except asyncio.CancelledError:
             hosting.cancel()
+            self.codes.append(-signal.SIGKILL)
             raise
         finally:
             gone.cancel()
@@ -69,12 +72,13 @@ def with_listener(test: Callable[[EngineListener, Hosts], Awaitable[None]], host
         there = hosts()
         listener = await EngineListener.open(HOST, there.launch, Start(OPTIONS, None, None, 0, False))
         try:
-            async with asyncio.timeout(100):
+            async with asyncio.timeout(150):
                 await test(listener, there)
         finally:
             await listener.close()
             await cancel(asyncio.all_tasks() - others)
 
+    fork_server()  # which takes its time, before that of the test begins
     asyncio.run(run())
 
 
@@ -148,6 +152,9 @@ def test_what_cannot_start_is_an_error_and_leaves_nothing(tmp_path: Path) -> Non
         await until(lambda: len(hosts.codes) == len(hosts.invitations))
         with pytest.raises(EngineStartError, match="no room"):
             await EngineListener.start(await opened(no_room), 0, 0)
+        nowhere = Invitation(HOST, free_port(), b"", 0)
+        with pytest.raises(ConnectionError, match=r"cannot connect to the API process at 127\.0"):
+            await host_engine(nowhere, {})
         with pytest.raises(EngineStartError, match="exit code 3"):
             await EngineListener.start(await opened(ends), 0, 0)
 
