@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import sys
 import time
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from pointsman.engine.errors import first_line
 from pointsman.engine.machine import wait_briefly
 from pointsman.engine.stats import DEFAULT_INTERVAL
+from pointsman.engine.text.tokenizer import model_directory
 from pointsman.integrations.ray.arguments import RaySettings
 from pointsman.integrations.ray.autoscaling import METRIC, POLICY, Load, replicas_wanted
 from pointsman.server.serve import DEFAULT_RESTARTS, check_chat_template, log_to_stderr, warm_tokenizer
@@ -151,6 +153,12 @@ class EngineHost:
         serve = settings.serve
         count = settings.engines_per_replica
         options = dict(serve.engine)
+        directory = model_directory(options["model"])
+        if not directory.is_dir():  # the node has come after `build_app` looked
+            raise ValueError(
+                f"model is {directory}, and there is no such directory on {socket.gethostname()}; copy it there, or "
+                "keep replicas off this node with a resource that it lacks (ray_actor_options)"
+            )
         num_cpus = settings.engine_options.get("ray_actor_options", {}).get("num_cpus")
         if count > 1 and num_cpus and "num_threads" not in options:
             options["num_threads"] = max(count, int(num_cpus))  # shared out
