@@ -20,7 +20,7 @@ from pointsman.server.service.engine_client import ENGINE_PROCESS
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "POINTSMAN_CLUSTER"
 """A variable of all processes of a cluster, by which they are found."""
-SECONDS_TO_START = 240.0
+SECONDS_TO_START = 600.0
 BUILD_APP = "pointsman.integrations.ray:build_app"
 
 
@@ -178,10 +178,17 @@ def application(
 
 
 def start_serve(running: Cluster, port: int) -> None:
-    """Serve without an application, with a proxy on the head alone: all nodes are on one machine."""
+    """Serve without an application, with a proxy on the head alone: all nodes are on one machine.
+
+    Raises:
+        RuntimeError: it does not start, with what it says.
+    """
     options = ["--http-host", "127.0.0.1", "--http-port", str(port), "--proxy-location", "HeadOnly"]
     command = [running.python.with_name("serve"), "start", "--address", running.address, *options]
-    subprocess.run(command, check=True, capture_output=True, env=running.environment, timeout=SECONDS_TO_START)
+    environment = running.environment
+    found = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=SECONDS_TO_START)
+    if found.returncode != 0:
+        raise RuntimeError(f"serve start failed:\n{found.stdout}{found.stderr}")
 
 
 def wait_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:

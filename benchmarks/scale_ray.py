@@ -29,9 +29,10 @@ from typing import Any
 
 import ray_env
 from _common import Targets, argument_parser, at_least_one, finish, print_table, run
-from _ray_cluster import Cluster, application, cluster
+from _ray_cluster import SECONDS_TO_START, Cluster, application, cluster
 from _server_client import HOST, Address, send, start
 from _server_probe import read_metrics, run_async
+from _server_process import start_server
 from scale import (
     LEAST_HIT_RATE,
     NUM_PREFIXES,
@@ -41,7 +42,6 @@ from scale import (
     long_request,
     processor_seconds,
     request_of,
-    serve,
     text_of,
 )
 
@@ -172,9 +172,10 @@ def main() -> int:
     kills = arguments.kills or (1 if arguments.quick else 3)
     killed: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
-        two = serve("one server", 2 * POOL, "--data-parallel-size", "2")
-        stack.callback(two.server.__exit__)
-        sides = [Side("one server", two.server.port, lambda: {"API": [two.server.pid]}, lambda: two.server.engine_pids)]
+        sizes = ("--num-blocks", str(2 * POOL), "--block-size", "16", "--max-model-len", "1024", "--no-warm-up")
+        options = ("--data-parallel-size", "2", "--log-stats-interval", "0")
+        two = stack.enter_context(start_server("--model", "demo", *sizes, *options, timeout=SECONDS_TO_START))
+        sides = [Side("one server", two.port, lambda: {"API": [two.pid]}, lambda: two.engine_pids)]
         for name, variables in (("Ray", {}), ("Ray, HAProxy", {"RAY_SERVE_ENABLE_HA_PROXY": "1"})):
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ray")))
             if variables:
