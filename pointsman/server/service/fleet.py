@@ -263,7 +263,14 @@ class EngineFleet:
         return any((await self._ask_all(lambda engine: engine.is_paused())).values())
 
     async def film(self, watcher: int, engine: int = 0) -> bytes:
-        """As `EngineClient.film`, of one of the engines."""
+        """As `EngineClient.film`, of one of the engines.
+
+        Raises:
+            EngineStalledError: that engine does not run now; it may be started again, and others may run.
+        """
+        self.check_health()
+        if not self.engines[engine].is_alive:
+            raise EngineStalledError(f"engine {engine} does not run at the moment; try again later, or another engine")
         return await self.engines[engine].film(watcher)
 
     def leave_film(self, watcher: int, engine: int = 0) -> None:
