@@ -5,8 +5,10 @@ What the operator says is for the server as a whole. Everything here is decided 
 
 from __future__ import annotations
 
+import ipaddress
 import re
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,7 @@ def share_out(options: Mapping[str, Any], num_engines: int, record: str | None =
         record: a file for the first one's recording; the others have .1, .2, ... behind its name.
 
     Raises:
-        ValueError: there are not that many cores, threads or blocks, or there is not the memory.
+        ValueError: there are not that many cores, threads or blocks, there is not the memory, or a port is taken.
     """
     if num_engines < 1:
         raise ValueError(f"data_parallel_size is {num_engines}; it must be at least 1, one engine")
@@ -88,6 +90,7 @@ def share_out(options: Mapping[str, Any], num_engines: int, record: str | None =
         # Neighbours together: they share caches.
         bound = cores[index * len(cores) // num_engines : (index + 1) * len(cores) // num_engines]
         shares.append(EngineShare(mine, bound, path, f"engine {index}"))
+    check_ports(shares)
     return shares
 
 
@@ -114,6 +117,54 @@ def check_memory(options: Mapping[str, Any], num_engines: int) -> None:
             f"data_parallel_size is {num_engines}: the weights of each engine take {weights / 2**20:,.0f} MiB and the "
             f"KV {kv / 2**20:,.0f} MiB in all, and {free / 2**20:,.0f} MiB of memory are free; {remedy}"
         )
+
+
+def check_ports(shares: Sequence[EngineShare]) -> None:
+    """Refuse TCP ports for KV events that the engines could not have: they are not free, or two need the same.
+
+    Raises:
+        ValueError: which, and why.
+    """
+    users: dict[int, str] = {}
+    for index, share in enumerate(shares):
+        config = KVEventsConfig.of(share.options.get("kv_events_config"))
+        if config is None:
+            continue
+        for name, address in (("endpoint", config.endpoint), ("replay_endpoint", config.replay_endpoint)):
+            found = _PORT.match(address or "")
+            if found is None or (name == "endpoint" and not config.binds):
+                continue
+            port, user = int(found[2]), f"{name} of engine {index}"
+            why = f"the {users[port]} has it" if port in users else why_not_free(found[1][6:-1], port)
+            if why is not None:
+                raise ValueError(
+                    f"kv_events_config: the {user} would be {address}, and that port cannot be had: {why}; ports are "
+                    f"counted up from the first engine's, so give a {name} with {len(shares)} free ports from it on"
+                )
+            users[port] = user
+
+
+def why_not_free(host: str, port: int) -> str | None:
+    """Why a port cannot be listened on; None: it can be, or the host is no address and is left to ZeroMQ.
+
+    Args:
+        host: as in an endpoint: an address, one of IPv6 in brackets, or * for all.
+        port: of TCP.
+    """
+    if port > 65535:
+        return "the largest port is 65535"
+    try:
+        address = ipaddress.ip_address("0.0.0.0" if host == "*" else host.strip("[]"))
+    except ValueError:
+        return None
+    try:
+        with socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6, socket.SOCK_STREAM) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((str(address), port))
+            sock.listen(1)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def free_memory() -> int | None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -251,6 +252,25 @@ def test_what_the_machine_lacks_is_said_before_anything_is_started(arguments: tu
     with pytest.raises(ServerFailed) as caught:
         start_server("--model", "demo", *arguments, timeout=20)
     assert re.search(message, str(caught.value)), str(caught.value)
+
+
+def test_ports_that_engines_could_not_have_are_refused() -> None:
+    """Those of the later engines as well, which are counted up from what was given."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        local = f"tcp://127.0.0.1:{port}"
+        for endpoints, message in (
+            ({"endpoint": f"tcp://*:{port - 1}"}, f"endpoint of engine 1 would be tcp://.:{port}, .* in use; .*2 free"),
+            ({"endpoint": "tcp://x:1", "replay_endpoint": local}, f"replay_endpoint of engine 0 would be {local}, "),
+            ({"endpoint": "tcp://*:65535"}, "endpoint of engine 1 would be .*65536, .* the largest port is 65535"),
+            ({"endpoint": "tcp://*:28001", "replay_endpoint": "tcp://*:28002"}, "replay_endpoint of engine 0 has it"),
+            ({"endpoints": "tcp://*:28001"}, "kv_events_config has no field 'endpoints'"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                share_out({"model": "demo", "kv_events_config": endpoints}, 2)
+        share_out({"model": "demo", "kv_events_config": {"endpoint": f"tcp://localhost:{port}"}}, 2)  # connected to
+        share_out({"model": "demo", "kv_events_config": {"endpoint": "ipc:///tmp/x"}}, 2)
+        share_out({"model": "demo", "kv_events_config": {"endpoint": f"tcp://*:{port - 1}", "publisher": "null"}}, 2)
 
 
 def test_cores_threads_blocks_and_ports_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,11 @@ class KVEventsConfig:
         """Whether anything is published."""
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
+    @property
+    def binds(self) -> bool:
+        """Whether `endpoint` is bound; otherwise it is connected to."""
+        return "*" in self.endpoint or "::" in self.endpoint or self.endpoint.startswith(("ipc:", "inproc:"))
+
     @classmethod
     def of(cls, value: KVEventsConfig | Mapping[str, Any] | None) -> KVEventsConfig | None:
         """The configuration, given as one or as a mapping; None: nothing is to be published.
@@ -156,10 +161,7 @@ class KVEventsPublisher:
         try:
             out = self._context.socket(zmq.PUB)
             out.set_hwm(config.hwm)
-            is_own = (
-                "*" in config.endpoint or "::" in config.endpoint or config.endpoint.startswith(("ipc:", "inproc:"))
-            )
-            (out.bind if is_own else out.connect)(config.endpoint)
+            (out.bind if config.binds else out.connect)(config.endpoint)
             if config.replay_endpoint is None:
                 return out, None
             replay = self._context.socket(zmq.ROUTER)

@@ -14,7 +14,7 @@ import pytest
 from pointsman.core import RepetitionDetectionParams
 from pointsman.engine import EngineDeadError, SamplingParams
 from pointsman.engine.params.structured_outputs import StructuredOutputsParams
-from pointsman.server.service.engine_client import EngineClient
+from pointsman.server.service.engine_client import EngineClient, EngineStartError
 from pointsman.server.service.fleet import EngineFleet, start_fleet
 from pointsman.server.service.inbox import ClientStream
 from pointsman.server.wire.messages import Delta, EngineRequest
@@ -238,3 +238,29 @@ def test_a_priority_that_was_changed_is_kept_and_waiting_requests_are_resumed_in
             await stream.aclose()
 
     with_fleet(test, num_engines=1, order="priority", max_num_seqs=2)
+
+
+def test_when_one_of_several_cannot_be_started_none_is_left_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is ready, one is still being started, and the third fails: all processes have ended when that is raised."""
+    clients: list[EngineClient] = []
+    make = EngineClient.__init__
+
+    def noted(client: EngineClient, process: Any) -> None:
+        make(client, process)
+        clients.append(client)
+
+    monkeypatch.setattr(EngineClient, "__init__", noted)
+
+    async def start(index: int, num_restarts: int, tokenizer: Any = None) -> EngineClient:
+        if index == 2:
+            while not clients or clients[0].info is None:
+                await asyncio.sleep(0.01)
+            raise EngineStartError("the third does not start")
+        if index == 1:
+            while not clients or clients[0].info is None:
+                await asyncio.sleep(0.001)
+        return await EngineClient.start(OPTIONS, log_stats_interval=None)
+
+    with pytest.raises(EngineStartError, match="the third does not start"):
+        asyncio.run(start_fleet(start, 3, 5))
+    assert clients and all(client._process.poll() is not None for client in clients)
