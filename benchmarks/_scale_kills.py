@@ -26,6 +26,8 @@ KILLED_TOGETHER = 10
 """Streams that run when an engine is killed."""
 PROMPT_TOKENS = 40
 SECONDS_TO_RETURN = 120.0
+SECONDS_TO_LIVE = 61.0
+"""For which an engine lives before it is killed again: `FORGIVEN_AFTER` in `server/service/fleet.py`, and some more."""
 
 
 def request_of(number: int, num_tokens: int, *, greedy: bool = False) -> bytes:
@@ -60,6 +62,8 @@ class Killing:
         self._requests = requests
         self._random = random.Random(seed)
         self._seconds = 0.0  # that the streams take if nothing happens
+        self._first_pids = side.server.engine_pids
+        self._born = dict.fromkeys(self._first_pids, monotonic())
         self.num_open = 0
         """Streams that were open when an engine was killed."""
         self.back: list[float] = []
@@ -79,17 +83,21 @@ class Killing:
 
     async def killed(self) -> tuple[list[Exchange], list[int]]:
         """The streams, one of whose engines is killed at a random moment, and how many pieces of each had come then;
-        returns when all engines live again.
+        returns when all engines live again. An engine that was killed before has lived for a minute, as deaths that
+        follow each other faster delay its next start.
 
         Raises:
             TimeoutError: they do not.
         """
+        pids = self._side.server.engine_pids
+        victim = self._random.choice(pids)
+        if victim not in self._first_pids:
+            await asyncio.sleep(max(0.0, self._born[victim] + SECONDS_TO_LIVE - monotonic()))
         exchanges = await self._together()
         await asyncio.sleep(self._random.uniform(0.05, 0.6) * self._seconds)
         listed = await open_requests(self._side.address)
         homes = {int(one["id"].split("scale-")[1].split("-")[0]): one["engine"] for one in listed}
-        pids = self._side.server.engine_pids
-        os.kill(self._random.choice(pids), signal.SIGKILL)
+        os.kill(victim, signal.SIGKILL)
         killed, had = monotonic(), [len(exchange.pieces) for exchange in exchanges]
         await asyncio.sleep(0.2)  # until the death is noticed
         for exchange in exchanges:
@@ -99,6 +107,7 @@ class Killing:
                 raise TimeoutError(f"the engine is not back within {SECONDS_TO_RETURN:g} s")
             await asyncio.sleep(0.05)
         self.back.append(monotonic() - killed)
+        self._born |= {pid: monotonic() for pid in self._side.server.engine_pids if pid not in self._born}
         self.num_open += len(homes)
         by_engine: dict[int, float] = {}
         for number, engine in homes.items():
