@@ -217,11 +217,18 @@ class ClientStream(AsyncIterator[Delta]):
             self.output_token_ids += delta.token_ids
         if self._next is not None:
             self._next.merge(delta)
-        elif self.shortcut is not None and self._waiter.is_waiting and self.shortcut(delta):
+        elif self.shortcut is not None and self._waiter.is_waiting and self._takes_shortcut(self.shortcut, delta):
             return
         else:
             self._next = delta
         self._waiter.wake()
+
+    def _takes_shortcut(self, shortcut: Callable[[Delta], bool], delta: Delta) -> bool:
+        try:
+            return shortcut(delta)
+        except Exception:  # one client's; the reader does the same with the delta, and reports what it raises
+            self.shortcut = None
+            return False
 
     def fail(self, error: Exception) -> None:
         """No more deltas will come; the reader gets this error once it has read those that have."""

@@ -152,3 +152,23 @@ def test_a_shortcut_takes_what_comes_while_the_reader_waits_and_no_delta_overtak
         assert 100 < num_short < 900
 
     asyncio.run(test())
+
+
+def test_a_shortcut_that_fails_leaves_the_delta_to_the_reader() -> None:
+    """The inbox is that of all clients: what one of them causes must not reach it."""
+
+    async def test() -> None:
+        stream = ClientStream(
+            EngineRequest("a", [5], ENDLESS), lambda streams: streams[0].note_sent(), lambda stream: None
+        )
+
+        def shortcut(delta: Delta) -> bool:
+            raise RuntimeError("the transport is closed")
+
+        stream.shortcut = shortcut
+        reading = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        stream.put(Delta(token_ids=[5]))
+        assert (await asyncio.wait_for(reading, 5)).token_ids == [5] and stream.shortcut is None
+
+    asyncio.run(test())
