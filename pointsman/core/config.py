@@ -232,6 +232,18 @@ class SchedulerConfig:
         return bisect_right(range(1, self.max_model_len + 1), self.num_usable_blocks, key=self.most_blocks)
 
     @property
+    def num_full_length(self) -> float:
+        """Number of requests of the model's longest length that the usable blocks hold at once."""
+        return self.num_usable_blocks / self.most_blocks(self.max_model_len)
+
+    @property
+    def num_full_length_tokens(self) -> int:
+        """Tokens that the usable blocks hold; with `kv_groups`, in requests of the model's longest length."""
+        if not self.has_kv_groups:
+            return self.num_usable_blocks * self.block_size
+        return int(self.num_full_length * self.max_model_len)
+
+    @property
     def max_tokens_in_flight(self) -> int:
         """Tokens that steps in flight compute at most."""
         return self.max_num_batched_tokens * self.max_steps_in_flight

@@ -793,6 +793,13 @@ class Scheduler:
         """int32 [rows, blocks], read-only: row `output.rows[i]` is request i's table. Valid until the next call."""
         return self._batch.table_view
 
+    @property
+    def group_block_tables(self) -> Int32Array:
+        """int32 [rows, groups, blocks], read-only: the table of each row in each group of KV. Entries of blocks that
+        fell behind a window, or behind the end of a table, mean nothing. Valid until the next call. Not with a
+        `kv_cache` of the host's."""
+        return self._kv.group_tables(self._batch)
+
     def block_tables(self, request_id: str) -> Int32Array:
         """int32 [groups, blocks]: a copy of the block table of a request in each group of KV, 0 where a block was given
         back; no block while the request has no row.

@@ -296,6 +296,8 @@ def describe(engine: Engine, model: str) -> EngineInfo:
         num_blocks=config.num_blocks,
         block_size=config.block_size,
         kv_cache_bytes=pool.num_bytes,
+        kv_cache_tokens=config.num_full_length_tokens,
+        full_length_requests=config.num_full_length,
         scheduler=config.to_dict(),
         generation_defaults={name: value for name, value in defaults.items() if value is not None},
     )

@@ -242,6 +242,11 @@ class KVCache(ABC):
         """[groups, blocks] a copy of the tables of a row; 0 where a block was given back."""
         return self.table(batch, row).astype(np.int32)[None]
 
+    def group_tables(self, batch: Batch) -> Int32Array:
+        """[rows, groups, blocks] the tables of all rows, read-only; entries of blocks that a row does not hold mean
+        nothing. Only of an implementation whose tables are in the core."""
+        raise NotImplementedError(f"{type(self).__name__} keeps its tables elsewhere")
+
     def tables(self, batch: Batch, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
         """The concatenated block tables of some rows, and for each block the index of its row in `rows`."""
         tables = [self.table(batch, row) for row in rows.tolist()]

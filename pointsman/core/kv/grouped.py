@@ -170,6 +170,7 @@ class GroupedKVCache(KVCache):
         self._due_at: Int64Array = np.zeros(0, dtype=np.int64)
         self._moves_at: Int64Array = np.zeros(0, dtype=np.int64)
         self._tables: Int32Array = np.zeros((0, self.num_groups, self._width), dtype=np.int32)
+        self._tables_view = self._tables
 
     @property
     def num_usable_tokens(self) -> int:
@@ -305,6 +306,7 @@ class GroupedKVCache(KVCache):
         self._flat, self._moving_to = whole[back:], whole[: count * self._row_size]
         """The tables, laid out flat; and for each of its places, what is at the one from which a block moves there."""
         self._tables = self._flat.reshape(count, self.num_groups, self._width)
+        self._tables_view = np.asarray(self._tables.data.toreadonly())
         used = int(self._end.max(initial=0))
         self._tables[: len(before), :, :used] = before[:, :, :used]
         self._group_at = _counting(self.num_groups, count)
@@ -567,6 +569,9 @@ class GroupedKVCache(KVCache):
         tables: Int32Array = self._tables[row, :, :end].copy()
         tables[np.arange(end) < self._firsts_of(row)[:, None]] = 0
         return tables
+
+    def group_tables(self, batch: Batch) -> Int32Array:
+        return self._tables_view
 
     def _firsts_of(self, row: int) -> Int64Array:
         """[groups] the first block that the row holds in each table."""

@@ -250,6 +250,9 @@ class KVCacheManager(KVCache):
         room = slots - batch.num_computed_tokens.item(row)
         return blocks, lacking.repeat(count), np.arange(count) * size + room
 
+    def group_tables(self, batch: Batch) -> Int32Array:
+        return batch.table_view[:, None]
+
     def table(self, batch: Batch, row: int) -> Int64Array:
         """A copy of a row's block table."""
         return batch.block_table[row, : int(batch.num_slots[row]) // self.block_size].astype(INT64)

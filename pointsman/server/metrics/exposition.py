@@ -281,7 +281,7 @@ def cache_labels(info: EngineInfo) -> dict[str, str]:
         "cache_dtype": info.kv_cache_dtype,
         "enable_prefix_caching": str(info.scheduler["enable_prefix_caching"]),
         "kv_cache_memory_bytes": str(info.kv_cache_bytes),
-        "kv_cache_size_tokens": str(info.num_blocks * info.block_size),
+        "kv_cache_size_tokens": str(info.kv_cache_tokens),
         "num_gpu_blocks": str(info.num_blocks),
     }
 

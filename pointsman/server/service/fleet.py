@@ -83,7 +83,8 @@ class EngineFleet:
         self._max_resumes = max_resumes
         count = len(self.engines)
         info = self.info
-        self._router = Router(count, info.block_size, info.num_blocks) if count > 1 else None
+        num_blocks = max(1, info.kv_cache_tokens // info.block_size)
+        self._router = Router(count, info.block_size, num_blocks) if count > 1 else None
         self._observations: Sequence[EngineObservations] = ()
         self._paused: tuple[PauseChoice, bool] | None = None
         self._active_limit: int | None = None

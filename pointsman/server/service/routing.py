@@ -30,7 +30,7 @@ class Router:
     Args:
         num_engines: at least 1.
         block_size: tokens of a block, as the engines have it.
-        num_blocks: of the pool of each engine, the number of blocks that its index remembers.
+        num_blocks: blocks of tokens that each engine holds, and its index remembers.
     """
 
     def __init__(self, num_engines: int, block_size: int, num_blocks: int) -> None:

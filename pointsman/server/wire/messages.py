@@ -143,6 +143,10 @@ class EngineInfo:
     num_blocks: int
     block_size: int
     kv_cache_bytes: int
+    kv_cache_tokens: int
+    """Tokens that the pool holds; with KV in groups of layers, in requests of the longest length."""
+    full_length_requests: float
+    """Requests of the longest length that it holds at once."""
     scheduler: dict[str, Any]
     """`SchedulerConfig.to_dict()`."""
     generation_defaults: dict[str, Any]

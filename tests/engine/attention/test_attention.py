@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from pointsman.core import SchedulerConfig
 from pointsman.engine.attention import torch_backend as torch_attention
 from pointsman.engine.attention.numba_backend import NumbaAttention
 from pointsman.engine.attention.paged import AttentionBackend, PagedBatch
 from pointsman.engine.attention.torch_backend import TorchAttention, cut_pieces
-from pointsman.engine.kv.pool import KVPool, LayerShape, blocks_for, bytes_per_block, choose_num_blocks
+from pointsman.engine.kv.layout import KVLayout, LayerShape
+from pointsman.engine.kv.pool import KVPool, blocks_for, bytes_per_block, choose_num_blocks
 
 BACKENDS = {"torch": TorchAttention, "numba": NumbaAttention}
 
@@ -255,9 +257,11 @@ def test_slots_follow_the_block_table() -> None:
 LAYERS = [LayerShape(2, 16, 8, 4)] * 3  # 3 * 2 * 24 elements a token
 
 
-def choose(**given: object) -> int:
-    settings = {"num_blocks": None, "kv_cache_bytes": None, "max_model_len": 100, "max_num_seqs": 4, "block_size": 16}
-    return choose_num_blocks(LAYERS, dtype=torch.float32, **{**settings, **given})
+def choose(num_blocks: int | None = None, kv_cache_bytes: int | None = None) -> int:
+    config = SchedulerConfig(num_blocks=1, max_model_len=100, max_num_seqs=4, block_size=16)
+    return choose_num_blocks(
+        KVLayout.plain(LAYERS), config, num_blocks=num_blocks, kv_cache_bytes=kv_cache_bytes, dtype=torch.float32
+    )
 
 
 def test_pool_size_from_bytes_or_blocks() -> None:
@@ -269,7 +273,6 @@ def test_pool_size_from_bytes_or_blocks() -> None:
     assert choose() == 4 * 7, "by default no more than the sequences could use"
     pool = KVPool(LAYERS, num_blocks=7, block_size=16, dtype=torch.float32)
     assert pool.num_bytes == 7 * block_bytes == sum(t.numel() * 4 for t in pool.keys + pool.values)
-    assert pool.num_tokens == 112
 
 
 def test_a_pool_that_has_taken_its_memory_needs_no_more() -> None:
@@ -292,8 +295,9 @@ def test_impossible_pools_are_refused() -> None:
 
 def test_capacity_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     pool = KVPool(LAYERS, num_blocks=7, block_size=16, dtype=torch.float32)
+    config = SchedulerConfig(num_blocks=7, max_model_len=56, block_size=16)
     with caplog.at_level("INFO"):
-        pool.log_capacity(56)
+        pool.log_capacity(config)
     assert "room for 112 tokens, or 1.8 requests of the full length 56" in caplog.text
-    pool.log_capacity(113)
+    pool.log_capacity(config.replace(max_model_len=113))
     assert "less than one request of the full length 113" in caplog.text
