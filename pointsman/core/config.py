@@ -233,8 +233,10 @@ class SchedulerConfig:
 
     @property
     def num_full_length(self) -> float:
-        """Number of requests of the model's longest length that the usable blocks hold at once."""
-        return self.num_usable_blocks / self.most_blocks(self.max_model_len)
+        """Number of requests of the model's longest length that the usable blocks hold at once, if all but one decode:
+        the other may have all tokens of a step."""
+        usable, most = self.num_usable_blocks, self.most_blocks(self.max_model_len)
+        return usable / most if usable <= most else 1 + (usable - most) / self.decode_blocks(self.max_model_len)
 
     @property
     def num_full_length_tokens(self) -> int:
@@ -252,6 +254,12 @@ class SchedulerConfig:
         """The most blocks that a request holds at a time until it has computed its first `num_tokens`."""
         groups = self.kv_groups or (FULL,)
         return sum(group.most_blocks(num_tokens, self.max_tokens_in_flight, self.block_size) for group in groups)
+
+    def decode_blocks(self, num_tokens: int) -> int:
+        """The most blocks that a request holds that decodes, with so many tokens."""
+        most = self.max_steps_in_flight * (1 + self.num_draft_tokens)
+        groups = self.kv_groups or (FULL,)
+        return sum(group.most_blocks(num_tokens, most, self.block_size) for group in groups)
 
     def max_drafts(self, num_running: int) -> int:
         """Maximum number of draft tokens of a request in a step with `num_running` running ones."""

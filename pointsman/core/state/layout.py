@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from operator import mul
 from typing import Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
@@ -81,25 +80,21 @@ def _words(group: KVGroup) -> str:
     return "full attention" if group.is_full else f"a {group.kind} of {group.size}"
 
 
-def layers_per_group(
-    kinds: Sequence[tuple[KVGroup, int]], num_tokens: int, num_in_flight: int, block_size: int, max_groups: int
-) -> int:
-    """The number of layers in a group with which a request of `num_tokens` takes the least KV.
+def layers_per_group(kinds: Sequence[tuple[int, int]], max_groups: int) -> int:
+    """The number of layers in a group with which a request takes the least KV.
 
     The blocks of all groups are from one pool and have memory for the same number of layers; where the last group of a
     kind has fewer layers, the rest of its blocks is wasted. Large groups waste more, small ones are many, and each
     takes time in every step.
 
     Args:
-        kinds: layers that attend alike, and their number.
-        num_in_flight: tokens that steps in flight compute at most.
+        kinds: of layers that attend alike, the blocks that a group of them takes, and the number of layers.
         max_groups: how many groups there may be; where there are more kinds than that, one for each kind.
     """
-    blocks = [group.most_blocks(num_tokens, num_in_flight, block_size) for group, _ in kinds]
     best, least = 0, 0
     for size in range(max(layers for _, layers in kinds), 0, -1):  # of sizes that cost the same, the largest
         counts = [-(-layers // size) for _, layers in kinds]
-        cost = size * sum(map(mul, counts, blocks))
+        cost = size * sum(count * blocks for count, (blocks, _) in zip(counts, kinds, strict=True))
         if sum(counts) <= max(max_groups, len(kinds)) and (not best or cost < least):
             best, least = size, cost
     return best

@@ -121,7 +121,7 @@ def choose_layout(
 def layout_in_groups(
     layers: Sequence[LayerShape], windows: Sequence[int | None], config: SchedulerConfig, *, only_if_it_saves: bool
 ) -> KVLayout:
-    """The layout in groups with which a request of the longest length takes the least memory.
+    """The layout in groups with which a request of the longest length holds the least memory while it decodes.
 
     It is the plain one if no layer has a window below that length, or where some layers keep less per token than
     others, and not by a whole factor.
@@ -140,8 +140,11 @@ def layout_in_groups(
     plain = KVLayout.plain(layers)
     if all(group.is_full for group, _ in members) or any(num_parts == 0 for _, num_parts in members):
         return plain
-    kinds = [(group, -(-len(those) // num_parts)) for (group, num_parts), those in members.items()]
-    size = layers_per_group(kinds, max_model_len, config.max_tokens_in_flight, config.block_size, MAX_GROUPS)
+    kinds = [
+        (config.replace(kv_groups=(group,)).decode_blocks(max_model_len), -(-len(those) // num_parts))
+        for (group, num_parts), those in members.items()
+    ]
+    size = layers_per_group(kinds, MAX_GROUPS)
     groups: list[KVGroup] = []
     places: dict[int, Place] = {}
     for (group, num_parts), those in members.items():
@@ -152,8 +155,8 @@ def layout_in_groups(
     layout = KVLayout(tuple(groups), tuple(places[index] for index in range(len(layers))), (largest,) * size)
 
     def num_elements(one: KVLayout) -> int:
-        """In the blocks of a request of the longest length, for each of their tokens."""
-        num_blocks = config.replace(kv_groups=one.groups).most_blocks(max_model_len)
+        """In the blocks of such a request, for each of their tokens."""
+        num_blocks = config.replace(kv_groups=one.groups).decode_blocks(max_model_len)
         return num_blocks * sum(shape.num_elements for shape in one.slots)
 
     return plain if only_if_it_saves and num_elements(layout) >= num_elements(plain) else layout

@@ -204,7 +204,8 @@ def choose_num_blocks(
     block_bytes = bytes_per_block(layout.slots, config.block_size, dtype)
     full_length = config.most_blocks(config.max_model_len)
     if kv_cache_bytes is None:
-        return max(1, min(config.max_num_seqs * full_length, DEFAULT_KV_CACHE_BYTES // block_bytes))
+        most_useful = full_length + (config.max_num_seqs - 1) * config.decode_blocks(config.max_model_len)
+        return max(1, min(most_useful, DEFAULT_KV_CACHE_BYTES // block_bytes))
     if kv_cache_bytes < block_bytes:
         raise ValueError(
             f"kv_cache_bytes is {kv_cache_bytes}, less than one block of {block_bytes} bytes; a request of the full "
