@@ -184,6 +184,7 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
         "threads": "2",
         "grammar_timeout": "5",
         "stream_interval": "4",
+        "disable_hybrid_kv_cache_manager": "true",
         "kv_offload_bytes": "1GiB",
         "kv_store": tmp_path / "kv",
         "kv_store_role": "both",
