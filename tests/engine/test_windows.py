@@ -21,7 +21,7 @@ from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import wrap_model
 from pointsman.engine.warming import warm_up
 from tests.engine.tiny_models import FAMILIES, HEAD16, VOCAB_SIZE, build
-from tests.soak import SOAK
+from tests.soak import SOAK, part_of_commit, short_of
 
 pytestmark = pytest.mark.e2e
 
@@ -79,14 +79,17 @@ def expected() -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "knobs",
-    [
-        {},
-        {"num_blocks": TIGHT},
-        {"max_steps_in_flight": 2},
-        {"num_draft_tokens": 3, "prompt_lookup_min": 1},
-        {"max_num_batched_tokens": 256, "disable_hybrid_kv_cache_manager": False},
-        {"attention": "torch", "enable_prefix_caching": False},
-    ],
+    part_of_commit(
+        [
+            {},
+            {"attention": "torch", "enable_prefix_caching": False},
+            {"max_steps_in_flight": 2},
+            {"num_blocks": TIGHT},
+            {"num_draft_tokens": 3, "prompt_lookup_min": 1},
+            {"max_num_batched_tokens": 256, "disable_hybrid_kv_cache_manager": False},
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_tokens_are_those_without_groups(knobs: dict[str, Any]) -> None:
@@ -153,7 +156,7 @@ class Checked:
             tensor[free] = torch.nan
 
 
-@pytest.mark.parametrize("num_blocks", [200, TIGHT])
+@pytest.mark.parametrize("num_blocks", short_of([200, TIGHT, 2 * TIGHT], [TIGHT]))
 def test_what_a_layer_reads_is_what_was_written_for_the_same_tokens(num_blocks: int) -> None:
     """Also where steps fail in the middle of a forward pass, and are computed again."""
     engines: list[Engine] = []
@@ -181,7 +184,7 @@ def test_a_read_of_another_block_is_noticed() -> None:
 # ------------------------------------------------------------------------------------------------- what is held
 
 
-@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("steps_in_flight", part_of_commit([1, 2], 2))
 def test_no_block_stays_behind_its_window_for_longer_than_a_step(steps_in_flight: int) -> None:
     engine = Engine(gemma(), enable_prefix_caching=False, max_steps_in_flight=steps_in_flight, **KNOBS)
     groups = engine.scheduler.config.kv_groups
@@ -214,22 +217,22 @@ def test_no_block_stays_behind_its_window_for_longer_than_a_step(steps_in_flight
 
 
 def test_more_requests_fit() -> None:
-    """Of five windows to one layer of full attention, in the memory that 8 requests of full length take without."""
-    window, length, size = (512, 4096, 32) if SOAK else (32, 256, 4)
+    """Of five windows to one layer of full attention, in the memory that some requests of full length take without."""
+    window, length, size, fitting = (512, 4096, 32, 8) if SOAK else (16, 128, 4, 4)
     running: dict[bool, int] = {}
     for disable in (True, False):
         engine = Engine(
             gemma(5, window, length),
             disable_hybrid_kv_cache_manager=disable,
-            num_blocks=8 * length // size * (1 if disable else 6),
+            num_blocks=fitting * length // size * (1 if disable else 6),
             block_size=size,
             max_num_seqs=64,
             max_num_batched_tokens=length,
         )
-        assert engine.kv_pool.num_bytes == 8 * length * 6 * 2 * 2 * 16 * 4
+        assert engine.kv_pool.num_bytes == fitting * length * 6 * 2 * 2 * 16 * 4
         params = SamplingParams(temperature=0, max_tokens=length // 8, ignore_eos=True)
         draw = np.random.default_rng(1)
-        for index in range(48):
+        for index in range(6 * fitting):
             prompt = draw.integers(3, VOCAB_SIZE, length - length // 8).tolist()
             engine.add_request(str(index), prompt, params)
         running[disable] = 0
@@ -237,7 +240,7 @@ def test_more_requests_fit() -> None:
             engine.step()
             running[disable] = max(running[disable], engine.scheduler.stats().num_running)
         assert running[disable] >= int(engine.scheduler.config.num_full_length)
-    assert running[True] <= 9 and running[False] >= 2.5 * running[True]
+    assert fitting <= running[True] <= fitting + 1 and running[False] >= 2.2 * running[True]
 
 
 # ------------------------------------------------------------------------------------------------- around it
