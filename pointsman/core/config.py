@@ -111,6 +111,10 @@ class SchedulerConfig:
     inputs is refused."""
     encoder_cache_size: int = 0
     """Embeddings that are kept: those that running requests need, and others for reuse."""
+    keep_embeddings: bool = True
+    """Whether embeddings stay cached for reuse when the rows that need them have passed their placeholders. False: they
+    are freed then, and computed again for a request that starts again; so for models that keep KV of them, which is
+    gone with the request's row (cross-attention)."""
     split_encoder_inputs: bool = True
     """Whether a chunk of a prompt may end within the placeholders of an encoder input that it reaches. False: it ends
     before them, and the next chunk begins with them."""
@@ -302,6 +306,7 @@ class SchedulerConfig:
             "admit_after_preemption",
             "pad_first_decodes",
             "split_encoder_inputs",
+            "keep_embeddings",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
@@ -407,11 +412,11 @@ class SchedulerConfig:
                 )
 
     def _check_encoder(self) -> None:
-        if not self.split_encoder_inputs and not self.encoder_budget:
-            raise ConfigError(
-                "split_encoder_inputs=False has no effect without encoder inputs; set encoder_budget, or leave it at "
-                "its default"
-            )
+        for name in ("split_encoder_inputs", "keep_embeddings"):
+            if not getattr(self, name) and not self.encoder_budget:
+                raise ConfigError(
+                    f"{name}=False has no effect without encoder inputs; set encoder_budget, or leave it at its default"
+                )
         for name, other in (_ENCODER, _ENCODER[::-1]):
             if getattr(self, name) and not getattr(self, other):
                 raise ConfigError(

@@ -55,6 +55,7 @@ NOT_OPTIONS = {
         "max_overtakes",
         "pad_first_decodes",
         "split_encoder_inputs",
+        "keep_embeddings",
     ),  # for hosts other than this engine
 }
 

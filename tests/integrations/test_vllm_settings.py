@@ -111,7 +111,6 @@ def test_every_knob_is_either_vllms_or_ours() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_config__is_encoder_decoder": True}, "encoder-decoder models"),
         ({"is_mm_encoder_only": True}, "--mm-encoder-only"),
         (
             {"ec_manager_config": SimpleNamespace(encoder_cache_manager_cls="its.Manager")},

@@ -4,6 +4,7 @@ A token's KV is told by all tokens up to it. In a step each row writes its token
 what its layers attend to: the whole context, a window, its chunk, or the state behind the token before. States that
 are cached for prefixes lie in one block for each stretch of tokens: a row continues from the one that it wrote last, or
 from the one behind its cached prefix, and writes the one in which its step ends. Blocks are zeroed and copied before.
+What an encoder computes for a row is written in the row's first step, and read in all.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
+    CrossAttentionSpec,
     KVCacheConfig,
     MambaSpec,
     RSWASpec,
@@ -34,6 +36,8 @@ class _Row:
     """For each token, what tells it and all before it."""
     runs: bool = False
     """Whether it has computed something since it was admitted."""
+    encoded: list[int] = field(default_factory=list)
+    """What tells each embedding that layers keep KV of."""
     state_column: int | None = None
     """Where in the table of a group its newest state is; None: it has none of its own yet."""
 
@@ -50,6 +54,8 @@ class Contents:
     def __init__(self, kv_cache_config: KVCacheConfig) -> None:
         self._config = kv_cache_config
         self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self._decodes = any(isinstance(spec, CrossAttentionSpec) for spec in self._specs)
+        """Whether layers keep KV of what an encoder computes."""
         self._copied: set[int] = set()
         self._held: list[dict[tuple[int, int], int]] = [{} for _ in self._specs]
         self._rows: dict[str, _Row] = {}
@@ -62,11 +68,15 @@ class Contents:
         steps: list[tuple[str, int, int]] = []
         for new in output.scheduled_new_reqs:
             tables = [list(ids) for ids in new.block_ids]
-            tokens = list(new.prompt_token_ids)
+            tokens, encoded = list(new.prompt_token_ids), list[int]()
             for feature in new.mm_features:
                 at, length = feature.mm_position.offset, feature.mm_position.length
-                tokens[at : at + length] = [hash((feature.identifier, place)) for place in range(length)]
-            self._rows[new.req_id] = _Row(tables, tokens, len(tokens))
+                marks = [hash((feature.identifier, place)) for place in range(length)]
+                if self._decodes:
+                    encoded += marks
+                else:
+                    tokens[at : at + length] = marks
+            self._rows[new.req_id] = _Row(tables, tokens, len(tokens), encoded=encoded)
             steps.append((new.req_id, new.num_computed_tokens, output.num_scheduled_tokens[new.req_id]))
         cached = output.scheduled_cached_reqs
         for name, start, blocks in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
@@ -77,6 +87,9 @@ class Contents:
                     row.state_column, row.runs = None, False
                 table += ids
             steps.append((name, start, output.num_scheduled_tokens[name]))
+        if self._decodes:  # workers give embeddings to the rows that start, in the order in which they take them in
+            started = [name for name, start, _ in steps if start == 0 and self._rows[name].encoded]
+            assert list(output.scheduled_encoder_inputs) == started, "embeddings are another row's"
         for name, start, count in steps:
             row, drafts = self._rows[name], output.scheduled_spec_decode_tokens.get(name, [])
             row.tokens += [sample(name, position) for position in range(len(row.tokens), start + count - len(drafts))]
@@ -155,6 +168,11 @@ class Contents:
 
     def _write(self, group: int, spec: Any, row: _Row, start: int, end: int) -> None:
         held, table = self._held[group], row.tables[group]
+        if isinstance(spec, CrossAttentionSpec):
+            assert len(table) == -(-len(row.encoded) // spec.block_size), "there are blocks for other embeddings"
+            for position, mark in enumerate(row.encoded if start == 0 else ()):
+                held[table[position // spec.block_size], position % spec.block_size] = mark
+            return
         if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align":
             held[table[-(-end // spec.block_size) - 1], 0] = row.prefix(end - 1)
             self._keep_within(group, spec, row, start, end)
@@ -179,6 +197,13 @@ class Contents:
 
     def _read(self, name: str, group: int, spec: Any, row: _Row, start: int, end: int) -> None:
         if isinstance(spec, MambaSpec | CircularBufferSpec):
+            return
+        if isinstance(spec, CrossAttentionSpec):
+            for position, mark in enumerate(row.encoded):
+                found = self._held[group].get(
+                    (row.tables[group][position // spec.block_size], position % spec.block_size)
+                )
+                assert found == mark, f"{name} reads the KV of another embedding at {position}"
             return
         first = 0
         if isinstance(spec, SlidingWindowSpec):

@@ -1,9 +1,10 @@
 """Random workloads through vLLM's own scheduler and ours, in lockstep: a script for the environment with vLLM.
 
-    python vllm_decisions.py FIRST COUNT [groups|images]   prints one JSON line: what they met, and where they differ
+    python vllm_decisions.py FIRST COUNT [groups|images|encoder]   prints one JSON line: what they met, and where they
+                                                                   differ
 
 (with the root of the repository and its benchmarks in PYTHONPATH). With "groups", the KV is in several layouts; with
-"images", prompts have some, under small encoder budgets and caches.
+"images", prompts have some, under small encoder budgets and caches; with "encoder", models are encoder-decoders.
 
 Both are built as vLLM's engine core builds them and get the same calls; what they decide is executed by a stand-in for
 the model runner, whose token for a position of a request is a function of both. In every step the requests, their
@@ -38,6 +39,7 @@ from vllm.v1.core.sched.scheduler import Scheduler as OwnScheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheGroupSpec,
     MambaSpec,
@@ -57,6 +59,7 @@ from tests.integrations.vllm_contents import Contents
 MAX_STEPS = 3_000
 MOST_REQUESTS = 40
 NUM_TOKENS = 9  # that are sampled; 0 to 4 may be stop tokens
+MOST_EMBEDDINGS = 24  # of a request to an encoder-decoder
 HASH = get_hash_fn_by_name("sha256")
 
 
@@ -82,6 +85,7 @@ class Workload:
     """Whether no decision may differ, as nothing runs out."""
     encoder: tuple[int, int] = (0, 0)
     """Embeddings of a step, and of the cache."""
+    is_encoder_decoder: bool = False
     arrivals: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     aborts: dict[int, list[str]] = field(default_factory=dict)
     """Before a step is scheduled."""
@@ -114,14 +118,15 @@ def make_layout(rng: random.Random, block_size: int) -> tuple[tuple[str, int, in
     )
 
 
-def make_workload(seed: int, in_groups: bool = False, has_images: bool = False) -> Workload:
-    """Random, with small pools and budgets, and prompts that begin alike."""
+def make_workload(seed: int, kind: str = "") -> Workload:
+    """Random, with small pools and budgets, and prompts that begin alike; `kind` as on the command line."""
+    in_groups, has_images, has_encoder = kind == "groups", kind == "images", kind == "encoder"
     rng = random.Random(seed)
     block_size = rng.choice((2, 4, 8))
     max_model_len = rng.randrange(16, 80)
     blocks_of_longest = -(-max_model_len // block_size)
     num_usable = rng.choice((blocks_of_longest, blocks_of_longest + 3, 2 * blocks_of_longest, 5 * blocks_of_longest))
-    chunked = rng.random() < 0.75
+    chunked = rng.random() < 0.75 and not has_encoder
     max_num_seqs = rng.randrange(1, 13)
     least_budget = max_num_seqs if chunked else max(max_model_len, max_num_seqs)
     scheduler = {
@@ -140,6 +145,8 @@ def make_workload(seed: int, in_groups: bool = False, has_images: bool = False) 
     if asynchronous and caches:  # see docs/vllm.md: what is found again where blocks run out is not the same
         num_usable = MOST_REQUESTS * blocks_of_longest
     layout = make_layout(rng, block_size) if in_groups else ()
+    if has_encoder:
+        layout, caches = (("full", block_size, 0), ("encoder", block_size, 0)), False
     if layout:  # at least the longest request, as vLLM checks when it starts
         blocks_of_longest = sum(_blocks_of_longest(kind, size, max_model_len) for kind, size, _ in layout)
         num_usable = max(blocks_of_longest, num_usable * len(layout))
@@ -180,6 +187,9 @@ def make_workload(seed: int, in_groups: bool = False, has_images: bool = False) 
     if has_images:
         workload.num_drafts = 0
         _add_images(workload, rng)
+    if has_encoder:
+        workload.is_strict = not workload.num_drafts
+        _add_sounds(workload, rng)
     return workload
 
 
@@ -228,6 +238,8 @@ def make_shared(number: int) -> Workload:
 
 def _blocks_of_longest(kind: str, block_size: int, max_model_len: int) -> int:
     """At most, of a group."""
+    if kind == "encoder":
+        return -(-MOST_EMBEDDINGS // block_size)
     if kind == "cached state":
         return 5  # the newest, the one before, one of a step in flight, one within a chunk, a copy
     return -(-max_model_len // block_size) + 1 if block_size and kind != "ring" else 1
@@ -262,6 +274,19 @@ def _add_images(workload: Workload, rng: random.Random) -> None:
                 prompt[place] = 0
             at += len(sizes[key])
         request["images"] = images
+
+
+def _add_sounds(workload: Workload, rng: random.Random) -> None:
+    """What an encoder-decoder reads beside its prompts, some of it several times; some requests have none."""
+    workload.is_encoder_decoder = True
+    workload.scheduler["disable_chunked_mm_input"] = True  # as vLLM sets it for these models
+    sizes = {f"sound{number}": rng.randrange(1, MOST_EMBEDDINGS + 1) for number in range(rng.randrange(2, 9))}
+    largest = max(sizes.values())
+    budget = rng.choice((largest, largest + 2, 2 * largest, sum(sizes.values())))
+    workload.encoder = (budget, 10_000 if workload.asynchronous else budget)  # as for images
+    for request in (request for requests in workload.arrivals.values() for request in requests):
+        key = rng.choice(sorted(sizes))
+        request["images"] = [(key, 0, "1" * sizes[key])] if rng.random() < 0.9 else []
 
 
 def _fill(workload: Workload, rng: random.Random, max_model_len: int) -> None:
@@ -303,7 +328,7 @@ class Side:
                 if partial_hash_hits_enabled(kv_cache_config.kv_cache_groups, self.hash_size)
                 else workload.block_size
             )
-        stand_in_for_encoder(config, workload.encoder)
+        stand_in_for_encoder(config, workload.encoder, is_encoder_decoder=workload.is_encoder_decoder)
         self.scheduler = scheduler_class(
             vllm_config=config,
             kv_cache_config=kv_cache_config,
@@ -394,8 +419,10 @@ class Side:
         cached = output.scheduled_cached_reqs
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        freed = sorted(output.free_encoder_mm_hashes) if self.workload.is_encoder_decoder else []
         return {
             "tokens": output.num_scheduled_tokens,
+            "freed": freed,
             "drafts": output.scheduled_spec_decode_tokens,
             "starts": dict(sorted(starts.items())),
             "new": [new.req_id for new in output.scheduled_new_reqs],
@@ -421,6 +448,10 @@ class Side:
         for name, count in output.num_scheduled_tokens.items():
             for feature in self.images[name]:
                 at = feature.mm_position
+                if self.workload.is_encoder_decoder:
+                    if starts[name] == 0 and name not in output.scheduled_encoder_inputs:
+                        self.lacking.append(f"{name} starts without {feature.identifier}")
+                    continue
                 first, last = max(starts[name] - at.offset, 0), min(starts[name] + count - at.offset, at.length)
                 if first < last and at.is_embed[first:last].any() and feature.identifier not in self.embeddings:
                     self.lacking.append(f"{name} lacks {feature.identifier}")
@@ -495,6 +526,8 @@ def spec_of(layout: tuple[str, int, int], max_model_len: int) -> Any:
     sizes: dict[str, Any] = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
     if kind == "full":
         return FullAttentionSpec(block_size=block_size, **sizes)
+    if kind == "encoder":
+        return CrossAttentionSpec(block_size=block_size, **sizes)
     if kind == "window":
         return SlidingWindowSpec(block_size=block_size, sliding_window=size, **sizes)
     if kind == "chunk":
@@ -596,22 +629,23 @@ def run_both(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) 
         if theirs == ours and (difference := _reads_differ(sides, step, tally)):
             return difference
         if theirs != ours:
+            has_images = any(workload.encoder) and not workload.is_encoder_decoder
             if sides[0].lacking:  # see docs/vllm.md
                 tally["theirs lacks embeddings"] += 1
                 return None
-            if any(workload.encoder) and _takes_less_behind_a_victim(sides, theirs, ours):
+            if has_images and _takes_less_behind_a_victim(sides, theirs, ours):
                 tally["less behind a victim"] += 1
                 return None
-            if any(workload.encoder) and _goes_further(sides, theirs, ours):
+            if has_images and _goes_further(sides, theirs, ours):
                 tally["went further"] += 1
                 return None
-            if any(workload.encoder) and _keeps_others(sides, theirs, ours):
+            if has_images and _keeps_others(sides, theirs, ours):
                 tally["kept others"] += 1
                 return None
             if not workload.scheduler["enable_chunked_prefill"] and _resumes_in_chunks(theirs, ours):
                 tally["resumed in chunks"] += 1
                 return None
-            if workload.layout and _does_more(theirs, ours):
+            if workload.layout and not workload.is_strict and _does_more(theirs, ours):
                 tally["did more"] += 1
                 return None
             if _may_find_otherwise(workload):
@@ -757,9 +791,9 @@ def main() -> None:
     base = build_config(Settings(num_blocks=100, max_model_len=1 << 12, max_num_seqs=8, max_num_batched_tokens=1 << 12))
     tally: Counter[str] = Counter()
     differences = []
-    in_groups = "groups" in sys.argv[3:]
-    workloads = [make_workload(seed, in_groups, "images" in sys.argv[3:]) for seed in range(first, first + count)]
-    workloads += [make_shared(number) for number in range(first, first + count // 4)] if in_groups else []
+    kind = next(iter(sys.argv[3:]), "")
+    workloads = [make_workload(seed, kind) for seed in range(first, first + count)]
+    workloads += [make_shared(number) for number in range(first, first + count // 4)] if kind == "groups" else []
     for workload in workloads:
         try:
             found = compare(base, workload, tally)

@@ -160,7 +160,7 @@ def main() -> None:
     tally: Counter[str] = Counter()
     differences = []
     for seed in range(first, first + count):
-        workload = make_workload(seed, in_groups=seed % 3 == 2)
+        workload = make_workload(seed, "groups" if seed % 3 == 2 else "")
         workload.num_drafts = 0  # the simulator has none
         try:
             found = compare(base, workload, folder, tally)

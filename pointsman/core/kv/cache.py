@@ -129,6 +129,10 @@ class KVCache(ABC):
     def num_usable_tokens(self) -> int:
         """The longest sequence that the pool can hold."""
 
+    def num_usable_tokens_of(self, request: Request) -> int:
+        """The longest sequence of this request that the pool can hold, beside what its encoder inputs take."""
+        return self.num_usable_tokens
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """The most blocks that a running request takes beside its own to generate so many tokens."""
         return -(-num_tokens // self.block_size)

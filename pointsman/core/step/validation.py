@@ -23,11 +23,11 @@ def too_long(config: SchedulerConfig, kv: KVCache, request: Request, length: int
             f"the prompt has {length} tokens and max_model_len is {config.max_model_len}"
             f"{_NO_ROOM if room else ''}; shorten the prompt to {config.max_model_len - room} tokens"
         )
-    if length > kv.num_usable_tokens:
+    if length > (usable := kv.num_usable_tokens_of(request)):
         if not kv.has_tables:
             return (
                 f"the prompt has {length} tokens, and the pool of {kv.pool.num_usable} KV blocks holds "
-                f"{kv.num_usable_tokens} of them; shorten the prompt or give the pool more blocks"
+                f"{usable} of them; shorten the prompt or give the pool more blocks"
             )
         needed = -(-length // config.block_size)
         return (
@@ -70,7 +70,7 @@ def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str
     if request.max_total_tokens is not None:
         bounds.append((request.max_total_tokens, "max_total_tokens"))
     # The last token is sampled but never computed, so it needs no slot.
-    bounds.append((kv.num_usable_tokens + 1, "kv_capacity"))
+    bounds.append((kv.num_usable_tokens_of(request) + 1, "kv_capacity"))
     request._state.token_limit, request._state.limit_detail = min(bounds, key=lambda bound: bound[0])
     if prompt + known >= request.token_limit:
         return (

@@ -36,6 +36,7 @@ FLAGS = {
     "encoder_budget": "--max-num-batched-tokens",
     "encoder_cache_size": "--max-num-batched-tokens",
     "split_encoder_inputs": "--disable-chunked-mm-input",
+    "keep_embeddings": "",
     "enable_kv_cache_events": "--kv-events-config",
 }
 """Knobs that a flag of vLLM sets. The flags keep their meaning."""
@@ -182,6 +183,7 @@ def scheduler_config(
         "encoder_budget": encoder_budget,
         "encoder_cache_size": encoder_cache_size,
         "split_encoder_inputs": not (encoder_budget and getattr(scheduler, "disable_chunked_mm_input", False)),
+        "keep_embeddings": not (encoder_budget and vllm_config.model_config.is_encoder_decoder),
         "order": order,
     }
     settled = {**values, **knobs}

@@ -162,10 +162,6 @@ def _is_full(group: Any) -> bool:
 def _model_problems(vllm_config: Any) -> list[Refusal]:
     model = vllm_config.model_config
     problems: list[Refusal] = []
-    if model.is_encoder_decoder:
-        problems.append(
-            Refusal("encoder-decoder", "encoder-decoder models are not supported: serve a decoder-only model")
-        )
     if getattr(vllm_config, "is_mm_encoder_only", False):
         problems.append(
             Refusal(
@@ -334,6 +330,7 @@ _KNOWN_MANAGERS = frozenset(
         "MambaManager",
         "RSWAManager",
         "CircularBufferManager",
+        "CrossAttentionManager",
     }
 )
 """Of vLLM: what manages the KV of a group, as far as it was tried here."""
