@@ -38,6 +38,8 @@ class _Row:
     """Whether it has computed something since it was admitted."""
     encoded: list[int] = field(default_factory=list)
     """What tells each embedding that layers keep KV of."""
+    num_drafts: int = 0
+    """In this step."""
     state_column: int | None = None
     """Where in the table of a group its newest state is; None: it has none of its own yet."""
 
@@ -57,6 +59,8 @@ class Contents:
         self._decodes = any(isinstance(spec, CrossAttentionSpec) for spec in self._specs)
         """Whether layers keep KV of what an encoder computes."""
         self._copied: set[int] = set()
+        self._drafted: set[tuple[int, int, int]] = set()
+        """Where a draft was written last, which may have been rejected."""
         self._held: list[dict[tuple[int, int], int]] = [{} for _ in self._specs]
         self._rows: dict[str, _Row] = {}
 
@@ -94,6 +98,7 @@ class Contents:
             row, drafts = self._rows[name], output.scheduled_spec_decode_tokens.get(name, [])
             row.tokens += [sample(name, position) for position in range(len(row.tokens), start + count - len(drafts))]
             row.tokens += drafts
+            row.num_drafts = len(drafts)
         for group, spec in enumerate(self._specs):
             if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align":
                 self._continue_states(group, spec, steps)
@@ -178,9 +183,11 @@ class Contents:
             self._keep_within(group, spec, row, start, end)
             return
         if isinstance(spec, MambaSpec):
-            if start:
-                assert held.get((table[0], 0)) == row.prefix(start - 1), "the state is another request's"
-            held[table[0], 0] = row.prefix(end - 1)
+            assert len(set(table)) == 1 + spec.num_speculative_blocks and 0 not in table, "each draft has a state"
+            if start:  # that of the newest token, or behind a draft that was accepted
+                assert row.prefix(start - 1) in [held.get((block, 0)) for block in table], "the state is another row's"
+            for draft in range(1 + row.num_drafts):
+                held[table[draft], 0] = row.prefix(end - 1 - row.num_drafts + draft)
             return
         if isinstance(spec, CircularBufferSpec):  # of the newest tokens, whichever they are
             assert len(table) == 1 and table[0], "a request has one block"
@@ -191,7 +198,9 @@ class Contents:
         for position in range(start, end):
             block = table[position // spec.block_size]
             assert block != 0, "a token is written to the null block"
-            stale = held.get((block, position % spec.block_size), row.prefix(position)) != row.prefix(position)
+            place, drafted = (block, position % spec.block_size), (group, block, position % spec.block_size)
+            stale = held.get(place, row.prefix(position)) != row.prefix(position) and drafted not in self._drafted
+            (self._drafted.add if position >= end - row.num_drafts else self._drafted.discard)(drafted)
             assert not (stale and self._config.needs_kv_cache_zeroing) or block in self._copied, "a block is not zeroed"
             held[block, position % spec.block_size] = row.prefix(position)
 

@@ -1,10 +1,11 @@
 """Random workloads through vLLM's own scheduler and ours, in lockstep: a script for the environment with vLLM.
 
-    python vllm_decisions.py FIRST COUNT [groups|images|encoder]   prints one JSON line: what they met, and where they
-                                                                   differ
+    python vllm_decisions.py FIRST COUNT [groups|states|images|encoder]
 
-(with the root of the repository and its benchmarks in PYTHONPATH). With "groups", the KV is in several layouts; with
-"images", prompts have some, under small encoder budgets and caches; with "encoder", models are encoder-decoders.
+prints one JSON line: what they met, and where they differ (with the root of the repository and its benchmarks in
+PYTHONPATH). With "groups", the KV is in several layouts; with "states", some of it is states that are not cached, and
+rows verify drafts; with "images", prompts have some, under small encoder budgets and caches; with "encoder", models are
+encoder-decoders.
 
 Both are built as vLLM's engine core builds them and get the same calls; what they decide is executed by a stand-in for
 the model runner, whose token for a position of a request is a function of both. In every step the requests, their
@@ -50,6 +51,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from pointsman.core import Reason
 from pointsman.core.observe.film import FilmRecorder
 from pointsman.core.observe.film_format import Op
 from pointsman.integrations.vllm import Scheduler
@@ -120,7 +122,7 @@ def make_layout(rng: random.Random, block_size: int) -> tuple[tuple[str, int, in
 
 def make_workload(seed: int, kind: str = "") -> Workload:
     """Random, with small pools and budgets, and prompts that begin alike; `kind` as on the command line."""
-    in_groups, has_images, has_encoder = kind == "groups", kind == "images", kind == "encoder"
+    in_groups, has_images, has_encoder = kind in ("groups", "states"), kind == "images", kind == "encoder"
     rng = random.Random(seed)
     block_size = rng.choice((2, 4, 8))
     max_model_len = rng.randrange(16, 80)
@@ -141,10 +143,12 @@ def make_workload(seed: int, kind: str = "") -> Workload:
         "long_prefill_token_threshold": rng.choice((0, 0, 3, 7)) if chunked else 0,
     }
     scheduler["long_prefill_token_threshold_adaptive"] = rng.random() < 0.5
-    asynchronous, caches = rng.random() < 0.4, rng.random() < 0.7
+    asynchronous, caches = rng.random() < 0.4 and kind != "states", rng.random() < 0.7
     if asynchronous and caches:  # see docs/vllm.md: what is found again where blocks run out is not the same
         num_usable = MOST_REQUESTS * blocks_of_longest
     layout = make_layout(rng, block_size) if in_groups else ()
+    while kind == "states" and not any(each == "state" for each, _, _ in layout):
+        layout = make_layout(rng, block_size)
     if has_encoder:
         layout, caches = (("full", block_size, 0), ("encoder", block_size, 0)), False
     if layout:  # at least the longest request, as vLLM checks when it starts
@@ -180,15 +184,19 @@ def make_workload(seed: int, kind: str = "") -> Workload:
     threshold = scheduler["long_prefill_token_threshold"] or math.inf
     if num_drafts < min(threshold, scheduler["max_num_batched_tokens"]):  # vLLM's own fails, or hangs: see docs/vllm.md
         workload.num_drafts = num_drafts
-    if {"state", "cached state", "ring"} & {kind for kind, _, _ in layout}:  # each draft has a state of its own there
+    if kind == "states":
+        most = min(threshold, scheduler["max_num_batched_tokens"], block_size) - 1
+        workload.num_drafts = min(rng.choice((1, 3)), most)
+        workload.num_blocks += workload.num_drafts * len(layout)
+    elif {"state", "cached state", "ring"} & kinds:  # each draft has a state of its own there
         workload.num_drafts = 0
     if workload.num_drafts and caches:  # see docs/vllm.md: what is evicted is not the same
         workload.num_blocks = max(workload.num_blocks, 1 + MOST_REQUESTS * blocks_of_longest)
     if has_images:
         workload.num_drafts = 0
         _add_images(workload, rng)
+    workload.is_strict = has_encoder or kind == "states"
     if has_encoder:
-        workload.is_strict = not workload.num_drafts
         _add_sounds(workload, rng)
     return workload
 
@@ -318,7 +326,8 @@ class Side:
         kv_cache_config = build_kv_cache_config(workload.num_blocks, workload.block_size)
         self.hash_size = workload.block_size
         if workload.layout:
-            specs = [spec_of(each, workload.scheduler["max_model_len"]) for each in workload.layout]
+            most = workload.scheduler["max_model_len"]
+            specs = [spec_of(each, most, workload.num_drafts) for each in workload.layout]
             kv_cache_config.kv_cache_groups = [KVCacheGroupSpec([f"layer{n}"], spec) for n, spec in enumerate(specs)]
             self.hash_size = workload.hash_size or min(spec.block_size for spec in specs if spec.prefix_cacheable)
             kv_cache_config.prefix_cache_retention_interval = workload.retention
@@ -520,7 +529,7 @@ class Side:
         return NUM_TOKENS if token in stops and position < first else token
 
 
-def spec_of(layout: tuple[str, int, int], max_model_len: int) -> Any:
+def spec_of(layout: tuple[str, int, int], max_model_len: int, num_drafts: int = 0) -> Any:
     """A layer of a group."""
     kind, block_size, size = layout
     sizes: dict[str, Any] = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
@@ -536,7 +545,7 @@ def spec_of(layout: tuple[str, int, int], max_model_len: int) -> Any:
         return RSWASpec(block_size=block_size, rswa_window=size, **sizes)
     if kind == "ring":
         return CircularBufferSpec(block_size=block_size, **sizes)
-    state: dict[str, Any] = {"shapes": ((2, 4),), "dtypes": (torch.float32,)}
+    state: dict[str, Any] = {"shapes": ((2, 4),), "dtypes": (torch.float32,), "num_speculative_blocks": num_drafts}
     if kind == "state":
         return MambaSpec(block_size=max_model_len, **state)
     within = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1} if size else {}
@@ -639,6 +648,9 @@ def run_both(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) 
             if has_images and _goes_further(sides, theirs, ours):
                 tally["went further"] += 1
                 return None
+            if has_images and _lacks_blocks_to_go_further(sides, theirs, ours):
+                tally["lacked blocks to go further"] += 1
+                return None
             if has_images and _keeps_others(sides, theirs, ours):
                 tally["kept others"] += 1
                 return None
@@ -717,11 +729,14 @@ def _computed(side: Side, decision: dict[str, Any]) -> set[str]:
 
 
 def _takes_less_behind_a_victim(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """Whether they differ in that rows with images get no tokens of one that is preempted before; see docs/vllm.md."""
-    other = theirs.keys() - {"tokens", "encoder inputs"}
+    """Whether they differ in that rows with images get no tokens, or no space for embeddings, of one that is preempted
+    before; see docs/vllm.md."""
+    other = theirs.keys() - {"tokens", "starts", "encoder inputs"}
     if not theirs["preempted"] or any(theirs[name] != ours[name] for name in other):
         return False
-    fewer = [name for name, count in ours["tokens"].items() if count < theirs["tokens"].get(name, 0)]
+    if not ours["starts"].items() <= theirs["starts"].items():
+        return False
+    fewer = [name for name, count in theirs["tokens"].items() if ours["tokens"].get(name, 0) < count]
     return bool(fewer) and all(sides[1].images[name] for name in fewer)
 
 
@@ -742,6 +757,23 @@ def _goes_further(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[s
                 return not reads or feature.identifier in sides[1].embeddings_before or _holds_unread(sides)
         return False
     return False
+
+
+def _lacks_blocks_to_go_further(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
+    """Whether they differ in that ours does not admit a request for whose first chunk it lacks blocks, while that of
+    theirs ends before an image whose embeddings ours has kept; see docs/vllm.md."""
+    if theirs["preempted"] != ours["preempted"] or theirs["finished"] != ours["finished"]:
+        return False
+    same = [name for name in ours["tokens"] if ours["tokens"][name] == theirs["tokens"].get(name)]
+    left = [name for name in theirs["tokens"] if name not in ours["tokens"]]
+    admitted = {*theirs["new"], *theirs["resumed"]}
+    if len(same) < len(ours["tokens"]) or not left or left[0] not in admitted:
+        return False
+    end = theirs["starts"][left[0]] + theirs["tokens"][left[0]]
+    features = sides[0].images[left[0]]
+    kept = {f.identifier for f in features if f.mm_position.offset == end} & sides[1].embeddings_before
+    lacks = sides[1].scheduler.core.explain(left[0]).reason
+    return bool(kept) and lacks in (Reason.BLOCKS, Reason.WATERMARK)
 
 
 def _holds_unread(sides: tuple[Side, Side]) -> bool:

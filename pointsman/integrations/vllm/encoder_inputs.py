@@ -150,7 +150,7 @@ class EncoderDecoderInputs:
             raise _refused(
                 request,
                 f"its {request.mm_features[0].modality} has {count} embeddings, of at most {self._budget} in a step; "
-                f"{MORE_EMBEDDINGS}",
+                "raise --max-num-batched-tokens, or send a smaller one",
             )
         self._num_begun += 1
         return [EncoderInput(f"{self._num_begun}", 0, 1, count)] if count else []
