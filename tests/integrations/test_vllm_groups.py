@@ -187,7 +187,7 @@ def test_decisions_about_drafts_over_states_are_those_of_vllms_own_scheduler() -
     assert not found["differences"], json.dumps(found["differences"][0], indent=1)
     tally = found["tally"]
     assert tally["with drafts"] == count and tally["drafts"] >= 20 * count, tally
-    assert tally.get("gave up drafts", 0) <= count // 5, tally
+    assert tally.get("gave up drafts", 0) <= count // 4 + 1, tally
 
 
 def test_no_request_and_no_block_is_lost_where_a_step_fails() -> None:
