@@ -286,8 +286,11 @@ class KVCacheManager(KVCache):
         state = request._state
         row = state.row
         assert row is not None
-        computed = min(int(batch.num_computed_tokens[row]), state.num_prompt_tokens)
-        is_new = self._publish(request, batch.block_table[row], computed // self.block_size, state.prompt_bytes)
+        computed = min(batch.num_computed_tokens.item(row), state.num_prompt_tokens)
+        end = computed // self.block_size
+        if end <= state.num_published_blocks:
+            return
+        is_new = self._publish(request, batch.block_table[row], end, state.prompt_bytes)
         if is_new and self.shared is not None:
             self.shared.append((request, state.num_published_blocks))
 

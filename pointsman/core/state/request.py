@@ -680,6 +680,8 @@ class _Checks:
             self.refuse(str(error))
 
     def seconds(self, value: object) -> float:
+        if type(value) is float and math.isfinite(value):
+            return value
         if isinstance(value, (int, float, np.integer, np.floating)) and math.isfinite(value):
             return float(value)
         self.refuse(f"arrival_time is {value}; give seconds on the caller's clock")
