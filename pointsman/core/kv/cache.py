@@ -129,6 +129,10 @@ class KVCache(ABC):
     def num_usable_tokens(self) -> int:
         """The longest sequence that the pool can hold."""
 
+    def num_slots_for(self, num_tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """As `View.num_slots_for`."""
+        return num_tokens
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """The most blocks that a running request takes beside its own to generate so many tokens."""
         return -(-num_tokens // self.block_size)
@@ -247,6 +251,17 @@ class KVCache(ABC):
         tables = [self.table(batch, row) for row in rows.tolist()]
         counts = np.array([len(table) for table in tables], dtype=np.int64)
         return np.concatenate([np.zeros(0, dtype=np.int64), *tables]), batch.count_up[: len(rows)].repeat(counts)
+
+    def num_blocks_shared(self, batch: Batch) -> Int64Array:
+        """[running] so many blocks' worth of tokens, at the beginning of each request, would be found again without it,
+        because others hold their blocks."""
+        rows = batch.members.rows
+        blocks, owners = self.tables(batch, rows)
+        places = np.arange(len(blocks)) - owners.searchsorted(owners)  # in its own table
+        is_own = self.pool.num_references[blocks] == 1
+        shared = self.num_blocks_of(batch, rows)
+        np.minimum.at(shared, owners[is_own], places[is_own])  # what is before the first of its own stays
+        return shared
 
     def give_back(self, batch: Batch) -> None:  # noqa: B027
         """If it `gives_back`: release what the rows hold that none of their next tokens reads. Called before they get
