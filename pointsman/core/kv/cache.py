@@ -210,6 +210,10 @@ class KVCache(ABC):
         """[rows] free blocks that each row still needs until all its known tokens are computed."""
         return self.num_blocks_to_grow(batch, rows, batch.num_tokens[rows] - batch.num_computed_tokens[rows])
 
+    def num_owed_of(self, batch: Batch, row: int) -> int:
+        """The element of `num_blocks_owed` of one row."""
+        return int(self.num_blocks_owed(batch, batch.count_up[row : row + 1])[0])
+
     def num_slots_with(self, batch: Batch, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
         """[rows] tokens that each row can hold with the blocks that it needs to advance by `num_tokens` of it."""
         return batch.num_slots[rows] + self.num_blocks_to_grow(batch, rows, num_tokens) * self.block_size

@@ -172,6 +172,9 @@ class KVCacheManager(KVCache):
         needed: Int64Array = np.maximum(-(-short // self.block_size), 0)
         return needed
 
+    def num_owed_of(self, batch: Batch, row: int) -> int:
+        return max(-(-(batch.num_tokens.item(row) - batch.num_slots.item(row)) // self.block_size), 0)
+
     def can_grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> bool:
         return len(rows) <= self.pool.num_free
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import InvalidTransition, RequestRefused
@@ -12,6 +13,7 @@ from pointsman.core.state.repetition import RepetitionWatch
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import FinishReason, RequestStatus
 
+_num_embeddings = attrgetter("num_embeddings")
 _NO_ROOM = ", which leaves no room for a generated token"
 
 
@@ -87,6 +89,8 @@ def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str
 
 def encoder_inputs_fit(config: SchedulerConfig, inputs: Sequence[EncoderInput], *, whole: bool) -> str | None:
     """Why a request's encoder inputs can never be computed, or None; `whole`: all of them must be in one step."""
+    if not inputs:
+        return None
     inputs = [item for item in inputs if item.num_embeddings != 0]
     if not inputs:
         return None
@@ -96,8 +100,10 @@ def encoder_inputs_fit(config: SchedulerConfig, inputs: Sequence[EncoderInput], 
             "encoder_cache_size"
         )
     entries = {item.entry for item in inputs}
-    largest = max(entries, key=lambda entry: entry.num_embeddings)
-    total = sum(entry.num_embeddings for entry in entries)
+    largest = max(entries, key=_num_embeddings)
+    total = sum(map(_num_embeddings, entries))
+    if total <= min(config.encoder_budget, config.encoder_cache_size):
+        return None
     for knob in ("encoder_budget", "encoder_cache_size"):
         bound = getattr(config, knob)
         if largest.num_embeddings > bound:
