@@ -8,8 +8,9 @@ undone if that step fails.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -216,7 +217,6 @@ class KVCacheManager(KVCache):
 
         Returns the blocks in that order, and for each the index of its row in `rows` and its step, from 0.
         """
-        size = self.block_size
         slots = batch.num_slots[rows]
         room = slots - num_computed
         lacking = (room < num_steps).nonzero()[0]
@@ -225,18 +225,67 @@ class KVCacheManager(KVCache):
         if len(lacking) == 1:
             return self._grow_one_row(batch, rows, lacking, num_steps - room.item(lacking.item(0)))
         steps = room[lacking]
-        counts = (num_steps - steps + (size - 1)) // size
+        owners, places, steps = self._places_in_order(batch, rows, lacking, slots[lacking], steps, num_steps - steps)
+        blocks = self._take(len(owners))
+        batch.flat_table[places] = blocks
+        return blocks.astype(INT32), owners, steps
+
+    def grow_in_turn(
+        self, batch: Batch, rows: Int64Array, num_computed: Int64Array, lengths: Int64Array
+    ) -> Callable[[int], None]:
+        """As `grow_for_steps`, where row i decodes in the first `lengths[i]` steps, and blocks are released between
+        them.
+
+        Returns what allocates the blocks of all steps before a given one; to be called with rising numbers.
+        """
+        slots = batch.num_slots[rows]
+        room = slots - num_computed
+        lacking = (room < lengths).nonzero()[0]
+        if not len(lacking):
+            return _grown
+        steps = room[lacking]
+        short = lengths[lacking] - steps
+        _, places, steps = self._places_in_order(batch, rows, lacking, slots[lacking], steps, short)
+        order, done = steps.tolist(), 0
+
+        def grow(before: int) -> None:
+            nonlocal done
+            end = bisect_left(order, before, done)
+            if end > done:
+                batch.flat_table[places[done:end]] = self._take(end - done)
+                done = end
+
+        return grow
+
+    def _places_in_order(
+        self,
+        batch: Batch,
+        rows: Int64Array,
+        lacking: Int64Array,
+        slots: Int64Array,
+        steps: Int64Array,
+        short: Int64Array,
+    ) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Of the blocks that rows lack, in the order of steps, and of rows within one: the index of the row in `rows`,
+        the place in the flat block table, and the step.
+
+        Args:
+            lacking: [m] the indices in `rows` of rows that lack blocks; each of the next arguments is of these.
+            slots: tokens that their blocks hold.
+            steps: in which each lacks its first block.
+            short: for how many steps it lacks blocks from then on.
+        """
+        counts = (short + (self.block_size - 1)) // self._size
         total = int(counts.dot(batch.ones[: len(counts)]))  # in half the time of a sum
-        owners, places = lacking, slots[lacking] // self._size
-        batch.num_slots[rows[lacking]] = slots[lacking] + counts * size
+        owners, short_rows = lacking, rows[lacking]
+        places = batch.table_starts[short_rows] + slots // self._size
+        batch.num_slots[short_rows] = slots + counts * self._size
         if total > len(lacking):
             within = np.arange(total) - (counts.cumsum() - counts).repeat(counts)
             owners, places, steps = (each.repeat(counts) for each in (owners, places, steps))
-            places, steps = places + within, steps + within * size
+            places, steps = places + within, steps + within * self._size
         order = steps.argsort(kind="stable")
-        blocks, owners = self._take(total), owners[order]
-        batch.flat_table[batch.table_starts[rows[owners]] + places[order]] = blocks
-        return blocks.astype(INT32), owners, steps[order]
+        return owners[order], places[order], steps[order]
 
     def _grow_one_row(
         self, batch: Batch, rows: Int64Array, lacking: Int64Array, num_short: int
@@ -440,6 +489,10 @@ class KVCacheManager(KVCache):
             return ()
         saves, self.saves = self.saves, []
         return tuple(saves)
+
+
+def _grown(before: int) -> None:
+    """No row lacks a block."""
 
 
 def _nodes(blocks: Int64Array, spans: list[Span]) -> list[tuple[int, Place]]:

@@ -386,6 +386,24 @@ class Batch:
                 self._make_room(requests, rows, num_tokens)
         self.least_left -= num_steps
 
+    @property
+    def num_steps_kept(self) -> int:
+        """Steps whose tokens are sure to fit the space for recent tokens of every running row, and one more."""
+        return self._least_room - 1
+
+    def append_in_turn(
+        self, rows: Int64Array, token_ids: Int32Array, last: Int32Array, lengths: Int64Array, num_steps: int
+    ) -> None:
+        """As `append_steps`, where row i has tokens in the first `lengths[i]` of the steps, at most `num_steps_kept`,
+        and then `last[i]` as the last of them."""
+        starts = self.recent_offset[rows] + self.num_tokens[rows]
+        # Beyond a row's length as well: that is shorter, and such a row is released.
+        self._flat_recent[starts[:, None] + np.arange(num_steps)] = token_ids[:, None]
+        self._flat_recent[starts + (lengths - ONE)] = last
+        self.num_tokens[rows] += lengths
+        self._least_room -= num_steps
+        self.least_left -= num_steps
+
     def append_runs(self, requests: Sequence[Request], rows: Int64Array, runs: Runs, num_tokens: Int64Array) -> None:
         """The tokens of run i for `rows[i]` (distinct rows), which then has `num_tokens[i]`.
 
