@@ -7,9 +7,9 @@
 With host memory (`host_memory.py`) a step begins with its copies, which add to its time.
 
 A step that decides anything is scheduled when it begins and updated when it ends. Between such steps every running
-request decodes, and `Scheduler.advance` does all of them at once, or `advance_past_finishes` where nothing outside asks or
-acts when a request finishes. The end of an output is known here alone: a request ends with an end-of-sequence token that
-the scheduler cannot foresee.
+request decodes, and `Scheduler.advance` does all of them at once, or `advance_past_finishes` where nothing outside
+asks or acts when a request finishes. The end of an output is known here alone: a request ends with an end-of-sequence
+token that the scheduler cannot foresee.
 
 With asynchronous scheduling (`max_steps_in_flight=2`) a step is scheduled when the one before it begins, as vLLM does:
 what arrives meanwhile, or is known only at its end, counts one step later. Such steps are simulated one by one.
