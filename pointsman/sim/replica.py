@@ -259,7 +259,8 @@ class Replica:
             return None
         if not self._is_stepping:
             rows = scheduler.running_rows
-            if len(rows):
+            # Most often a request has arrived that the next step admits: then nothing else need be looked up.
+            if len(rows) and (not scheduler.num_queued or scheduler.horizon(1)):
                 decodes = self._plan_decodes(rows, until)
                 if decodes is not None:
                     return decodes

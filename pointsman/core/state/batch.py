@@ -470,6 +470,6 @@ class Batch:
 
     def flush(self, row: int, state: RequestState) -> None:
         """Move the recent tokens to the request's own array."""
-        start = state.num_prompt_tokens + state.num_own_output_tokens
-        if start < self.num_tokens[row]:
-            state.append_output(self.recent(row, start))
+        end = self.num_tokens.item(row)
+        if state.num_prompt_tokens + state.num_own_output_tokens < end:
+            state.take_recent(self._flat_recent, self.recent_offset.item(row), end)
