@@ -388,14 +388,17 @@ class Batch:
 
     @property
     def num_steps_kept(self) -> int:
-        """Steps whose tokens are sure to fit the space for recent tokens of every running row, and one more."""
-        return self._least_room - 1
+        """Steps whose tokens fit the space for recent tokens of every row, beside its newest one."""
+        return self._num_recent - self.max_drafts - 2
 
     def append_in_turn(
         self, rows: Int64Array, token_ids: Int32Array, last: Int32Array, lengths: Int64Array, num_steps: int
     ) -> None:
         """As `append_steps`, where row i has tokens in the first `lengths[i]` of the steps, at most `num_steps_kept`,
         and then `last[i]` as the last of them."""
+        if num_steps >= self._least_room:  # rows may not be flushed between these steps
+            self._flush_rows(self.members.requests, rows, self.num_tokens[rows])
+            self._least_room = self.num_steps_kept + 1
         starts = self.recent_offset[rows] + self.num_tokens[rows]
         # Beyond a row's length as well: that is shorter, and such a row is released.
         self._flat_recent[starts[:, None] + np.arange(num_steps)] = token_ids[:, None]
@@ -441,10 +444,12 @@ class Batch:
         full = (num_tokens >= self.recent_limit[rows] - self._num_recent // 4).nonzero()[0]
         if not len(full):
             return
-        rows, num_tokens, tokens = rows[full], num_tokens[full], self._flat_recent
-        offsets = self.recent_offset[rows]
-        for index, offset, end in zip(full.tolist(), offsets.tolist(), num_tokens.tolist(), strict=True):
-            requests[index]._state.take_recent(tokens, offset, end)
+        self._flush_rows([requests[index] for index in full.tolist()], rows[full], num_tokens[full])
+
+    def _flush_rows(self, requests: Sequence[Request], rows: Int64Array, num_tokens: Int64Array) -> None:
+        tokens, offsets = self._flat_recent, self.recent_offset[rows]
+        for request, offset, end in zip(requests, offsets.tolist(), num_tokens.tolist(), strict=True):
+            request._state.take_recent(tokens, offset, end)
         self._keep_recent(rows, num_tokens, tokens[offsets + num_tokens - 1])
 
     def _keep_recent(self, rows: Int64Array | int, num_tokens: Int64Array | int, newest: Int32Array | int) -> None:
