@@ -21,7 +21,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 # The long forms, in parts that run alone: the tests of each part, and its benchmarks.
 SOAKS := core sim engine server vllm page
-TESTS_core := tests/core tests/property tests/traces
+TESTS_core := tests/core tests/property tests/traces tests/test_routing.py
 TESTS_sim := tests/sim
 TESTS_engine := tests/engine
 TESTS_server := tests/examples tests/server tests/cli tests/benchmarks tests/release tests/test_docs.py tests/test_forking.py
@@ -30,7 +30,7 @@ TESTS_page := tests/web
 BENCHMARKS_core := scheduler_step prefix_scaling
 BENCHMARKS_sim := simulator calibration tune policies auto
 BENCHMARKS_engine := static_vs_continuous time_to_first_token step_overhead async_scheduling speculation kv_transfer
-BENCHMARKS_server := server_throughput server_overhead server_load server_faults scale
+BENCHMARKS_server := server_throughput server_overhead server_load server_faults scale scale_ray
 BENCHMARKS_vllm := vllm_scheduler vllm_observer vllm_engine policies_live
 BENCHMARKS_page := page
 # engine_throughput takes a quarter of an hour beside three other engines: the soak has its quick form, among the tests.

@@ -143,12 +143,15 @@ class StandInBudget:
         self.mm_max_toks_per_item = {"image": 1}
 
 
-def stand_in_for_encoder(config: VllmConfig, sizes: tuple[int, int]) -> None:
-    """Give a configuration an encoder with a budget and a cache of so many embeddings; 0: none."""
+def stand_in_for_encoder(config: VllmConfig, sizes: tuple[int, int], *, is_encoder_decoder: bool = False) -> None:
+    """Give a configuration an encoder with a budget and a cache of so many embeddings; 0: none. `is_encoder_decoder`:
+    layers keep KV of what it computes."""
     encoder_budget.MultiModalBudget = own_scheduler.MultiModalBudget = StandInBudget
     StandInBudget.sizes = sizes
     ModelConfig.supports_multimodal_inputs = property(lambda config: getattr(config, "has_images", False))
     config.model_config.has_images = any(sizes)
+    ModelConfig.is_encoder_decoder = property(lambda config: getattr(config, "has_decoder", False))
+    config.model_config.has_decoder = is_encoder_decoder
 
 
 def feature_of(key: str, offset: int, mask: str) -> MultiModalFeatureSpec:

@@ -1,10 +1,11 @@
 """Make the environment in which vLLM's router runs: `.venv-router` beside the project.
 
-The router is a program of its own. Tests put it in front of a server, to see what it passes on.
+The router is a program of its own. Tests put it in front of servers, to see what it passes on, and where; beside it is
+the program that checks the Kubernetes manifest of such a fleet against the schemas of Kubernetes.
 
     python benchmarks/router_env.py [options for pip, such as --index-url]
 
-Takes seconds, and 120 MB of disk. Does nothing if the environment is there and complete. The router is optional: its
+Takes a minute, and 240 MB of disk. Does nothing if the environment is there and complete. The router is optional: its
 tests make the environment, and are skipped where that fails.
 """
 
@@ -18,12 +19,14 @@ from _environment import Pip, make_environment, python_in
 
 ENVIRONMENT = Path(__file__).resolve().parent.parent / ".venv-router"
 ROUTER_VERSION = "0.1.17"
+VALIDATOR_VERSION = "1.37.0"
+"""Of kubernetes-validate: the newest version of Kubernetes that it knows."""
 
 PROBE = """
 import sys
 from importlib.metadata import version
-import vllm_router
-sys.exit(version("vllm-router") != sys.argv[1])
+import kubernetes_validate, vllm_router
+sys.exit([version("vllm-router"), version("kubernetes-validate")] != sys.argv[1:])
 """
 
 
@@ -33,16 +36,16 @@ def router_of(environment: Path = ENVIRONMENT) -> Path:
 
 
 def is_complete(environment: Path = ENVIRONMENT) -> bool:
-    """Whether the router can be imported there, in the version above."""
+    """Whether both can be imported there, in the versions above."""
     if not router_of(environment).exists():
         return False
-    command = [str(python_in(environment)), "-c", PROBE, ROUTER_VERSION]
+    command = [str(python_in(environment)), "-c", PROBE, ROUTER_VERSION, VALIDATOR_VERSION]
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def fill(pip_install: Pip) -> None:
-    """Install it."""
-    pip_install(f"vllm-router=={ROUTER_VERSION}")
+    """Install both."""
+    pip_install(f"vllm-router=={ROUTER_VERSION}", f"kubernetes-validate=={VALIDATOR_VERSION}")
 
 
 def make(pip_options: list[str], environment: Path = ENVIRONMENT) -> int:

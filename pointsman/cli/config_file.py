@@ -97,7 +97,7 @@ def _checked(path: str, entries: list[tuple[int, object, Any]], options: Mapping
             raise CommandError(f"{place}: {key} was set in line {lines[name]} already; leave one out")
         lines[name] = line
         if value is not None:
-            values[name] = _typed(place, name, value, options[name])
+            values[name] = typed(place, name, value, options[name])
     return values
 
 
@@ -106,7 +106,7 @@ def _nearest(name: str, options: Mapping[str, Any]) -> str:
     return f"; did you mean {close[0]}?" if close else "; pointsman serve --help lists them all"
 
 
-def _typed(place: str, name: str, value: Any, annotation: Any) -> Any:
+def typed(place: str, name: str, value: Any, annotation: Any) -> Any:
     """`value` with the option's type: text becomes a list where the option may be repeated."""
     kind = option_type(annotation)
     if name in SIZES | NUMBERS_OR_WORDS and isinstance(value, int) and not isinstance(value, bool):

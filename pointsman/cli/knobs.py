@@ -14,7 +14,13 @@ from pointsman.core import ConfigError, Scheduler, SchedulerConfig
 from pointsman.core.kv.connector import RecordedConnector
 from pointsman.core.presets import PRESETS
 from pointsman.engine.kv.events import KVEventsConfig
-from pointsman.engine.params.engine_args import SCHEDULER_DEFAULTS, SCHEDULER_NAMES, KVKnobs, speculation_knobs
+from pointsman.engine.params.engine_args import (
+    SCHEDULER_DEFAULTS,
+    SCHEDULER_NAMES,
+    KVKnobs,
+    speculation_knobs,
+    what_needs_one_group,
+)
 
 SIZES = {"kv_cache_bytes", "kv_offload_bytes", "kv_store_bytes"}
 """Knobs that may be given like 64MiB."""
@@ -65,6 +71,7 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
     config = SchedulerConfig.preset(preset, **(stand_ins | defaults | own))
     kv_knobs = KVKnobs(**{field.name: arguments[field.name] for field in fields(KVKnobs) if field.name in arguments})
     kv_knobs.check(config)
+    what_needs_one_group(arguments.get("disable_hybrid_kv_cache_manager"), config, kv_knobs)
     Scheduler(config, connector=RecordedConnector(saves_evicted=False) if kv_knobs.is_on else None)
     return PRESETS[preset] | arguments
 

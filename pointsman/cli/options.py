@@ -150,6 +150,14 @@ KNOBS: dict[str, Any] = {
     "kv_load_timeout": Annotated[
         float | None, typer.Option(help="Seconds after which a load from the KV store fails [default: no limit].")
     ],
+    "disable_hybrid_kv_cache_manager": Annotated[
+        bool | None,
+        typer.Option(
+            "--disable-hybrid-kv-cache-manager/--no-disable-hybrid-kv-cache-manager",
+            help="Layers with a sliding window keep the KV of the whole context [default: of their window, where "
+            "nothing else needs the whole].",
+        ),
+    ],
     "kv_events_config": Annotated[
         str | None,
         typer.Option(
@@ -491,6 +499,7 @@ ENGINE_PANELS: Panels = {
         "block_size",
         "max_model_len",
         "kv_cache_dtype",
+        "disable_hybrid_kv_cache_manager",
         "enable_prefix_caching",
     ),
     "Steps": (

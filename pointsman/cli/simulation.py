@@ -306,8 +306,9 @@ def _service(options: Mapping[str, Any], preset: str | None, as_vllm: bool) -> S
         raise CommandError(f"--max-model-len is {knobs['max_model_len']}; {shape.name} holds at most {longest} tokens")
     if profile is not None:
         knobs = {**_as_calibrated(profile.settings, longest), **knobs}
-        if has_model and "num_blocks" not in options:
+        if has_model and "num_blocks" not in options:  # blocks are then those of one group, see `KvMemory`
             knobs.pop("num_blocks", None)
+            knobs.pop("kv_groups", None)
     parallel = options.get("tensor_parallel", 1)
     on = None if shape is None else device(options.get("device", DEVICE))
     settings_of = "the preset" if profile is None else "the profile's engine"
@@ -399,7 +400,7 @@ def _as_calibrated(settings: EngineSettings, longest: int) -> dict[str, Any]:
         "max_steps_in_flight": 2 if settings.async_scheduling else 1,
     }
     if settings.num_blocks is not None:
-        knobs["num_blocks"] = settings.num_blocks
+        knobs |= {"num_blocks": settings.num_blocks, "kv_groups": settings.kv_groups}
     if settings.max_model_len is not None:
         knobs["max_model_len"] = min(settings.max_model_len, longest)
     return knobs

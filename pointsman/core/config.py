@@ -111,6 +111,10 @@ class SchedulerConfig:
     inputs is refused."""
     encoder_cache_size: int = 0
     """Embeddings that are kept: those that running requests need, and others for reuse."""
+    keep_embeddings: bool = True
+    """Whether embeddings stay cached for reuse when the rows that need them have passed their placeholders. False: they
+    are freed then, and computed again for a request that starts again; so for models that keep KV of them, which is
+    gone with the request's row (cross-attention)."""
     split_encoder_inputs: bool = True
     """Whether a chunk of a prompt may end within the placeholders of an encoder input that it reaches. False: it ends
     before them, and the next chunk begins with them."""
@@ -232,6 +236,20 @@ class SchedulerConfig:
         return bisect_right(range(1, self.max_model_len + 1), self.num_usable_blocks, key=self.most_blocks)
 
     @property
+    def num_full_length(self) -> float:
+        """Number of requests of the model's longest length that the usable blocks hold at once, if all but one decode:
+        the other may have all tokens of a step."""
+        usable, most = self.num_usable_blocks, self.most_blocks(self.max_model_len)
+        return usable / most if usable <= most else 1 + (usable - most) / self.decode_blocks(self.max_model_len)
+
+    @property
+    def num_full_length_tokens(self) -> int:
+        """Tokens that the usable blocks hold; with `kv_groups`, in requests of the model's longest length."""
+        if not self.has_kv_groups:
+            return self.num_usable_blocks * self.block_size
+        return int(self.num_full_length * self.max_model_len)
+
+    @property
     def max_tokens_in_flight(self) -> int:
         """Tokens that steps in flight compute at most."""
         return self.max_num_batched_tokens * self.max_steps_in_flight
@@ -240,6 +258,12 @@ class SchedulerConfig:
         """The most blocks that a request holds at a time until it has computed its first `num_tokens`."""
         groups = self.kv_groups or (FULL,)
         return sum(group.most_blocks(num_tokens, self.max_tokens_in_flight, self.block_size) for group in groups)
+
+    def decode_blocks(self, num_tokens: int) -> int:
+        """The most blocks that a request holds that decodes, with so many tokens."""
+        most = self.max_steps_in_flight * (1 + self.num_draft_tokens)
+        groups = self.kv_groups or (FULL,)
+        return sum(group.most_blocks(num_tokens, most, self.block_size) for group in groups)
 
     def max_drafts(self, num_running: int) -> int:
         """Maximum number of draft tokens of a request in a step with `num_running` running ones."""
@@ -302,6 +326,7 @@ class SchedulerConfig:
             "admit_after_preemption",
             "pad_first_decodes",
             "split_encoder_inputs",
+            "keep_embeddings",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
@@ -407,11 +432,11 @@ class SchedulerConfig:
                 )
 
     def _check_encoder(self) -> None:
-        if not self.split_encoder_inputs and not self.encoder_budget:
-            raise ConfigError(
-                "split_encoder_inputs=False has no effect without encoder inputs; set encoder_budget, or leave it at "
-                "its default"
-            )
+        for name in ("split_encoder_inputs", "keep_embeddings"):
+            if not getattr(self, name) and not self.encoder_budget:
+                raise ConfigError(
+                    f"{name}=False has no effect without encoder inputs; set encoder_budget, or leave it at its default"
+                )
         for name, other in (_ENCODER, _ENCODER[::-1]):
             if getattr(self, name) and not getattr(self, other):
                 raise ConfigError(

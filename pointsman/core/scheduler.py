@@ -46,6 +46,7 @@ from pointsman.core.state.status import FinishReason, ParkReason, Pause, PauseMo
 from pointsman.core.step.assembly import NEW, Start, assemble
 from pointsman.core.step.emit import input_token_ids
 from pointsman.core.step.in_flight import StepRecord
+from pointsman.core.step.past_finishes import Finishes
 from pointsman.core.step.request_table import End
 from pointsman.core.step.rewind import take_back
 from pointsman.core.step.running import InOrder
@@ -97,6 +98,7 @@ class Scheduler:
         "_next_step_id",
         "_open_eviction",
         "_parts",
+        "_past_finishes",
         "_recorder",
         "_run_parts",
         "_running",
@@ -149,6 +151,7 @@ class Scheduler:
         self._swap = parts.swap
         self._update, self._encoder, self._load_followers = parts.update, parts.encoder, parts.gates.load_followers
         self._fast_forward, self._view, self._budget = parts.fast_forward, parts.view, parts.budget
+        self._past_finishes = parts.past_finishes
         self._fast_forward.checks_horizons = self._check_horizons
         self._open_eviction: Callable[[], None] | None = getattr(parts.kv.eviction, "open_step", None)
         self._max_seen_active_seqs = config.num_seats
@@ -354,6 +357,52 @@ class Scheduler:
             arguments = {"first_step_id": first, "times": times, "token_ids": token_ids, "run": run}
             send(self._events.called, Call("advance", run.times[-1], {**arguments, "last_token_ids": last_token_ids}))
         return update
+
+    def horizon_past_finishes(self, limit: int, lengths: Integers) -> int:
+        """As `horizon`, where the host knows in which step a request stops: beyond the first of these steps, if no
+        request waits and nothing follows the decisions (a listener, a recording, a policy that observes, the log of
+        `log_request_events`). Otherwise at most up to that step.
+
+        Args:
+            lengths: [rows] steps until each running request, in admission order, stops; at least 1. What it has
+                generated then must be within its limits, else the horizon is cut.
+
+        Raises:
+            StepResultError: `lengths` is not that.
+        """
+        return self._past_finishes.horizon(limit, lengths)
+
+    def advance_past_finishes(
+        self,
+        times: Sequence[float] | npt.NDArray[np.float64],
+        token_ids: Integers,
+        last_token_ids: Integers,
+        lengths: Integers,
+    ) -> list[Finishes]:
+        """As `advance`, where requests finish in any of the steps.
+
+        Args:
+            times: [steps + 1] seconds, as for `advance`.
+            token_ids: [rows] what each request samples in every step before its last one; stops no request.
+            last_token_ids: [rows] what it samples in its last step of the run.
+            lengths: [rows] the number of these steps, the greatest of them that of the run. A request with fewer than
+                that stops with its last token.
+
+        Returns:
+            For each step in which requests finished: which, and how full the pool is then.
+
+        Raises:
+            StepOrderError: it is not sure that these steps are plain decodes, see `horizon_past_finishes`. Nothing has
+                changed.
+            StepResultError: the tokens or lengths do not fit, or one stops its request too early, or not at all.
+                Nothing has changed.
+        """
+        first = self._next_step_id
+        finishes, num_tokens = self._past_finishes.advance(first, times, token_ids, last_token_ids, lengths)
+        num_steps = len(times) - 1
+        self._next_step_id += num_steps
+        self._statistics.count_decodes(num_steps, num_tokens)
+        return finishes
 
     # ------------------------------------------------------------------ parts of the step
 
@@ -792,6 +841,13 @@ class Scheduler:
     def block_table(self) -> Int32Array:
         """int32 [rows, blocks], read-only: row `output.rows[i]` is request i's table. Valid until the next call."""
         return self._batch.table_view
+
+    @property
+    def group_block_tables(self) -> Int32Array:
+        """int32 [rows, groups, blocks], read-only: the table of each row in each group of KV. Entries of blocks that
+        fell behind a window, or behind the end of a table, mean nothing. Valid until the next call. Not with a
+        `kv_cache` of the host's."""
+        return self._kv.group_tables(self._batch)
 
     def block_tables(self, request_id: str) -> Int32Array:
         """int32 [groups, blocks]: a copy of the block table of a request in each group of KV, 0 where a block was given

@@ -30,6 +30,7 @@ from pointsman.engine.grammar.compiler import GrammarCompiler
 from pointsman.engine.grammar.process import DEFAULT_TIMEOUT, GrammarLimits
 from pointsman.engine.kv.connector import make_kv_connector
 from pointsman.engine.kv.events import KVEventsConfig, KVEventsPublisher
+from pointsman.engine.kv.layout import choose_layout
 from pointsman.engine.kv.pool import KVPool, choose_kv_dtype, choose_num_blocks
 from pointsman.engine.machine import give_back_freed_pages, keep_freed_pages
 from pointsman.engine.model.fingerprint import model_fingerprint
@@ -91,6 +92,9 @@ class Engine:
         kv_store_role: "producer": computed KV is written there; "consumer": KV found there is not computed; "both".
         kv_store_bytes: the maximum that the files there may take; None: no limit but the disk's.
         kv_events_config: where to publish what enters and leaves the prefix cache, see `kv/events.py`; None: nowhere.
+        disable_hybrid_kv_cache_manager: whether layers with a sliding window keep the KV of the whole context, as those
+            without do; False: they keep that of their window, see `kv/layout.py`. None: that too, where it takes less
+            memory and no other argument needs all KV in one group.
         stream_interval: tokens from one output of a request to the next; the first token and the last output come at
             once.
         prompt_lookup_min, prompt_lookup_max: with `num_draft_tokens`: the minimum and the maximum number of its newest
@@ -130,6 +134,7 @@ class Engine:
         kv_store_role: str = "both",
         kv_store_bytes: int | None = None,
         kv_events_config: KVEventsConfig | Mapping[str, Any] | None = None,
+        disable_hybrid_kv_cache_manager: bool | None = None,
         prompt_lookup_min: int | None = None,
         prompt_lookup_max: int | None = None,
         speculative_config: Mapping[str, Any] | None = None,
@@ -150,32 +155,32 @@ class Engine:
         keep_freed_pages()
         self.max_model_len = self.loaded.choose_max_model_len(max_model_len)
         kv_dtype = choose_kv_dtype(kv_cache_dtype, self.loaded.dtype)
-        num_blocks = choose_num_blocks(
-            self.loaded.layers,
-            num_blocks=num_blocks,
-            kv_cache_bytes=kv_cache_bytes,
-            block_size=knobs["block_size"],
-            dtype=kv_dtype,
-            max_model_len=self.max_model_len,
-            max_num_seqs=knobs["max_num_seqs"],
-        )
         config = SchedulerConfig(
-            num_blocks=num_blocks,
+            num_blocks=1 if num_blocks is None else num_blocks,  # in the end as many as there is memory for
             max_model_len=self.max_model_len,
             enable_kv_cache_events=events_config is not None,
             **knobs,
         )
         min_ngram, max_ngram = check_prompt_lookup(config, prompt_lookup_min, prompt_lookup_max)
+        kv_knobs = KVKnobs(kv_offload_bytes, kv_store, kv_store_role, kv_store_bytes)
+        kv_layout = choose_layout(
+            self.loaded.layers, self.loaded.windows, config, kv_knobs, disable_hybrid_kv_cache_manager
+        )
+        config = config.replace(kv_groups=kv_layout.groups)
+        num_blocks = choose_num_blocks(
+            kv_layout, config, num_blocks=num_blocks, kv_cache_bytes=kv_cache_bytes, dtype=kv_dtype
+        )
+        config = config.replace(num_blocks=num_blocks)
         self.kv_pool = KVPool(
             self.loaded.layers,
             num_blocks=num_blocks,
             block_size=config.block_size,
             dtype=kv_dtype,
             device=self.loaded.model.device,
+            layout=kv_layout,
         )
-        self.kv_pool.log_capacity(self.max_model_len)
+        self.kv_pool.log_capacity(config)
         self.counters = EngineCounters()
-        kv_knobs = KVKnobs(kv_offload_bytes, kv_store, kv_store_role, kv_store_bytes)
         self.kv_connector = make_kv_connector(
             kv_knobs, config, partial(model_fingerprint, self.loaded), self.kv_pool, self.counters, clock
         )

@@ -8,7 +8,7 @@
 
 With one step in flight these follow each other. With more (`max_steps_in_flight`), the thread that executes a step has
 something to do while other threads, or a GPU, compute for it: update and report the step before, schedule and prepare
-the next one. It does so part by part, at the moments that the step offers (`PagedBatch.meanwhile`). So all Python stays
+the next one. It does so part by part, at the moments that the step offers (`Meanwhile`). So all Python stays
 in one thread: two that run it take turns at its lock, and meet where it costs most. A step that offers no such moment,
 because nothing in it takes long, is updated and reported at its end as if there were one step in flight.
 """
@@ -211,7 +211,7 @@ class StepLoop:
     def _execute(self, step: _Step, prepared: PreparedStep) -> StepExecution:
         if self._most > 1:
             self._part = self._next_part()
-            prepared.batch.meanwhile = self._do_part if self._part is not None else None
+            prepared.batches[0].meanwhile.do_part = self._do_part if self._part is not None else None
         try:
             return self._runner.run(prepared)
         except Exception as error:
@@ -221,7 +221,7 @@ class StepLoop:
             raise _failed(step, error) from error
         finally:
             self._error_of_part = None
-            prepared.batch.meanwhile = None
+            prepared.batches[0].meanwhile.do_part = None
 
     def _schedule_one(self) -> None:
         started = time.perf_counter()

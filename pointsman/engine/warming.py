@@ -24,7 +24,7 @@ from pointsman.core import FinishReason, Scheduler, SchedulerConfig
 from pointsman.engine.counters import EngineCounters
 from pointsman.engine.drafts.prompt_lookup import PromptLookup
 from pointsman.engine.errors import EngineStepError, first_line
-from pointsman.engine.kv.pool import KVPool, blocks_for
+from pointsman.engine.kv.pool import KVPool
 from pointsman.engine.machine import give_back_freed_pages
 from pointsman.engine.model.pooling import check_can_pool
 from pointsman.engine.model.runner import ModelRunner
@@ -92,7 +92,8 @@ class _Rehearsal:
         knobs = engine.scheduler.config
         tokens_each = LONG_PROMPT + NUM_TOKENS_ALONE + MAX_DRAFTS
         config = SchedulerConfig(
-            num_blocks=MAX_NUM_SEQS * blocks_for(tokens_each, knobs.block_size),
+            num_blocks=MAX_NUM_SEQS * knobs.most_blocks(tokens_each),
+            kv_groups=knobs.kv_groups,
             max_model_len=engine.max_model_len,
             block_size=knobs.block_size,
             max_num_seqs=MAX_NUM_SEQS,
@@ -109,6 +110,7 @@ class _Rehearsal:
             block_size=config.block_size,
             dtype=engine.kv_pool.dtype,
             device=loaded.model.device,
+            layout=engine.kv_pool.layout,
         )
         self._runner = ModelRunner(loaded, pool, self._scheduler, backend=engine.attention)
         self._outputs = OutputProcessor(loaded.tokenizer, counters)

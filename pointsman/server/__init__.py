@@ -10,7 +10,7 @@
 
 Tokenizing, chat templates, HTTP and JSON happen in the API process, so none of them delays a step; and when the engine
 process dies, for whatever reason, the API process still reports it to every client. Each package imports those below
-it. Begin with `service/service.py`.
+it. Begin with `service/service.py`. Several engines: `service/fleet.py`; on other machines: `service/remote.py`.
 
 A token's way to the client: `engine/step_loop.py` -> `engine/outputs/processor.py` -> `engine/aio/readers.py` ->
 `outbox.py` -> the socket -> `service/inbox.py` -> `service/delivery.py` -> `wire/answers.py` -> `wire/sse.py`.

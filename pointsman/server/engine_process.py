@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
@@ -296,6 +296,8 @@ def describe(engine: Engine, model: str) -> EngineInfo:
         num_blocks=config.num_blocks,
         block_size=config.block_size,
         kv_cache_bytes=pool.num_bytes,
+        kv_cache_tokens=config.num_full_length_tokens,
+        full_length_requests=config.num_full_length,
         scheduler=config.to_dict(),
         generation_defaults={name: value for name, value in defaults.items() if value is not None},
     )
@@ -320,7 +322,7 @@ def main(descriptor: int) -> int:
                 recorder = Recorder(files.enter_context(Path(start.record).open("w", encoding="utf-8")))
             keep_freed_pages(one_heap=True)
             grammars = start_compiler(files) if start.warm_up else None
-            engine = Engine(recorder=recorder, clock=time.monotonic, **start.options)
+            engine = Engine(recorder=recorder, clock=clock_with(start.clock_offset), **start.options)
             engine.kv_pool.take_memory()
             if start.warm_up:
                 warm_up(engine, grammars)
@@ -332,6 +334,11 @@ def main(descriptor: int) -> int:
             sock.sendall(pack(Failed(f"{type(error).__name__}: {first_line(error)}", is_usage_error=False)))
             return 1
         return EngineProcess(engine, sock, start).run(unpacker)
+
+
+def clock_with(offset: float) -> Callable[[], float]:
+    """The API process's clock, which is ahead of this machine's by `offset` seconds."""
+    return (lambda: time.monotonic() + offset) if offset else time.monotonic
 
 
 def start_compiler(closing: ExitStack) -> GrammarServer | None:

@@ -6,7 +6,8 @@ What the operator says is for the server as a whole. Everything here is decided 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from pointsman.engine.text.tokenizer import model_directory
 SHARED_SIZES = ("num_blocks", "kv_cache_bytes", "kv_offload_bytes")
 """Arguments of `Engine` that are shared out."""
 MEMORY_INFO = Path("/proc/meminfo")
+MAX_PORT = 65535
 _PORT = re.compile(r"^(tcp://.*:)([0-9]+)$")
 
 
@@ -48,11 +50,13 @@ def share_out(options: Mapping[str, Any], num_engines: int, record: str | None =
         record: a file for the first one's recording; the others have .1, .2, ... behind its name.
 
     Raises:
-        ValueError: there are not that many cores, threads or blocks, or there is not the memory.
+        ValueError: there are not that many cores, threads or blocks, or there is not the memory, or a port for KV
+            events is taken.
     """
     if num_engines < 1:
         raise ValueError(f"data_parallel_size is {num_engines}; it must be at least 1, one engine")
     if num_engines == 1:
+        check_ports([options])
         return [EngineShare(dict(options), record=record)]
     cores, at_once = own_cores(), num_cores()
     if num_engines > at_once:
@@ -88,6 +92,7 @@ def share_out(options: Mapping[str, Any], num_engines: int, record: str | None =
         # Neighbours together: they share caches.
         bound = cores[index * len(cores) // num_engines : (index + 1) * len(cores) // num_engines]
         shares.append(EngineShare(mine, bound, path, f"engine {index}"))
+    check_ports([share.options for share in shares])
     return shares
 
 
@@ -126,8 +131,8 @@ def free_memory() -> int | None:
 
 
 def offset_ports(config: KVEventsConfig | Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Where engine `index` publishes: TCP ports are counted up from the first one's, and other addresses get a suffix,
-    as in vLLM.
+    """Where and as which engine `index` publishes: TCP ports are counted up from the first one's, and other addresses
+    get a suffix, as in vLLM.
     """
     values = (
         {name: getattr(config, name) for name in KVEventsConfig.__dataclass_fields__}
@@ -135,9 +140,58 @@ def offset_ports(config: KVEventsConfig | Mapping[str, Any], index: int) -> dict
         else dict(config)
     )
     values.setdefault("endpoint", KVEventsConfig().endpoint)
+    values["data_parallel_rank"] = index
     for name in ("endpoint", "replay_endpoint"):
         address = values.get(name)
         if index and isinstance(address, str):
             found = _PORT.match(address)
             values[name] = f"{address}_dp{index}" if found is None else f"{found[1]}{int(found[2]) + index}"
     return values
+
+
+def check_ports(options: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse TCP ports for KV events that are taken, or that two of the engines would take.
+
+    Args:
+        options: keyword arguments of each engine.
+
+    Raises:
+        ValueError: a port cannot be bound; nothing was started.
+    """
+    num_engines = len(options)
+    used_by: dict[int, str] = {}
+    for index, mine in enumerate(options):
+        config = KVEventsConfig.of(mine.get("kv_events_config"))
+        if config is None:
+            continue
+        bound = {"endpoint": config.endpoint if config.is_bound else None, "replay_endpoint": config.replay_endpoint}
+        for name, address in bound.items():
+            found = _PORT.match(address or "")
+            if found is None or (port := int(found[2])) == 0:  # ZeroMQ finds a free one
+                continue
+            used = name if num_engines == 1 else f"{name} of engine {index}"
+            if port > MAX_PORT:
+                why: str | None = f"ports end at {MAX_PORT}"
+            elif port in used_by:
+                why = f"it is the {used_by[port]}, too"
+            else:
+                why = why_taken(found[1].removeprefix("tcp://").rstrip(":").strip("[]"), port)
+            if why is not None:
+                raise ValueError(
+                    f"kv_events_config: port {port}, the {used}, cannot be used: {why}; give addresses whose "
+                    + ("port is free" if num_engines == 1 else f"{num_engines} ports, counted up from theirs, are free")
+                )
+            used_by[port] = used
+
+
+def why_taken(host: str, port: int) -> str | None:
+    """Why a socket cannot be bound there; None: it can, or the name of the host is one that only ZeroMQ knows."""
+    host = "" if host == "*" else host
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ZeroMQ does
+            sock.bind((host, port))
+    except OSError as error:
+        return None if isinstance(error, socket.gaierror) else error.strerror
+    return None

@@ -18,14 +18,23 @@ import shlex
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from pointsman.core import SchedulerConfig
+from pointsman.core import KVGroup, SchedulerConfig
+from pointsman.core.state.layout import text_of
 
 if TYPE_CHECKING:
     from pointsman.server.config import ServerConfig
     from pointsman.server.wire.messages import EngineInfo
 
 LEFT_OUT = frozenset(
-    {"num_blocks", "max_model_len", "block_size", "num_reserved_blocks", "max_steps_in_flight", "share_within_step"}
+    {
+        "num_blocks",
+        "max_model_len",
+        "block_size",
+        "num_reserved_blocks",
+        "kv_groups",
+        "max_steps_in_flight",
+        "share_within_step",
+    }
 )
 """Fields of the scheduler's configuration that other lines show, or that only the engine sets."""
 ALWAYS_SHOWN = ("max_num_seqs", "max_num_batched_tokens", "order")
@@ -88,12 +97,12 @@ def _model(info: EngineInfo, config: ServerConfig) -> str:
 
 
 def _capacity(info: EngineInfo) -> str:
-    num_usable = info.num_blocks - info.scheduler.get("num_reserved_blocks", 0)
-    full_length = num_usable / -(-info.max_model_len // info.block_size)
+    groups = tuple(KVGroup(*group) for group in info.scheduler["kv_groups"])
+    in_groups = f" in {text_of(groups)}" if groups else ""
     return (
-        f"{info.num_blocks:,} blocks of {info.block_size} tokens, {info.kv_cache_bytes / 2**20:,.0f} MiB in "
-        f"{info.kv_cache_dtype}: room for {num_usable * info.block_size:,} tokens, or {full_length:,.1f} requests of "
-        "full length"
+        f"{info.num_blocks:,} blocks of {info.block_size} tokens{in_groups}, {info.kv_cache_bytes / 2**20:,.0f} MiB in "
+        f"{info.kv_cache_dtype}: room for {info.kv_cache_tokens:,} tokens, or {info.full_length_requests:,.1f} "
+        "requests of full length"
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.errors import ConfigError
+from pointsman.core import ConfigError, KVGroup
 from pointsman.core.recording import FORMAT as RECORDING
 from pointsman.sim.accuracy import RequestErrors, StepErrors, Times
 from pointsman.sim.errors import CalibrationError
@@ -284,6 +284,7 @@ def _recorded_settings(config: dict[str, Any], path: str | PathLike[str]) -> Eng
             block_size=config["block_size"],
             max_model_len=config["max_model_len"],
             async_scheduling=config.get("max_steps_in_flight", 1) > 1,
+            kv_groups=tuple(KVGroup(*group) for group in config.get("kv_groups", ())),
         )
     except (KeyError, TypeError) as error:
         raise CalibrationError(f"{path}, line 1: the recording's config has no {error}; record it again") from None

@@ -2,7 +2,7 @@
 
 round robin      in turns
 least loaded     fewest unfinished requests
-prefix affinity  where a request with the same first blocks went before, unless that replica is much fuller
+prefix affinity  where most of its prompt was sent before, unless that replica has more to do: the server's rule
 """
 
 from __future__ import annotations
@@ -10,11 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from pointsman.sim.request import SimRequest
+from pointsman.core import SchedulerConfig
+from pointsman.routing import Router
+from pointsman.sim.request import VOCAB_SIZE, SimRequest, prompt_tokens
 
 
-class Loaded(Protocol):
+class Routed(Protocol):
     """What a rule may know of a replica."""
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """Of its scheduler; that of all replicas."""
 
     @property
     def num_unfinished(self) -> int:
@@ -24,7 +30,7 @@ class Loaded(Protocol):
 class Routing(Protocol):
     """A rule."""
 
-    def choose(self, request: SimRequest, replicas: Sequence[Loaded]) -> int:
+    def choose(self, request: SimRequest, replicas: Sequence[Routed]) -> int:
         """The index of the replica that gets the request."""
 
 
@@ -34,7 +40,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._next = 0
 
-    def choose(self, request: SimRequest, replicas: Sequence[Loaded]) -> int:
+    def choose(self, request: SimRequest, replicas: Sequence[Routed]) -> int:
         chosen = self._next % len(replicas)
         self._next = chosen + 1
         return chosen
@@ -43,32 +49,23 @@ class RoundRobin:
 class LeastLoaded:
     """The replica with the fewest unfinished requests; of several, the first."""
 
-    def choose(self, request: SimRequest, replicas: Sequence[Loaded]) -> int:
+    def choose(self, request: SimRequest, replicas: Sequence[Routed]) -> int:
         return min(range(len(replicas)), key=lambda index: (replicas[index].num_unfinished, index))
 
 
 class PrefixAffinity:
-    """The replica that a request with the same prefix went to last.
+    """The rule of a server with several engines (`pointsman/routing.py`): the replica that computes least for the
+    request, of what its pool can hold of the prompts that it was sent, within a bound on its load."""
 
-    Of the blocks of a prompt, the longest known prefix counts. The least loaded replica gets the request if none is
-    known, or if the known one has over `max_imbalance` times as many unfinished requests, and `max_imbalance` more.
-    """
+    def __init__(self) -> None:
+        self._router: Router | None = None
 
-    def __init__(self, max_imbalance: float = 2.0) -> None:
-        if max_imbalance < 1:
-            raise ValueError(f"max_imbalance is {max_imbalance}; it must be at least 1")
-        self._max_imbalance = max_imbalance
-        self._last: dict[int, int] = {}  # by hash id, which stands for a block and all before it
-        self._otherwise = LeastLoaded()
-
-    def choose(self, request: SimRequest, replicas: Sequence[Loaded]) -> int:
-        least = self._otherwise.choose(request, replicas)
-        fewest = replicas[least].num_unfinished
-        chosen = next((self._last[block] for block in reversed(request.block_hash_ids) if block in self._last), least)
-        if replicas[chosen].num_unfinished > self._max_imbalance * (fewest + 1):
-            chosen = least
-        self._last.update(dict.fromkeys(request.block_hash_ids, chosen))
-        return chosen
+    def choose(self, request: SimRequest, replicas: Sequence[Routed]) -> int:
+        if self._router is None:
+            config = replicas[0].config
+            self._router = Router(len(replicas), config.block_size, config.num_blocks)
+        prompt = prompt_tokens(request, request.index, VOCAB_SIZE)
+        return self._router.choose(prompt, "", [replica.num_unfinished for replica in replicas])
 
 
 ROUTINGS: Mapping[str, Callable[[], Routing]] = {

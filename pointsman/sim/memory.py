@@ -100,7 +100,10 @@ def num_kv_blocks(
     full, windowed = shape.kv_bytes_per_token(kv_dtype_bytes, tensor_parallel)
     kept, note = 1.0, ""
     if windowed and sequence_tokens is None:
-        note = f"All layers keep all positions, the {shape.num_windowed_layers} with a window, too."
+        note = (
+            f"All layers keep all positions, the {shape.num_windowed_layers} with a window, too: an engine that keeps "
+            "windows alone, as vLLM does, holds more requests."
+        )
     elif windowed and sequence_tokens is not None:
         kept = min(1.0, shape.sliding_window / sequence_tokens)
         note = f"Layers with a window keep {kept:.0%} of the positions, at {sequence_tokens} tokens a sequence."

@@ -43,7 +43,7 @@ def replayed(observed: Observed, source: str, limit: int | None = None) -> Repla
     if observed.lacking:
         raise SimulationError(
             f"{source}: {observed.scheduler} ran with {', '.join(observed.lacking)}, which the simulator does not "
-            "have; record a server without"
+            "have; record a server without it"
         )
     known = {field.name for field in fields(SchedulerConfig)}
     if unknown := sorted(set(observed.config) - known):

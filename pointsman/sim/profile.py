@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core import SchedulerConfig
+from pointsman.core import ConfigError, KVGroup, SchedulerConfig
 from pointsman.sim.errors import CalibrationError, SimulationError
 from pointsman.sim.step_time import LinearStepTime, StepLoad, StepTime
 from pointsman.version import __version__
@@ -52,6 +52,8 @@ class EngineSettings:
     max_model_len: int | None = None
     """None: the longest request of the log."""
     async_scheduling: bool = True
+    kv_groups: tuple[KVGroup, ...] = ()
+    """In which its layers keep their KV, as `SchedulerConfig` has them: `num_blocks` are blocks of these."""
 
     def config(self, longest: int, num_requests: int) -> SchedulerConfig:
         """vLLM's scheduler with these settings.
@@ -66,6 +68,7 @@ class EngineSettings:
         # Prompts of a log are distinct, so a prefix cache would find nothing. Full blocks of all that can run at a
         # time, and as much again, are more than any watermark or reserve asks for.
         blocks = 2 * min(num_requests, max(self.max_num_seqs, 1)) * (-(-longest // max(self.block_size, 1)) + 1)
+        blocks *= max(1, len(self.kv_groups))
         return SchedulerConfig.preset(
             "vllm",
             num_blocks=blocks if self.num_blocks is None else self.num_blocks,
@@ -74,6 +77,7 @@ class EngineSettings:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_steps_in_flight=2 if self.async_scheduling else 1,
+            kv_groups=self.kv_groups,
             enable_prefix_caching=False,
         )
 
@@ -268,9 +272,19 @@ def _settings(values: Mapping[str, Any]) -> EngineSettings:
         if name == "async_scheduling":
             if not isinstance(value, bool):
                 raise CalibrationError(f"setting {name} is {value!r}; it must be true or false")
+        elif name == "kv_groups":
+            values = {**values, name: _groups(value)}
         elif not (value is None and name in ("num_blocks", "max_model_len")):
             _count(name, value)
     return EngineSettings(**values)
+
+
+def _groups(value: object) -> tuple[KVGroup, ...]:
+    try:
+        groups = tuple(KVGroup(*group) for group in value)  # type: ignore[attr-defined]
+        return SchedulerConfig(num_blocks=1, max_model_len=1, kv_groups=groups).kv_groups
+    except (TypeError, ConfigError) as error:
+        raise CalibrationError(f"setting kv_groups is {value!r}: {error}") from None
 
 
 def _count(name: str, value: object) -> int:

@@ -7,8 +7,9 @@
 With host memory (`host_memory.py`) a step begins with its copies, which add to its time.
 
 A step that decides anything is scheduled when it begins and updated when it ends. Between such steps every running
-request decodes, and `Scheduler.advance` does all of them at once. The end of an output is known here alone: a request
-ends with an end-of-sequence token that the scheduler cannot foresee.
+request decodes, and `Scheduler.advance` does all of them at once, or `advance_past_finishes` where nothing outside
+asks or acts when a request finishes. The end of an output is known here alone: a request ends with an end-of-sequence
+token that the scheduler cannot foresee.
 
 With asynchronous scheduling (`max_steps_in_flight=2`) a step is scheduled when the one before it begins, as vLLM does:
 what arrives meanwhile, or is known only at its end, counts one step later. Such steps are simulated one by one.
@@ -16,6 +17,7 @@ what arrives meanwhile, or is known only at its end, counts one step later. Such
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -35,7 +37,7 @@ from pointsman.core import (
 )
 from pointsman.sim.host_memory import HostMemory, HostTier, check_host_memory
 from pointsman.sim.outcome import Event, Timeline, Timings
-from pointsman.sim.request import EOS_TOKEN, SimRequest, blank_prompt, filler_token, prompt_tokens
+from pointsman.sim.request import EOS_TOKEN, VOCAB_SIZE, SimRequest, blank_prompt, filler_token, prompt_tokens
 from pointsman.sim.step_time import StepLoad, StepTime
 
 FloatArray = npt.NDArray[np.float64]
@@ -44,13 +46,15 @@ Int32Array = npt.NDArray[np.int32]
 
 MAX_STEPS_AT_ONCE = 4096
 """Bounds the arrays of one run of decodes."""
+LEAST_SECONDS = 1e-9
+"""Of a step, where the number of steps until a time is estimated."""
 _ROWS = 64
 _ONE: Int64Array = np.array(1)
 _NONE: list[int] = []
 
 
 class _Decodes(NamedTuple):
-    """Planned: steps that are sure to be plain decodes."""
+    """Planned: steps that are sure to be plain decodes, whatever finishes among them."""
 
     end: float
     times: FloatArray
@@ -63,14 +67,39 @@ class _Decodes(NamedTuple):
     """[rows] tokens that each will still generate."""
     first_end: int
     """The least of them."""
+    stretches: _Stretches | None
+    """None: no request finishes before the last step."""
 
     def cut(self, time: float) -> _Decodes:
         """Only the steps that begin before `time`, and at least one."""
         if self.end <= time:
             return self
         num_steps = self.times[1:].searchsorted(time) + 1
-        _, times, rows, known, num_left, first_end = self
-        return _Decodes(times.item(num_steps), times[: num_steps + 1], rows, known, num_left, first_end)
+        return self._replace(end=self.times.item(num_steps), times=self.times[: num_steps + 1])
+
+
+class _Stretches(NamedTuple):
+    """Decodes by the requests that are left: stretch i goes up to step `ends[i]`, with `counts[i]` requests."""
+
+    order: Int64Array
+    """[rows] indices of rows, the request that generates most first: the first `counts[i]` are those of stretch i."""
+    ends: list[int]
+    counts: list[int]
+
+    @classmethod
+    def of(cls, num_left: Int64Array) -> _Stretches:
+        """All of them, up to the last token of the last request."""
+        order = (-num_left).argsort(kind="stable")
+        ends, counts = [], []
+        falling = num_left[order].tolist()
+        before = 0
+        for count in range(len(falling), 0, -1):
+            end = falling[count - 1]
+            if end > before:
+                ends.append(end)
+                counts.append(count)
+                before = end
+        return cls(order, ends, counts)
 
 
 class _Known(NamedTuple):
@@ -116,7 +145,7 @@ class Replica:
         *,
         is_stepping: bool = False,
         seed: int = 0,
-        vocab_size: int = 100_000,
+        vocab_size: int = VOCAB_SIZE,
         listeners: Iterable[Listener] = (),
         host_memory: HostMemory | None = None,
     ) -> None:
@@ -126,13 +155,16 @@ class Replica:
         self.timeline = Timeline()
         self.now = 0.0
         """The end of its last event, in seconds."""
-        self._config = config
+        self.config = config
         self._step_time = step_time
         self._timings = timings
         self._max_in_flight = config.max_steps_in_flight
         self._events = self.timeline.events
         self._ones = np.ones(_ROWS, dtype=np.int64)
         self._is_stepping = is_stepping
+        self.passes_finishes = False
+        """Whether a run of decodes may go on where requests finish: nothing outside asks or acts before it is over."""
+        self._decode_seconds = LEAST_SECONDS  # of the last planned decode
         self._seed, self._vocab_size = seed, vocab_size
         self._has_content = config.enable_prefix_caching
         self._planned: _Decodes | _Step | None = None
@@ -162,7 +194,7 @@ class Replica:
             prompt = prompt_tokens(request, request.index, self._vocab_size, self._seed)
         else:
             prompt = blank_prompt(length)
-        room = max(1, self._config.max_model_len - length)
+        room = max(1, self.config.max_model_len - length)
         max_tokens = room if request.max_tokens is None else request.max_tokens
         made = Request(
             request.request_id,
@@ -194,11 +226,14 @@ class Replica:
 
     # ------------------------------------------------------------------ events
 
-    def plan(self) -> float | None:
-        """When the next event ends; None: nothing is to be done until a request arrives."""
+    def plan(self, until: float = math.inf) -> float | None:
+        """When the next event ends; None: nothing is to be done until a request arrives.
+
+        `until`: a time that a run of decodes which passes finishes need not go beyond.
+        """
         planned = self._planned
         if planned is None:
-            planned = self._planned = self._plan_next()
+            planned = self._planned = self._plan_next(until)
         return None if planned is None else planned.end
 
     def commit(self) -> list[int]:
@@ -216,7 +251,7 @@ class Replica:
             self._arrived.clear()
         return finished
 
-    def _plan_next(self) -> _Decodes | _Step | None:
+    def _plan_next(self, until: float) -> _Decodes | _Step | None:
         scheduler = self.scheduler
         if self._max_in_flight > 1:
             return self._plan_ahead()
@@ -224,19 +259,60 @@ class Replica:
             return None
         if not self._is_stepping:
             rows = scheduler.running_rows
-            if len(rows):
-                known = self._num_tokens[rows]
-                num_left = self._last_token[rows] - known
-                first_end = num_left.item(num_left.argmin())
-                num_steps = scheduler.horizon(min(first_end, MAX_STEPS_AT_ONCE))
-                if num_steps:
-                    times = np.empty(num_steps + 1)
-                    times[0] = self.now
-                    times[1:] = self._step_time.of_decodes(len(rows), int(np.add.reduce(known)), num_steps)
-                    np.add.accumulate(times, out=times)
-                    return _Decodes(times.item(num_steps), times, rows, known, num_left, first_end)
+            # Most often a request has arrived that the next step admits: then nothing else need be looked up.
+            if len(rows) and (not scheduler.num_queued or scheduler.horizon(1)):
+                decodes = self._plan_decodes(rows, until)
+                if decodes is not None:
+                    return decodes
         output, seconds = self._schedule()
         return _Step(self.now + seconds, output)
+
+    def _plan_decodes(self, rows: Int64Array, until: float) -> _Decodes | None:
+        """As many plain decodes as are sure; None: none is."""
+        scheduler = self.scheduler
+        known = self._num_tokens[rows]
+        num_left = self._last_token[rows] - known
+        first_end = num_left.item(num_left.argmin())
+        if not self.passes_finishes:
+            num_steps = scheduler.horizon(min(first_end, MAX_STEPS_AT_ONCE))
+        else:
+            steps_until = min(MAX_STEPS_AT_ONCE, 2 + max(until - self.now, 0.0) / self._decode_seconds)
+            num_steps = scheduler.horizon_past_finishes(int(steps_until), num_left)
+        if not num_steps:
+            return None
+        stretches = None
+        if num_steps <= first_end:
+            times = self._times(self.now, len(rows), int(np.add.reduce(known)), num_steps)
+        else:
+            stretches = _Stretches.of(num_left)
+            times = self._times_of(stretches, known, num_steps, until)
+            num_steps = len(times) - 1
+        end = times.item(num_steps)
+        self._decode_seconds = max(end - times.item(num_steps - 1), LEAST_SECONDS)
+        return _Decodes(end, times, rows, known, num_left, first_end, stretches)
+
+    def _times(self, start: float, num_rows: int, context: int, num_steps: int) -> FloatArray:
+        """[steps + 1] the start, and the end of each step, which first reads `context` positions."""
+        times = np.empty(num_steps + 1)
+        times[0] = start
+        times[1:] = self._step_time.of_decodes(num_rows, context, num_steps)
+        np.add.accumulate(times, out=times)
+        return times
+
+    def _times_of(self, stretches: _Stretches, known: Int64Array, num_steps: int, until: float) -> FloatArray:
+        """The times of the first `num_steps` steps, or of fewer if these go beyond `until`."""
+        order, ends, counts = stretches
+        context = known[order].cumsum()
+        parts: list[FloatArray] = []
+        done, start = 0, self.now
+        for end, count in zip(ends, counts, strict=True):
+            last = min(end, num_steps)
+            times = self._times(start, count, context.item(count - 1) + count * done, last - done)
+            parts.append(times[1:] if parts else times)
+            done, start = last, times.item(-1)
+            if done == num_steps or start >= until:
+                break
+        return np.concatenate(parts)
 
     def _plan_ahead(self) -> _Decodes | _Step | None:
         """The oldest step in flight ends next; the one after it is scheduled as soon as the oldest begins."""
@@ -298,6 +374,8 @@ class Replica:
     def _finish_decodes(self, planned: _Decodes) -> list[int]:
         scheduler, times, rows = self.scheduler, planned.times, planned.rows
         num_steps, num_rows = len(times) - 1, len(rows)
+        if num_steps > planned.first_end:
+            return self._finish_decodes_past_finishes(planned)
         tokens = last = self._filler[rows]
         if num_steps == planned.first_end:
             last = tokens.copy()
@@ -308,6 +386,31 @@ class Replica:
         waiting, usage = scheduler.num_queued, scheduler.kv_cache_usage
         self._events.append(Event(self.now, num_steps, num_rows, num_steps * num_rows, waiting, usage))
         return self._finished(update.finished) if update.finished else _NONE
+
+    def _finish_decodes_past_finishes(self, planned: _Decodes) -> list[int]:
+        """As `_finish_decodes`, where requests finish before the last step."""
+        _, times, rows, known, num_left, _, stretches = planned
+        assert stretches is not None
+        num_steps = len(times) - 1
+        lengths = np.minimum(num_left, num_steps)
+        tokens = self._filler[rows]
+        last = tokens.copy()
+        last[num_left <= num_steps] = EOS_TOKEN
+        self._num_tokens[rows] = known + lengths
+        finishes = self.scheduler.advance_past_finishes(times, tokens, last, lengths)
+        usages = [each.kv_cache_usage for each in finishes]
+        order, ends, counts = stretches
+        numbers, done = self._number[rows[order]], 0
+        for index, (end, count) in enumerate(zip(ends, counts, strict=True)):
+            last_step = min(end, num_steps)
+            self._timings.tokens(numbers[:count], times[done : last_step + 1])
+            usage = usages[index] if index < len(usages) else self.scheduler.kv_cache_usage
+            run = last_step - done
+            self._events.append(Event(times.item(last_step), run, count, run * count, 0, usage))
+            done = last_step
+            if done == num_steps:
+                break
+        return self._finished(request for each in finishes for request in each.requests)
 
     def _place(self, output: SchedulerOutput) -> None:
         """Note what is known of the requests that got a row."""

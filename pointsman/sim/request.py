@@ -23,6 +23,8 @@ from pointsman.traces import MAX_TOKENS, TraceRequest, prompt_token_ids
 
 EOS_TOKEN = 2**31 - 1
 """The end-of-sequence token of simulated models; no other token is equal to it."""
+VOCAB_SIZE = 100_000
+"""Token ids that prompts have, if nothing else is asked for."""
 MAX_INDEX = 2**30
 """Filler tokens are between 2**30 and 2**31 - 2, above the vocabulary of any model."""
 

@@ -19,7 +19,7 @@ from pointsman.sim.outcome import Timeline, Timings
 from pointsman.sim.replica import Replica
 from pointsman.sim.request import SimRequest
 from pointsman.sim.step_time import StepTime
-from pointsman.sim.workload import Workload
+from pointsman.sim.workload import OpenLoop, Workload
 
 Progress = Callable[[int, float], None]
 """Called now and then with the number of finished requests, and the virtual time."""
@@ -145,11 +145,13 @@ class Simulation:
     def _run(self, until: float, progress: Progress | None) -> None:
         replicas, num_events = self.replicas, 0
         only = replicas[0] if len(replicas) == 1 else None
+        if only is not None:  # no routing asks what is unfinished, and nothing arrives because of a finish
+            only.passes_finishes = isinstance(self._workload, OpenLoop) and until == math.inf
         while True:
             arrival = self._next_arrival()
             first: Replica | None
             if only is not None:
-                end = only.plan()
+                end = only.plan(arrival)
                 first = None if end is None else only
             else:
                 first, end = self._first_to_end()

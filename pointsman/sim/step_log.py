@@ -144,7 +144,7 @@ def observed_steps(observed: Observed, path: str | PathLike[str]) -> StepLog:
     if observed.lacking:
         raise CalibrationError(
             f"{path}: {observed.scheduler} ran with {', '.join(observed.lacking)}, which the simulator does not have; "
-            "record a server without"
+            "record a server without it"
         )
     is_timed = observed.seconds > 0
     if not is_timed.any():

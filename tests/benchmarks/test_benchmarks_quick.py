@@ -363,3 +363,5 @@ def test_scale() -> None:
     assert figures["hit_rates"]["two engines"] >= 0.8
     assert (figures["kill"]["failed"], figures["kill"]["differing"]) == (0, 0)
     assert figures["kill"]["blocks_back"]
+    for fleet in figures["simulated"].values():
+        assert abs(fleet["measured"] - fleet["simulated"]) <= 0.03

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from pointsman.cli.capacity import _gaps_decide
 from pointsman.cli.progress_bar import ProgressBar
+from pointsman.sim.capacity import Probe
 from pointsman.sim.profile import EngineSettings, Hull, Profile
+from pointsman.sim.report.summary import Targets
 from pointsman.sim.step_time import LinearStepTime, StepLoad
 from tests.cli.conftest import Finished
 from tests.cli.test_bad_input import check_refused
@@ -146,6 +149,26 @@ def test_refused_requests_are_named_as_the_reason(pointsman: Run, tmp_path: Path
     found = words(pointsman("capacity", "--trace", path))
     assert "Nothing meets" in found
     assert "1 of 4 requests can never run" in found
+    assert "shorten the requests that can never run" in found and "faster device" not in found
+
+
+@pytest.mark.parametrize(
+    ("longest_gap", "ttft", "num_refused", "is_said"),
+    [
+        (0.15, 0.2, 0, True),
+        (0.096, 0.2, 0, True),  # less than 1 % too many requests miss
+        (0.096, 0.49, 0, False),
+        (0.15, 0.6, 0, False),
+        (0.096, 0.2, 1, False),
+        (0.15, 0.2, 1, True),
+    ],
+)
+def test_gaps_miss_where_they_are_nearer_to_their_target(
+    longest_gap: float, ttft: float, num_refused: int, is_said: bool
+) -> None:
+    """TTFT at most 500 ms, gaps at most 100 ms."""
+    probe = Probe(1.0, 1, 0.9895, ttft, longest_gap, 1.0, 2000, num_refused, meets=False)
+    assert _gaps_decide(probe, Targets(0.5, 0.1)) is is_said
 
 
 def test_ctrl_c_prints_the_bracket_so_far(pointsman: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,13 @@ import numpy as np
 import pytest
 import torch
 
+from pointsman.core import SchedulerConfig
 from pointsman.engine import Engine, RequestOutput, SamplingParams
 from pointsman.engine.attention.paged import AttentionBackend
+from pointsman.engine.kv.layout import layout_in_groups
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import wrap_model
+from pointsman.engine.params.engine_args import SCHEDULER_NAMES
 from tests.engine.tiny_models import FAMILIES, THOROUGH, VOCAB_SIZE, build
 from tests.soak import part_of_commit, short_of
 
@@ -35,15 +38,16 @@ LONG = ((1, 9, 17, 30, 38, 41, 45, 24), 20)
 """Prompt lengths and output tokens of the thorough families; three prompts with a shared prefix come on top."""
 SHORT = ((1, 17, 45), 12)
 """And of the others."""
+LONGEST = 72
+"""Tokens for which a tight pool has blocks; the longest request has 65."""
 TIGHT: dict[str, Any] = {
-    "num_blocks": 18,
     "block_size": 4,
     "max_num_seqs": 10,
     "max_num_batched_tokens": 40,
     "full_sequence_must_fit": False,
 }
-"""A pool that holds the longest request and little more."""
-EVERYTHING: dict[str, Any] = {**TIGHT, "num_blocks": 18, "max_num_seqs": 6, "max_num_batched_tokens": 14}
+"""For `Case.tight_engine`."""
+EVERYTHING: dict[str, Any] = {**TIGHT, "max_num_seqs": 6, "max_num_batched_tokens": 14}
 """The same with a budget that cuts nearly every prompt into chunks."""
 
 OF_THIS_COMMIT = part_of_commit(sorted(FAMILIES), 3)
@@ -67,6 +71,15 @@ class Case:
 
     def engine(self, backend: str, **knobs: Any) -> Engine:
         return Engine(self.loaded[backend], **knobs)
+
+    def tight_engine(self, backend: str, **knobs: Any) -> Engine:
+        """With a pool that holds the longest request and little more, in whatever groups its layers are."""
+        loaded = self.loaded[backend]
+        known = {name: value for name, value in knobs.items() if name in SCHEDULER_NAMES}
+        config = SchedulerConfig(num_blocks=1, max_model_len=loaded.choose_max_model_len(None), **known)
+        groups = layout_in_groups(loaded.layers, loaded.windows, config, only_if_it_saves=True).groups
+        num_blocks = max(LONGEST // 4, config.replace(kv_groups=groups).most_blocks(LONGEST))
+        return Engine(loaded, num_blocks=num_blocks, **knobs)
 
 
 @dataclass
@@ -157,9 +170,9 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
-def assert_most_were_preempted(outputs: list[RequestOutput]) -> None:
+def assert_many_were_preempted(outputs: list[RequestOutput]) -> None:
     preempted = sum(output.metrics.num_preemptions > 0 for output in outputs)
-    assert preempted > len(outputs) / 2, f"only {preempted} of {len(outputs)} were preempted"
+    assert preempted > len(outputs) / 3, f"only {preempted} of {len(outputs)} were preempted"
 
 
 # ------------------------------------------------------------------------------------------------- every family
@@ -192,12 +205,12 @@ def test_chunks_prefixes_and_preemption_at_once(case: Case, backend: str) -> Non
     the thorough ones with both backends."""
     seen = Seen()
     watched = Watched(case.loaded[backend].attention)
-    outputs = run(case.engine(backend, attention=watched, **EVERYTHING), case.prompts, greedy(case), seen)
+    outputs = run(case.tight_engine(backend, attention=watched, **EVERYTHING), case.prompts, greedy(case), seen)
     assert tokens(outputs) == case.expected
     assert watched.features == {word for word in ("window", "softcap", "sinks") if word in case.features}
     assert seen.mixed > 3 and seen.chunks > 3, f"{seen} is no mixed batch"
     assert sum(output.metrics.num_preemptions > 0 for output in outputs) > 1
-    assert sum(output.num_cached_tokens >= SHARED_PREFIX // 4 * 4 for output in outputs) > 1
+    assert sum(output.num_cached_tokens >= SHARED_PREFIX // 2 for output in outputs) > 1
 
 
 # ------------------------------------------------------------------------------------------ the thorough families
@@ -238,9 +251,9 @@ def test_prefixes_of_earlier_requests(case: Case, backend: str) -> None:
 @thorough
 @pytest.mark.parametrize("knobs", [{"enable_prefix_caching": False}, {"order": "priority"}], ids=str)
 def test_under_memory_pressure(case: Case, backend: str, knobs: dict[str, Any]) -> None:
-    outputs = run(case.engine(backend, **TIGHT, **knobs), case.prompts, greedy(case))
+    outputs = run(case.tight_engine(backend, **TIGHT, **knobs), case.prompts, greedy(case))
     assert tokens(outputs) == case.expected
-    assert_most_were_preempted(outputs)
+    assert_many_were_preempted(outputs)
 
 
 @thorough
@@ -268,9 +281,9 @@ def test_seeded_sampling_does_not_see_its_neighbours(case: Case, backend: str) -
     assert len({tuple(one) for one in alone}) == len(alone) and alone != case.expected
     roomy = case.engine(backend, num_blocks=400, block_size=4, max_num_seqs=8, max_num_batched_tokens=12)
     assert tokens(run(roomy, case.prompts, params)) == alone
-    outputs = run(case.engine(backend, **TIGHT), case.prompts, params)
+    outputs = run(case.tight_engine(backend, **TIGHT), case.prompts, params)
     assert tokens(outputs) == alone
-    assert_most_were_preempted(outputs)
+    assert_many_were_preempted(outputs)
 
 
 # ------------------------------------------------------------------------------------------------------- controls

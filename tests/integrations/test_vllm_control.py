@@ -187,10 +187,12 @@ def test_requests_are_explained_oldest_first(tmp_path: Path) -> None:
 def test_one_request_is_found_by_its_name_or_by_that_of_its_answer(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with operated(path) as host:
-        for name in ("a-0-x", "a-1-y", "ab"):
+        for name in ("a-0-x", "a-1-y", "ab", "cmpl-sent-1-0-z"):
             host.add(name)
         assert [request["id"] for request in ask(path, "explain", id="a")["requests"]] == ["a-0-x", "a-1-y"]
         assert [request["id"] for request in ask(path, "explain", id="ab")["requests"]] == ["ab"]
+        for sent in ("cmpl-sent-1", "sent-1"):
+            assert [request["id"] for request in ask(path, "explain", id=sent)["requests"]] == ["cmpl-sent-1-0-z"]
         with pytest.raises(Refused, match="no request 'b' is waiting, parked or running"):
             ask(path, "explain", id="b")
 

@@ -190,6 +190,13 @@ def test_check_says_that_it_will_work_and_with_which_knobs() -> None:
     assert re.search(r"max_num_seqs +64 +\(--max-num-seqs\)", done.stdout)
     assert re.search(r"decode_reserve +mean +\(--additional-config\)", done.stdout)
     assert "no socket" in done.stdout
+    assert "a recording by Observer: the simulator takes it" in done.stdout
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("it will work: "))
+    assert shlex.split(line)[3:] == [
+        *("vllm", "serve", str(DEMO), "--scheduler-cls", "pointsman.integrations.vllm.Scheduler"),
+        *("--max-num-seqs", "64", "--additional-config"),
+        '{"pointsman": {"decode_reserve": "mean", "socket": ""}}',
+    ]
     assert re.search(r"  1 group: \d+ layers of FullAttentionSpec, blocks of \d+ tokens", done.stdout)
 
 
@@ -211,6 +218,7 @@ def test_check_says_all_that_will_not_work() -> None:
     [
         (["--max-num-seqs", "many"], "vLLM does not take these options"),
         (["--no-such-option"], "vLLM does not take these options"),
+        (["--scheduler-cls", "pointsman.Scheduler"], "--scheduler-cls is pointsman.Scheduler, and this checks"),
         (["--max-num-seqs", "0"], "vLLM cannot run"),
     ],
 )

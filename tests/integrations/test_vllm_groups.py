@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from pointsman.core import replay
-from tests.integrations.vllm_process import NEEDS_VLLM, run_in_vllm, vllm_parent
-from tests.soak import part_of_commit, short_of, short_or_long
+from tests.integrations.vllm_process import NEEDS_VLLM, ONE_MODEL, run_in_vllm, vllm_parent
+from tests.soak import short_of, short_or_long
 
 pytestmark = NEEDS_VLLM
 FLAG = "--disable-hybrid-kv-cache-manager"
@@ -48,6 +48,7 @@ CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "lfm2, cached": ("lfm2", CACHE, STATES),
     "lfm2, cached, asynchronous": ("lfm2", {**CACHE, "async_scheduling": True}, STATES),
     "lfm2, cached, preempting": ("lfm2", {**CACHE, **SHORT_OF_STATES}, STATES),
+    "lfm2, n-gram drafts": ("lfm2", {**NO_CACHE, "speculative_config": NGRAM}, STATES),
     "lfm2, cached in parts": ("lfm2", PARTS, STATES),
     "lfm2, cached in parts, preempting": ("lfm2", {**PARTS, **SHORT_OF_STATES}, STATES),
     "lfm2, cached in parts, asynchronous": ("lfm2", {**PARTS, "async_scheduling": True}, STATES),
@@ -62,11 +63,7 @@ MET_PER_100 = {"steps": 5_000, "preemptions": 50, "hits": 50, "chunks": 2_000, "
 """What so many workloads meet at least."""
 
 
-NOW = part_of_commit(["gemma3, preempting", "lfm2, cached in parts, preempting", "llama4", "falcon-h1, short pool"], 4)
-"""One with each commit."""
-
-
-@pytest.mark.parametrize("case", short_of(list(CASES), NOW))
+@pytest.mark.parametrize("case", short_of(list(CASES), ONE_MODEL))
 def test_tokens_are_those_of_vllms_own_scheduler(tmp_path: Path, case: str) -> None:
     """In as many steps, with as many cached tokens; twice the same prompts, so that the second time finds them."""
     family, options, groups = CASES[case]
@@ -182,6 +179,16 @@ def test_decisions_are_those_of_vllms_own_scheduler() -> None:
         assert tally[what] >= least * NUM_WORKLOADS // 100, f"{what}: {tally[what]}"
     ended_early = tally.get("found otherwise", 0) + tally.get("did more", 0)
     assert ended_early <= NUM_WORKLOADS * 15 // 100, tally
+
+
+def test_decisions_about_drafts_over_states_are_those_of_vllms_own_scheduler() -> None:
+    """Each draft has a state of its own."""
+    count = short_or_long(6, 500)
+    found = run_in_vllm("vllm_decisions.py", 0, count, "states", timeout=1800)
+    assert not found["differences"], json.dumps(found["differences"][0], indent=1)
+    tally = found["tally"]
+    assert tally["with drafts"] == count and tally["drafts"] >= 20 * count, tally
+    assert tally.get("gave up drafts", 0) <= count // 4 + 1, tally
 
 
 def test_no_request_and_no_block_is_lost_where_a_step_fails() -> None:

@@ -62,7 +62,9 @@ def test_what_fails_is_the_recording_and_never_vllm() -> None:
         assert not each["recording"]
     assert "has no effect on Observer" in found["drop-in knob"]
     assert found["sliding window"] == ["KV of the kind SlidingWindowSpec"]
-    assert found["two groups"] == ["2 KV groups (FullAttentionSpec, SlidingWindowSpec)"]
+    assert found["two groups"] == [
+        "2 KV groups (FullAttentionSpec, SlidingWindowSpec) (as one group: --disable-hybrid-kv-cache-manager)"
+    ]
 
 
 # ------------------------------------------------------------------ a server

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+import pointsman.integrations.vllm
 from pointsman.core import ConfigError
 from pointsman.core.presets import SYSTEMS
-from pointsman.integrations.vllm.settings import FLAGS, KNOBS, read_settings, scheduler_config
+from pointsman.integrations.vllm.settings import FLAGS, KNOBS, read_observer_settings, read_settings, scheduler_config
 from pointsman.integrations.vllm.support import (
     Refusal,
     UnsupportedVLLM,
@@ -86,7 +87,7 @@ def test_knobs_and_presets_come_from_the_additional_config() -> None:
     [
         (3, "it must be an object of knobs"),
         ({"max_num_seqs": 3}, "max_num_seqs is vLLM's own: set it with --max-num-seqs"),
-        ({"max_seqs": 3}, "max_seqs in --additional-config is unknown; choose from"),
+        ({"max_seqs": 3}, "max_seqs in --additional-config is unknown; choose from .*, socket, token_limits, victim"),
         ({"preset": "high-throughput"}, "the preset 'high-throughput' is unknown here"),
         ({"kv_load_timeout": 1.0}, "kv_load_timeout in --additional-config is unknown"),
         ({"preemption_mode": "swap"}, "preemption_mode is 'swap': swapping needs host memory .* leave it out"),
@@ -104,6 +105,22 @@ def test_what_means_nothing_is_refused(given: Any, words: str) -> None:
         read_settings({"pointsman": given})
 
 
+@pytest.mark.parametrize("name", ["victim", "socket"])
+def test_a_key_outside_of_its_object_is_refused(name: str) -> None:
+    """Nothing would read it; but that of another plugin is left alone."""
+    with pytest.raises(ConfigError, match=f'{name} .* is not under the key "pointsman".*{{"{name}": "latest"}}'):
+        read_settings({name: "latest", "other": 1})
+    assert read_settings({name: "latest", "pointsman": {}}).knobs == {}
+    with pytest.raises(ConfigError, match='record in --additional-config is not under the key "pointsman"'):
+        read_observer_settings({"record": "run.jsonl"})
+    assert read_observer_settings({name: "latest"}) is None
+
+
+def test_a_class_that_is_not_there_is_answered_with_those_that_are() -> None:
+    with pytest.raises(AttributeError, match=r"has no 'Schedular'.* pointsman\.integrations\.vllm\.Scheduler or \.Obs"):
+        _ = pointsman.integrations.vllm.Schedular
+
+
 def test_every_knob_is_either_vllms_or_ours() -> None:
     assert not KNOBS & FLAGS.keys()
 
@@ -111,7 +128,6 @@ def test_every_knob_is_either_vllms_or_ours() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_config__is_encoder_decoder": True}, "encoder-decoder models"),
         ({"is_mm_encoder_only": True}, "--mm-encoder-only"),
         (
             {"ec_manager_config": SimpleNamespace(encoder_cache_manager_cls="its.Manager")},

@@ -24,9 +24,18 @@ pytestmark = NEEDS_VLLM
 
 
 def run_vllm(
-    folder: Path, way: Way, *, ours: bool, requests: Any, aborts: Any, lossy: float = 0.0, observed: Path | None = None
+    folder: Path,
+    way: Way,
+    *,
+    ours: bool,
+    requests: Any,
+    aborts: Any,
+    lossy: float = 0.0,
+    observed: Path | None = None,
+    compile_seconds: float = 0.0,
 ) -> dict[str, Any]:
-    """What came of the requests in a vLLM of its own; `observed`: with Observer, which records there."""
+    """What came of the requests in a vLLM of its own; `observed`: with Observer, which records there.
+    `compile_seconds`: how much longer each grammar takes to compile."""
     settings = folder / f"{'ours' if ours else 'theirs'}.json"
     settings.write_text(
         json.dumps(
@@ -35,6 +44,7 @@ def run_vllm(
                 "record": str(folder / "recording"),
                 "lossy": lossy,
                 "async": way.asynchronous,
+                "compile_seconds": compile_seconds,
                 "model": str(DEMO),
                 "engine": {**ENGINE, **way.engine},
                 "requests": requests,
@@ -59,7 +69,7 @@ def test_the_answers_are_those_of_vllms_own_scheduler(tmp_path: Path, name: str)
     theirs = run_vllm(tmp_path, way, ours=False, requests=requests, aborts=aborts, observed=log)
     assert ("AsyncScheduler" in theirs["bases"]) == way.asynchronous and "vllm." in theirs["scheduler"]
     if SOAK:
-        unobserved = run_vllm(tmp_path, way, ours=False, requests=requests, aborts=aborts)
+        unobserved = run_vllm(tmp_path, way, ours=False, requests=requests, aborts=aborts, compile_seconds=0.05)
         assert unobserved["scheduler"].startswith("vllm.") and "Observed" in theirs["bases"]
         assert (unobserved["answers"], unobserved["steps"]) == (theirs["answers"], theirs["steps"])
     check_recording(log, check_observed(log, requests, theirs), tmp_path)

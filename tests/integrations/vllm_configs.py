@@ -7,7 +7,7 @@ from typing import Any
 
 
 def vllm_config(**changes: Any) -> Any:
-    """What we read of a `VllmConfig`; changes are written like model_config__is_encoder_decoder=True."""
+    """What we read of a `VllmConfig`; changes are written like model_config__is_diffusion=True."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             max_model_len=256,

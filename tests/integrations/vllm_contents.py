@@ -4,6 +4,7 @@ A token's KV is told by all tokens up to it. In a step each row writes its token
 what its layers attend to: the whole context, a window, its chunk, or the state behind the token before. States that
 are cached for prefixes lie in one block for each stretch of tokens: a row continues from the one that it wrote last, or
 from the one behind its cached prefix, and writes the one in which its step ends. Blocks are zeroed and copied before.
+What an encoder computes for a row is written in the row's first step, and read in all.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
+    CrossAttentionSpec,
     KVCacheConfig,
     MambaSpec,
     RSWASpec,
@@ -34,6 +36,10 @@ class _Row:
     """For each token, what tells it and all before it."""
     runs: bool = False
     """Whether it has computed something since it was admitted."""
+    encoded: list[int] = field(default_factory=list)
+    """What tells each embedding that layers keep KV of."""
+    num_drafts: int = 0
+    """In this step."""
     state_column: int | None = None
     """Where in the table of a group its newest state is; None: it has none of its own yet."""
 
@@ -50,7 +56,11 @@ class Contents:
     def __init__(self, kv_cache_config: KVCacheConfig) -> None:
         self._config = kv_cache_config
         self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self._decodes = any(isinstance(spec, CrossAttentionSpec) for spec in self._specs)
+        """Whether layers keep KV of what an encoder computes."""
         self._copied: set[int] = set()
+        self._drafted: set[tuple[int, int, int]] = set()
+        """Where a draft was written last, which may have been rejected."""
         self._held: list[dict[tuple[int, int], int]] = [{} for _ in self._specs]
         self._rows: dict[str, _Row] = {}
 
@@ -62,11 +72,15 @@ class Contents:
         steps: list[tuple[str, int, int]] = []
         for new in output.scheduled_new_reqs:
             tables = [list(ids) for ids in new.block_ids]
-            tokens = list(new.prompt_token_ids)
+            tokens, encoded = list(new.prompt_token_ids), list[int]()
             for feature in new.mm_features:
                 at, length = feature.mm_position.offset, feature.mm_position.length
-                tokens[at : at + length] = [hash((feature.identifier, place)) for place in range(length)]
-            self._rows[new.req_id] = _Row(tables, tokens, len(tokens))
+                marks = [hash((feature.identifier, place)) for place in range(length)]
+                if self._decodes:
+                    encoded += marks
+                else:
+                    tokens[at : at + length] = marks
+            self._rows[new.req_id] = _Row(tables, tokens, len(tokens), encoded=encoded)
             steps.append((new.req_id, new.num_computed_tokens, output.num_scheduled_tokens[new.req_id]))
         cached = output.scheduled_cached_reqs
         for name, start, blocks in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
@@ -77,10 +91,14 @@ class Contents:
                     row.state_column, row.runs = None, False
                 table += ids
             steps.append((name, start, output.num_scheduled_tokens[name]))
+        if self._decodes:  # workers give embeddings to the rows that start, in the order in which they take them in
+            started = [name for name, start, _ in steps if start == 0 and self._rows[name].encoded]
+            assert list(output.scheduled_encoder_inputs) == started, "embeddings are another row's"
         for name, start, count in steps:
             row, drafts = self._rows[name], output.scheduled_spec_decode_tokens.get(name, [])
             row.tokens += [sample(name, position) for position in range(len(row.tokens), start + count - len(drafts))]
             row.tokens += drafts
+            row.num_drafts = len(drafts)
         for group, spec in enumerate(self._specs):
             if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align":
                 self._continue_states(group, spec, steps)
@@ -155,14 +173,21 @@ class Contents:
 
     def _write(self, group: int, spec: Any, row: _Row, start: int, end: int) -> None:
         held, table = self._held[group], row.tables[group]
+        if isinstance(spec, CrossAttentionSpec):
+            assert len(table) == -(-len(row.encoded) // spec.block_size), "there are blocks for other embeddings"
+            for position, mark in enumerate(row.encoded if start == 0 else ()):
+                held[table[position // spec.block_size], position % spec.block_size] = mark
+            return
         if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align":
             held[table[-(-end // spec.block_size) - 1], 0] = row.prefix(end - 1)
             self._keep_within(group, spec, row, start, end)
             return
         if isinstance(spec, MambaSpec):
-            if start:
-                assert held.get((table[0], 0)) == row.prefix(start - 1), "the state is another request's"
-            held[table[0], 0] = row.prefix(end - 1)
+            assert len(set(table)) == 1 + spec.num_speculative_blocks and 0 not in table, "each draft has a state"
+            if start:  # that of the newest token, or behind a draft that was accepted
+                assert row.prefix(start - 1) in [held.get((block, 0)) for block in table], "the state is another row's"
+            for draft in range(1 + row.num_drafts):
+                held[table[draft], 0] = row.prefix(end - 1 - row.num_drafts + draft)
             return
         if isinstance(spec, CircularBufferSpec):  # of the newest tokens, whichever they are
             assert len(table) == 1 and table[0], "a request has one block"
@@ -173,12 +198,21 @@ class Contents:
         for position in range(start, end):
             block = table[position // spec.block_size]
             assert block != 0, "a token is written to the null block"
-            stale = held.get((block, position % spec.block_size), row.prefix(position)) != row.prefix(position)
+            place, drafted = (block, position % spec.block_size), (group, block, position % spec.block_size)
+            stale = held.get(place, row.prefix(position)) != row.prefix(position) and drafted not in self._drafted
+            (self._drafted.add if position >= end - row.num_drafts else self._drafted.discard)(drafted)
             assert not (stale and self._config.needs_kv_cache_zeroing) or block in self._copied, "a block is not zeroed"
             held[block, position % spec.block_size] = row.prefix(position)
 
     def _read(self, name: str, group: int, spec: Any, row: _Row, start: int, end: int) -> None:
         if isinstance(spec, MambaSpec | CircularBufferSpec):
+            return
+        if isinstance(spec, CrossAttentionSpec):
+            for position, mark in enumerate(row.encoded):
+                found = self._held[group].get(
+                    (row.tables[group][position // spec.block_size], position % spec.block_size)
+                )
+                assert found == mark, f"{name} reads the KV of another embedding at {position}"
             return
         first = 0
         if isinstance(spec, SlidingWindowSpec):

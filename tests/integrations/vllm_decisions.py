@@ -1,9 +1,11 @@
 """Random workloads through vLLM's own scheduler and ours, in lockstep: a script for the environment with vLLM.
 
-    python vllm_decisions.py FIRST COUNT [groups|images]   prints one JSON line: what they met, and where they differ
+    python vllm_decisions.py FIRST COUNT [groups|states|images|encoder]
 
-(with the root of the repository and its benchmarks in PYTHONPATH). With "groups", the KV is in several layouts; with
-"images", prompts have some, under small encoder budgets and caches.
+prints one JSON line: what they met, and where they differ (with the root of the repository and its benchmarks in
+PYTHONPATH). With "groups", the KV is in several layouts; with "states", some of it is states that are not cached, and
+rows verify drafts; with "images", prompts have some, under small encoder budgets and caches; with "encoder", models are
+encoder-decoders.
 
 Both are built as vLLM's engine core builds them and get the same calls; what they decide is executed by a stand-in for
 the model runner, whose token for a position of a request is a function of both. In every step the requests, their
@@ -38,6 +40,7 @@ from vllm.v1.core.sched.scheduler import Scheduler as OwnScheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheGroupSpec,
     MambaSpec,
@@ -48,6 +51,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from pointsman.core import Reason
 from pointsman.core.observe.film import FilmRecorder
 from pointsman.core.observe.film_format import Op
 from pointsman.integrations.vllm import Scheduler
@@ -57,6 +61,7 @@ from tests.integrations.vllm_contents import Contents
 MAX_STEPS = 3_000
 MOST_REQUESTS = 40
 NUM_TOKENS = 9  # that are sampled; 0 to 4 may be stop tokens
+MOST_EMBEDDINGS = 24  # of a request to an encoder-decoder
 HASH = get_hash_fn_by_name("sha256")
 
 
@@ -82,6 +87,7 @@ class Workload:
     """Whether no decision may differ, as nothing runs out."""
     encoder: tuple[int, int] = (0, 0)
     """Embeddings of a step, and of the cache."""
+    is_encoder_decoder: bool = False
     arrivals: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     aborts: dict[int, list[str]] = field(default_factory=dict)
     """Before a step is scheduled."""
@@ -114,14 +120,15 @@ def make_layout(rng: random.Random, block_size: int) -> tuple[tuple[str, int, in
     )
 
 
-def make_workload(seed: int, in_groups: bool = False, has_images: bool = False) -> Workload:
-    """Random, with small pools and budgets, and prompts that begin alike."""
+def make_workload(seed: int, kind: str = "") -> Workload:
+    """Random, with small pools and budgets, and prompts that begin alike; `kind` as on the command line."""
+    in_groups, has_images, has_encoder = kind in ("groups", "states"), kind == "images", kind == "encoder"
     rng = random.Random(seed)
     block_size = rng.choice((2, 4, 8))
     max_model_len = rng.randrange(16, 80)
     blocks_of_longest = -(-max_model_len // block_size)
     num_usable = rng.choice((blocks_of_longest, blocks_of_longest + 3, 2 * blocks_of_longest, 5 * blocks_of_longest))
-    chunked = rng.random() < 0.75
+    chunked = rng.random() < 0.75 and not has_encoder
     max_num_seqs = rng.randrange(1, 13)
     least_budget = max_num_seqs if chunked else max(max_model_len, max_num_seqs)
     scheduler = {
@@ -136,10 +143,14 @@ def make_workload(seed: int, in_groups: bool = False, has_images: bool = False) 
         "long_prefill_token_threshold": rng.choice((0, 0, 3, 7)) if chunked else 0,
     }
     scheduler["long_prefill_token_threshold_adaptive"] = rng.random() < 0.5
-    asynchronous, caches = rng.random() < 0.4, rng.random() < 0.7
+    asynchronous, caches = rng.random() < 0.4 and kind != "states", rng.random() < 0.7
     if asynchronous and caches:  # see docs/vllm.md: what is found again where blocks run out is not the same
         num_usable = MOST_REQUESTS * blocks_of_longest
     layout = make_layout(rng, block_size) if in_groups else ()
+    while kind == "states" and not any(each == "state" for each, _, _ in layout):
+        layout = make_layout(rng, block_size)
+    if has_encoder:
+        layout, caches = (("full", block_size, 0), ("encoder", block_size, 0)), False
     if layout:  # at least the longest request, as vLLM checks when it starts
         blocks_of_longest = sum(_blocks_of_longest(kind, size, max_model_len) for kind, size, _ in layout)
         num_usable = max(blocks_of_longest, num_usable * len(layout))
@@ -173,13 +184,20 @@ def make_workload(seed: int, in_groups: bool = False, has_images: bool = False) 
     threshold = scheduler["long_prefill_token_threshold"] or math.inf
     if num_drafts < min(threshold, scheduler["max_num_batched_tokens"]):  # vLLM's own fails, or hangs: see docs/vllm.md
         workload.num_drafts = num_drafts
-    if {"state", "cached state", "ring"} & {kind for kind, _, _ in layout}:  # each draft has a state of its own there
+    if kind == "states":
+        most = min(threshold, scheduler["max_num_batched_tokens"], block_size) - 1
+        workload.num_drafts = min(rng.choice((1, 3)), most)
+        workload.num_blocks += workload.num_drafts * len(layout)
+    elif {"state", "cached state", "ring"} & kinds:  # each draft has a state of its own there
         workload.num_drafts = 0
     if workload.num_drafts and caches:  # see docs/vllm.md: what is evicted is not the same
         workload.num_blocks = max(workload.num_blocks, 1 + MOST_REQUESTS * blocks_of_longest)
     if has_images:
         workload.num_drafts = 0
         _add_images(workload, rng)
+    workload.is_strict = has_encoder or kind == "states"
+    if has_encoder:
+        _add_sounds(workload, rng)
     return workload
 
 
@@ -228,6 +246,8 @@ def make_shared(number: int) -> Workload:
 
 def _blocks_of_longest(kind: str, block_size: int, max_model_len: int) -> int:
     """At most, of a group."""
+    if kind == "encoder":
+        return -(-MOST_EMBEDDINGS // block_size)
     if kind == "cached state":
         return 5  # the newest, the one before, one of a step in flight, one within a chunk, a copy
     return -(-max_model_len // block_size) + 1 if block_size and kind != "ring" else 1
@@ -264,6 +284,19 @@ def _add_images(workload: Workload, rng: random.Random) -> None:
         request["images"] = images
 
 
+def _add_sounds(workload: Workload, rng: random.Random) -> None:
+    """What an encoder-decoder reads beside its prompts, some of it several times; some requests have none."""
+    workload.is_encoder_decoder = True
+    workload.scheduler["disable_chunked_mm_input"] = True  # as vLLM sets it for these models
+    sizes = {f"sound{number}": rng.randrange(1, MOST_EMBEDDINGS + 1) for number in range(rng.randrange(2, 9))}
+    largest = max(sizes.values())
+    budget = rng.choice((largest, largest + 2, 2 * largest, sum(sizes.values())))
+    workload.encoder = (budget, 10_000 if workload.asynchronous else budget)  # as for images
+    for request in (request for requests in workload.arrivals.values() for request in requests):
+        key = rng.choice(sorted(sizes))
+        request["images"] = [(key, 0, "1" * sizes[key])] if rng.random() < 0.9 else []
+
+
 def _fill(workload: Workload, rng: random.Random, max_model_len: int) -> None:
     prefixes = [[rng.randrange(100) for _ in range(max_model_len)] for _ in range(3)]
     span = rng.choice((1, 10, 40))
@@ -293,7 +326,8 @@ class Side:
         kv_cache_config = build_kv_cache_config(workload.num_blocks, workload.block_size)
         self.hash_size = workload.block_size
         if workload.layout:
-            specs = [spec_of(each, workload.scheduler["max_model_len"]) for each in workload.layout]
+            most = workload.scheduler["max_model_len"]
+            specs = [spec_of(each, most, workload.num_drafts) for each in workload.layout]
             kv_cache_config.kv_cache_groups = [KVCacheGroupSpec([f"layer{n}"], spec) for n, spec in enumerate(specs)]
             self.hash_size = workload.hash_size or min(spec.block_size for spec in specs if spec.prefix_cacheable)
             kv_cache_config.prefix_cache_retention_interval = workload.retention
@@ -303,7 +337,7 @@ class Side:
                 if partial_hash_hits_enabled(kv_cache_config.kv_cache_groups, self.hash_size)
                 else workload.block_size
             )
-        stand_in_for_encoder(config, workload.encoder)
+        stand_in_for_encoder(config, workload.encoder, is_encoder_decoder=workload.is_encoder_decoder)
         self.scheduler = scheduler_class(
             vllm_config=config,
             kv_cache_config=kv_cache_config,
@@ -394,8 +428,10 @@ class Side:
         cached = output.scheduled_cached_reqs
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        freed = sorted(output.free_encoder_mm_hashes) if self.workload.is_encoder_decoder else []
         return {
             "tokens": output.num_scheduled_tokens,
+            "freed": freed,
             "drafts": output.scheduled_spec_decode_tokens,
             "starts": dict(sorted(starts.items())),
             "new": [new.req_id for new in output.scheduled_new_reqs],
@@ -421,6 +457,10 @@ class Side:
         for name, count in output.num_scheduled_tokens.items():
             for feature in self.images[name]:
                 at = feature.mm_position
+                if self.workload.is_encoder_decoder:
+                    if starts[name] == 0 and name not in output.scheduled_encoder_inputs:
+                        self.lacking.append(f"{name} starts without {feature.identifier}")
+                    continue
                 first, last = max(starts[name] - at.offset, 0), min(starts[name] + count - at.offset, at.length)
                 if first < last and at.is_embed[first:last].any() and feature.identifier not in self.embeddings:
                     self.lacking.append(f"{name} lacks {feature.identifier}")
@@ -489,12 +529,14 @@ class Side:
         return NUM_TOKENS if token in stops and position < first else token
 
 
-def spec_of(layout: tuple[str, int, int], max_model_len: int) -> Any:
+def spec_of(layout: tuple[str, int, int], max_model_len: int, num_drafts: int = 0) -> Any:
     """A layer of a group."""
     kind, block_size, size = layout
     sizes: dict[str, Any] = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
     if kind == "full":
         return FullAttentionSpec(block_size=block_size, **sizes)
+    if kind == "encoder":
+        return CrossAttentionSpec(block_size=block_size, **sizes)
     if kind == "window":
         return SlidingWindowSpec(block_size=block_size, sliding_window=size, **sizes)
     if kind == "chunk":
@@ -503,7 +545,7 @@ def spec_of(layout: tuple[str, int, int], max_model_len: int) -> Any:
         return RSWASpec(block_size=block_size, rswa_window=size, **sizes)
     if kind == "ring":
         return CircularBufferSpec(block_size=block_size, **sizes)
-    state: dict[str, Any] = {"shapes": ((2, 4),), "dtypes": (torch.float32,)}
+    state: dict[str, Any] = {"shapes": ((2, 4),), "dtypes": (torch.float32,), "num_speculative_blocks": num_drafts}
     if kind == "state":
         return MambaSpec(block_size=max_model_len, **state)
     within = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1} if size else {}
@@ -596,22 +638,26 @@ def run_both(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) 
         if theirs == ours and (difference := _reads_differ(sides, step, tally)):
             return difference
         if theirs != ours:
+            has_images = any(workload.encoder) and not workload.is_encoder_decoder
             if sides[0].lacking:  # see docs/vllm.md
                 tally["theirs lacks embeddings"] += 1
                 return None
-            if any(workload.encoder) and _takes_less_behind_a_victim(sides, theirs, ours):
+            if has_images and _takes_less_behind_a_victim(sides, theirs, ours):
                 tally["less behind a victim"] += 1
                 return None
-            if any(workload.encoder) and _goes_further(sides, theirs, ours):
+            if has_images and _goes_further(sides, theirs, ours):
                 tally["went further"] += 1
                 return None
-            if any(workload.encoder) and _keeps_others(sides, theirs, ours):
+            if has_images and _lacks_blocks_to_go_further(sides, theirs, ours):
+                tally["lacked blocks to go further"] += 1
+                return None
+            if has_images and _keeps_others(sides, theirs, ours):
                 tally["kept others"] += 1
                 return None
             if not workload.scheduler["enable_chunked_prefill"] and _resumes_in_chunks(theirs, ours):
                 tally["resumed in chunks"] += 1
                 return None
-            if workload.layout and _does_more(theirs, ours):
+            if workload.layout and not workload.is_strict and _does_more(theirs, ours):
                 tally["did more"] += 1
                 return None
             if _may_find_otherwise(workload):
@@ -683,11 +729,14 @@ def _computed(side: Side, decision: dict[str, Any]) -> set[str]:
 
 
 def _takes_less_behind_a_victim(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """Whether they differ in that rows with images get no tokens of one that is preempted before; see docs/vllm.md."""
-    other = theirs.keys() - {"tokens", "encoder inputs"}
+    """Whether they differ in that rows with images get no tokens, or no space for embeddings, of one that is preempted
+    before; see docs/vllm.md."""
+    other = theirs.keys() - {"tokens", "starts", "encoder inputs"}
     if not theirs["preempted"] or any(theirs[name] != ours[name] for name in other):
         return False
-    fewer = [name for name, count in ours["tokens"].items() if count < theirs["tokens"].get(name, 0)]
+    if not ours["starts"].items() <= theirs["starts"].items():
+        return False
+    fewer = [name for name, count in theirs["tokens"].items() if ours["tokens"].get(name, 0) < count]
     return bool(fewer) and all(sides[1].images[name] for name in fewer)
 
 
@@ -708,6 +757,23 @@ def _goes_further(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[s
                 return not reads or feature.identifier in sides[1].embeddings_before or _holds_unread(sides)
         return False
     return False
+
+
+def _lacks_blocks_to_go_further(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
+    """Whether they differ in that ours does not admit a request for whose first chunk it lacks blocks, while that of
+    theirs ends before an image whose embeddings ours has kept; see docs/vllm.md."""
+    if theirs["preempted"] != ours["preempted"] or theirs["finished"] != ours["finished"]:
+        return False
+    same = [name for name in ours["tokens"] if ours["tokens"][name] == theirs["tokens"].get(name)]
+    left = [name for name in theirs["tokens"] if name not in ours["tokens"]]
+    admitted = {*theirs["new"], *theirs["resumed"]}
+    if len(same) < len(ours["tokens"]) or not left or left[0] not in admitted:
+        return False
+    end = theirs["starts"][left[0]] + theirs["tokens"][left[0]]
+    features = sides[0].images[left[0]]
+    kept = {f.identifier for f in features if f.mm_position.offset == end} & sides[1].embeddings_before
+    lacks = sides[1].scheduler.core.explain(left[0]).reason
+    return bool(kept) and lacks in (Reason.BLOCKS, Reason.WATERMARK)
 
 
 def _holds_unread(sides: tuple[Side, Side]) -> bool:
@@ -757,9 +823,9 @@ def main() -> None:
     base = build_config(Settings(num_blocks=100, max_model_len=1 << 12, max_num_seqs=8, max_num_batched_tokens=1 << 12))
     tally: Counter[str] = Counter()
     differences = []
-    in_groups = "groups" in sys.argv[3:]
-    workloads = [make_workload(seed, in_groups, "images" in sys.argv[3:]) for seed in range(first, first + count)]
-    workloads += [make_shared(number) for number in range(first, first + count // 4)] if in_groups else []
+    kind = next(iter(sys.argv[3:]), "")
+    workloads = [make_workload(seed, kind) for seed in range(first, first + count)]
+    workloads += [make_shared(number) for number in range(first, first + count // 4)] if kind == "groups" else []
     for workload in workloads:
         try:
             found = compare(base, workload, tally)

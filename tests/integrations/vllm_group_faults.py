@@ -46,7 +46,7 @@ class Faulty(Limit):
 
 
 def drive(base: Any, seed: int, tally: Counter[str]) -> None:
-    workload, rng = make_workload(seed, in_groups=seed % 3 > 0), random.Random(seed)
+    workload, rng = make_workload(seed, "groups" if seed % 3 > 0 else ""), random.Random(seed)
     faulty = Faulty(rng)
     config = configured(base, workload)
     limits: list[Any] = [faulty]
@@ -93,7 +93,9 @@ def main() -> None:
         try:
             drive(base, seed, tally)
         except Exception as error:
-            raise AssertionError(f"seed {seed}, {make_workload(seed, in_groups=seed % 3 > 0).layout}") from error
+            raise AssertionError(
+                f"seed {seed}, {make_workload(seed, 'groups' if seed % 3 > 0 else '').layout}"
+            ) from error
     print(json.dumps(tally))
 
 

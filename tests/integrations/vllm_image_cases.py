@@ -20,6 +20,7 @@ from vllm import SamplingParams
 from vllm.config.kv_events import KVEventsConfig
 from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, KVCacheGroupSpec
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -40,19 +41,25 @@ class Host:
         budget: int = 64,
         v2: bool = False,
         events: bool = False,
+        is_encoder_decoder: bool = False,
     ) -> None:
         settings = Settings(
             num_blocks=num_blocks, max_model_len=512, max_num_seqs=min(8, budget), max_num_batched_tokens=512
         )
         config = build_config(settings)
-        stand_in_for_encoder(config, encoder)
+        stand_in_for_encoder(config, encoder, is_encoder_decoder=is_encoder_decoder)
+        kv_cache_config = build_kv_cache_config(num_blocks, BLOCK_SIZE)
+        if is_encoder_decoder:
+            config.cache_config.enable_prefix_caching = False
+            spec = CrossAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
+            kv_cache_config.kv_cache_groups.append(KVCacheGroupSpec(["of the encoder"], spec))
         config.scheduler_config.max_num_batched_tokens = budget
         config.additional_config = {"pointsman": {"socket": "", "preset": "vllm"}}
         if events:
             config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         self.scheduler = Scheduler(
             vllm_config=config,
-            kv_cache_config=build_kv_cache_config(num_blocks, BLOCK_SIZE),
+            kv_cache_config=kv_cache_config,
             structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK_SIZE,
             hash_block_size=BLOCK_SIZE,
@@ -245,6 +252,25 @@ def embeddings() -> list[Any]:
     return [hits, set(hashes) <= set(told), host.ended["parts"]]
 
 
+def encoder_decoder() -> list[Any]:
+    """What each request reads is computed for it alone; and what can never run is refused."""
+    host = Host((16, 16), num_blocks=6, budget=64, is_encoder_decoder=True)
+    for name, prompt, size, options in (
+        ("large", 4, 17, {}),
+        ("in parts", 4, 8, {"resumable": True}),
+        ("too long beside it", 30, 16, {}),
+        ("alone", 30, 0, {}),
+        ("a", 4, 8, {}),
+        ("b", 4, 8, {}),
+    ):
+        images = [("cat", 0, "1" * size)] if size else []
+        host.add(name, [1] * prompt, *images, max_tokens=3, **options)
+    freed = []
+    while host.scheduler.has_requests():
+        freed.append(host.step().free_encoder_mm_hashes)
+    return [host.ended, [step for step in host.computed if step], [step for step in freed if step]]
+
+
 def main() -> None:
     init_none_hash(HASH)
     logging.getLogger("vllm.pointsman").setLevel(logging.CRITICAL)
@@ -259,6 +285,7 @@ def main() -> None:
         "session": session(),
         "events": events(),
         "embeddings": embeddings(),
+        "encoder-decoder": encoder_decoder(),
     }
     print(json.dumps(found))
 

@@ -12,6 +12,7 @@ import pytest
 from vllm_env import python_of
 
 from tests.forking import ForkingParent
+from tests.soak import part_of_commit
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "pointsman" / "engine" / "demo"
@@ -21,6 +22,17 @@ VLLM_INSTALLED = pytest.mark.skipif(
 )
 NEEDS_VLLM = [pytest.mark.e2e, VLLM_INSTALLED]
 """Marks of tests that run it."""
+ONE_MODEL = part_of_commit(
+    [
+        "gemma3, preempting",
+        "lfm2, cached in parts, preempting",
+        "llama4",
+        "falcon-h1, short pool",
+        "whisper, preempting",
+    ],
+    5,
+)
+"""The case with a real model that this run has: another one with each commit."""
 
 
 def environment(*sources: Path) -> dict[str, str]:

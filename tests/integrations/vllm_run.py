@@ -11,6 +11,8 @@ import json
 import os
 import random
 import sys
+import time
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,21 @@ def run(engine: LLMEngine, requests: list[dict[str, Any]], aborts: dict[str, int
     return {"answers": found, "steps": step}
 
 
+def compile_at_once(grammars: Any, seconds: float) -> None:
+    """A grammar is compiled when its request is added, which takes so many seconds longer. vLLM compiles it in another
+    thread while steps go on, so that what is admitted meanwhile would depend on the speed of the machine: with
+    priorities, whether a request that arrives is ahead of others or has yet to be compiled."""
+    submit = grammars.executor.submit
+
+    def compiled(create: Any, request: Any) -> Any:
+        time.sleep(seconds)
+        future = submit(create, request)
+        wait([future])
+        return future
+
+    grammars.executor.submit = compiled
+
+
 def lose_tokens(scheduler: Any, share: float) -> None:
     """Some rows that sample get an empty list, as if the model runner had discarded what it sampled."""
     update, rng = scheduler.update_from_output, random.Random(1)
@@ -119,6 +136,7 @@ def main() -> None:
         )
     )
     scheduler = engine.engine_core.engine_core.scheduler
+    compile_at_once(engine.engine_core.engine_core.structured_output_manager, settings["compile_seconds"])
     if settings["lossy"]:
         lose_tokens(scheduler, settings["lossy"])
     found = run(engine, settings["requests"], settings["aborts"], by_clock=bool(settings["observed"]))

@@ -184,6 +184,7 @@ def _with_effect(values: dict[str, Any], overrides: dict[str, Any], choose: Choo
         values.setdefault("max_overtakes", choose.choice((0, 1, 3)))
     if values.get("encoder_budget"):  # not a choice of its own either
         values.setdefault("split_encoder_inputs", values["max_model_len"] % 3 > 0)
+        values.setdefault("keep_embeddings", values["max_model_len"] % 4 > 0)
     return values
 
 

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 COME_ALONG = {
+    "click": "uvicorn",
     "llvmlite": "numba",
     "pydantic": "fastapi",
     "pydantic-core": "pydantic",

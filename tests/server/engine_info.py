@@ -25,6 +25,8 @@ def engine_info(**changes: Any) -> EngineInfo:
         "num_blocks": SCHEDULER.num_blocks,
         "block_size": SCHEDULER.block_size,
         "kv_cache_bytes": 3 * 2**20,
+        "kv_cache_tokens": SCHEDULER.num_full_length_tokens,
+        "full_length_requests": SCHEDULER.num_full_length,
         "scheduler": SCHEDULER.to_dict(),
         "generation_defaults": {},
     }

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from _server_process import ServerFailed, ServerProcess, wait_until
+from _server_process import ServerFailed, ServerProcess, free_port, wait_until
 
 from pointsman.core import replay
 from pointsman.engine.machine import num_cores
@@ -253,6 +254,39 @@ def test_what_the_machine_lacks_is_said_before_anything_is_started(arguments: tu
     assert re.search(message, str(caught.value)), str(caught.value)
 
 
+def test_a_port_for_kv_events_that_is_taken_is_said_too() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1] - 1}"  # the second engine's is the next one
+        events = json.dumps({"endpoint": "tcp://*:0", "replay_endpoint": address})
+        with pytest.raises(
+            ServerFailed, match="the replay_endpoint of engine 1, cannot be used: Address already in use"
+        ):
+            start_server("--model", "demo", "--data-parallel-size", "2", "--kv-events-config", events, timeout=20)
+
+
+def test_ports_that_engines_could_not_have_are_refused() -> None:
+    """Those of the later engines as well, which are counted up from what was given."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        local = f"tcp://127.0.0.1:{port}"
+        for endpoints, message in (
+            (
+                {"endpoint": f"tcp://*:{port - 1}"},
+                f"port {port}, the endpoint of engine 1, .* in use; .*2 ports, .* free",
+            ),
+            ({"endpoint": "tcp://x:1", "replay_endpoint": local}, f"port {port}, the replay_endpoint of engine 0, "),
+            ({"endpoint": "tcp://*:65535"}, "port 65536, the endpoint of engine 1, .*: ports end at 65535"),
+            ({"endpoints": "tcp://*:28001"}, "kv_events_config has no field 'endpoints'"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                share_out({"model": "demo", "kv_events_config": endpoints}, 2)
+        share_out({"model": "demo", "kv_events_config": {"endpoint": f"tcp://localhost:{port}"}}, 2)  # connected to
+        share_out({"model": "demo", "kv_events_config": {"endpoint": "ipc:///tmp/x"}}, 2)
+        share_out({"model": "demo", "kv_events_config": {"endpoint": f"tcp://*:{port - 1}", "publisher": "null"}}, 2)
+
+
 def test_cores_threads_blocks_and_ports_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.server.shares.own_cores", lambda: [0, 1, 2, 5, 6])
     monkeypatch.setattr("pointsman.server.shares.num_cores", lambda: 5)
@@ -261,11 +295,46 @@ def test_cores_threads_blocks_and_ports_are_shared_out(monkeypatch: pytest.Monke
     assert (first.cores, second.cores) == ([0, 1], [2, 5, 6])
     assert first.options["num_blocks"] == second.options["num_blocks"] == 50
     assert first.options["num_threads"] == second.options["num_threads"] == 2
-    assert first.options["kv_events_config"] == {"endpoint": "tcp://*:5557", "replay_endpoint": "ipc://x"}
-    assert second.options["kv_events_config"] == {"endpoint": "tcp://*:5558", "replay_endpoint": "ipc://x_dp1"}
+    events = [share.options["kv_events_config"] for share in (first, second)]
+    assert events == [
+        {"endpoint": "tcp://*:5557", "replay_endpoint": "ipc://x", "data_parallel_rank": 0},
+        {"endpoint": "tcp://*:5558", "replay_endpoint": "ipc://x_dp1", "data_parallel_rank": 1},
+    ]
     assert (first.record, second.record, second.record_after(2)) == ("f", "f.1", "f.1.restart-2")
     alone = share_out(options, 1, "f")[0]
     assert (alone.options, alone.cores, alone.record, alone.name) == (options, None, "f", "")
     # Where the time of all processors is limited, no engine may take all of it.
     monkeypatch.setattr("pointsman.server.shares.num_cores", lambda: 4)
     assert [one.options["num_threads"] for one in share_out({"model": "demo"}, 2)] == [2, 2]
+
+
+def test_ports_that_are_taken_are_said_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pointsman.server.shares.own_cores", lambda: [0, 1, 2])
+    monkeypatch.setattr("pointsman.server.shares.num_cores", lambda: 3)
+
+    def shared(num_engines: int, **events: object) -> str:
+        with pytest.raises(ValueError) as caught:
+            share_out({"model": "demo", "kv_events_config": events}, num_engines)
+        return str(caught.value)
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        taken = listener.getsockname()[1]
+        of_one = shared(1, endpoint=f"tcp://*:{taken}")
+        assert f"port {taken}, the endpoint, cannot be used: Address already in use" in of_one and "is free" in of_one
+        # The third engine's port is the one that is taken.
+        of_three = shared(3, endpoint="tcp://*:0", replay_endpoint=f"tcp://127.0.0.1:{taken - 2}")
+        assert (
+            f"port {taken}, the replay_endpoint of engine 2, cannot" in of_three and "3 ports, counted up" in of_three
+        )
+        # A publisher that connects takes no port, and one that is off none either.
+        share_out({"model": "demo", "kv_events_config": {"endpoint": f"tcp://127.0.0.1:{taken}"}}, 1)
+        off = {"endpoint": f"tcp://*:{taken}", "enable_kv_cache_events": False}
+        share_out({"model": "demo", "kv_events_config": off}, 1)
+    # Neighbouring ports of the first engine are those of the second one.
+    free = free_port()
+    both = shared(2, endpoint=f"tcp://*:{free}", replay_endpoint=f"tcp://*:{free + 1}")
+    assert f"port {free + 1}, the endpoint of engine 1, cannot be used: it is the replay_endpoint of engine 0" in both
+    assert "ports end at 65535" in shared(2, endpoint="tcp://*:65535")
+    share_out({"model": "demo", "kv_events_config": {"endpoint": "tcp://[::1]:0"}}, 2)

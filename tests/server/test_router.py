@@ -1,4 +1,4 @@
-"""What vLLM's router, in front of a server on the same machine, makes of requests for operators.
+"""vLLM's router in front of servers: what it makes of requests for operators, and where it sends the others.
 
 It passes every path on, without the headers of the request, and lets pages of every site read the answers to
 completions.
@@ -7,23 +7,32 @@ completions.
 from __future__ import annotations
 
 import asyncio
-import os
+import re
+import shlex
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx2 as httpx
 import pytest
 import router_env
+from _router_process import RouterFailed, start_router
+from _scale_router import LEAST_HIT_RATE, Routed, drain, prefixes
 from _server_process import free_port, wait_until
 
 from tests.forked_engines import start_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.soak]
 
+PORT = r"(?<![\d.])(?:8[0-9]{3}|5[0-9]{3})\b"
+"""A port in the document's commands."""
+ROOT = Path(__file__).resolve().parents[2]
+SCALING = ROOT / "docs" / "scaling.md"
+MANIFEST = ROOT / "examples" / "kubernetes" / "pointsman.yaml"
 BODY = {"model": "demo", "prompt": "The import statement", "max_tokens": 4}
 LONG = {**BODY, "max_tokens": 1500, "ignore_eos": True}
 PAGE = {"origin": "http://evil.example", "sec-fetch-site": "cross-site"}
@@ -31,38 +40,21 @@ A, B, OPERATOR = ({"authorization": f"Bearer sesame-{name}"} for name in ("a", "
 KEYS = ("--api-key", "sesame-a", "--api-key", "sesame-b", "--operator-key", "sesame-operator")
 
 
-@pytest.fixture(scope="module")
-def router() -> Path:
-    """The router's command."""
+@pytest.fixture(scope="module", autouse=True)
+def router() -> None:
+    """The router is installed."""
     if router_env.make([]) != 0:
         pytest.skip("vLLM's router cannot be installed here; python benchmarks/router_env.py says why")
-    return router_env.router_of()
 
 
 @contextmanager
-def routed(router: Path, url: str, log: Path, *options: str) -> Iterator[httpx.Client]:
+def routed(url: str, *options: str) -> Iterator[httpx.Client]:
     """A client of a router in front of the server with this URL."""
-    port = free_port()
-    command = [router, "--worker-urls", url, "--port", str(port), "--prometheus-port", str(free_port())]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, "--policy", "round_robin", *options], stdout=output, stderr=subprocess.STDOUT, env=os.environ
-        )
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-
-            def answers() -> bool:
-                assert process.poll() is None, log.read_text()
-                try:
-                    return client.get("/health").status_code == 200
-                except httpx.TransportError:
-                    return False
-
-            wait_until(answers, 60, "the router answers")
-            yield client
-    finally:
-        process.kill()
-        process.wait(30)
+    with (
+        start_router([url], "--policy", "round_robin", *options) as router,
+        httpx.Client(base_url=router.url, timeout=60) as client,
+    ):
+        yield client
 
 
 def message_of(answer: httpx.Response, status: int) -> str:
@@ -71,11 +63,11 @@ def message_of(answer: httpx.Response, status: int) -> str:
     return message
 
 
-def test_without_keys_nobody_operates_through_a_router(router: Path, tmp_path: Path) -> None:
+def test_without_keys_nobody_operates_through_a_router() -> None:
     with (
         start_server("--model", "demo") as server,
         httpx.Client(base_url=server.url, timeout=60) as direct,
-        routed(router, server.url, tmp_path / "log") as through,
+        routed(server.url) as through,
     ):
         assert through.post("/v1/completions", json=BODY, headers=PAGE).headers["access-control-allow-origin"] == "*"
         for headers in ({}, PAGE, {"x-forwarded-for": "127.0.0.1"}, {"user-agent": "curl/8"}):
@@ -88,11 +80,11 @@ def test_without_keys_nobody_operates_through_a_router(router: Path, tmp_path: P
         assert direct.post("/resume").json() == {"status": "resumed"}
 
 
-def test_with_an_operator_key_no_client_operates_through_a_router(router: Path, tmp_path: Path) -> None:
+def test_with_an_operator_key_no_client_operates_through_a_router() -> None:
     with (
         start_server("--model", "demo", *KEYS) as server,
         httpx.Client(base_url=server.url, timeout=60) as direct,
-        routed(router, server.url, tmp_path / "log") as through,
+        routed(server.url) as through,
     ):
         assert through.post("/v1/completions", json=BODY, headers=A).status_code == 200
         assert through.post("/v1/completions", json=BODY).status_code == 401
@@ -103,7 +95,7 @@ def test_with_an_operator_key_no_client_operates_through_a_router(router: Path, 
         assert direct.post("/resume", headers=OPERATOR).json() == {"status": "resumed"}
 
 
-def test_a_routers_own_key_is_a_clients(router: Path, tmp_path: Path) -> None:
+def test_a_routers_own_key_is_a_clients() -> None:
     """It sends that key with everything that it passes on unread, whatever key the request had."""
 
     async def run(server: str, routed_by: str) -> None:
@@ -121,12 +113,12 @@ def test_a_routers_own_key_is_a_clients(router: Path, tmp_path: Path) -> None:
 
     with (
         start_server("--model", "demo", *KEYS) as server,
-        routed(router, server.url, tmp_path / "log", "--api-key", "sesame-a") as through,
+        routed(server.url, "--api-key", "sesame-a") as through,
     ):
         asyncio.run(run(server.url, str(through.base_url)))
 
 
-def test_the_option_that_operating_md_names_makes_it_ask_for_readiness(router: Path, tmp_path: Path) -> None:
+def test_the_option_that_operating_md_names_makes_it_ask_for_readiness() -> None:
     """A draining server is healthy and not ready: asked for its health, it would get every retry."""
     asked: list[str] = []
 
@@ -146,9 +138,104 @@ def test_the_option_that_operating_md_names_makes_it_ask_for_readiness(router: P
     options = ("--health-check-endpoint", "/ready", "--health-check-interval-secs", "1")
     url = f"http://127.0.0.1:{server.server_port}"
     try:
-        with routed(router, url, tmp_path / "log", *options, "--health-failure-threshold", "1") as through:
+        with routed(url, *options, "--health-failure-threshold", "1") as through:
             wait_until(lambda: asked.count("/ready") >= 3, 30, "the router asks whether the server is ready")
             assert through.post("/v1/completions", json=BODY).status_code == 503
     finally:
         server.shutdown()
         server.server_close()
+
+
+# ------------------------------------------------------------------------------------------------------ two servers
+
+
+@pytest.fixture
+def two() -> Iterator[Routed]:
+    with ExitStack() as stack:
+        yield Routed(stack, start_server)
+
+
+def test_prefixes_stay_together_and_a_server_that_ends_costs_no_request(two: Routed) -> None:
+    with two.router("cache_aware") as router:
+        figures = asyncio.run(prefixes(two, router, 96))
+        assert figures["hit_rate"] >= LEAST_HIT_RATE
+        for path in re.findall(r"path: (/\w+), port: http}", MANIFEST.read_text().partition("kind: Deployment")[2]):
+            assert httpx.get(f"{router.url}{path}").status_code == 200, f"the manifest probes {path}"
+        drained = asyncio.run(drain(("127.0.0.1", router.port), two.servers[0]))
+        assert (drained["requests"], drained["failures"], drained["exit_code"]) == (70, [], 0)
+
+
+def test_kv_aware_sends_requests_where_their_prefix_is(two: Routed) -> None:
+    """The router learns it from the servers' events alone: each prompt was sent to a server past the router before.
+    Token ids, text and conversations, of which the router asks the servers for the tokens."""
+    text = "The import statement combines two operations: it searches for the module, and binds the result. "
+    found = []
+    with two.router("kv_aware") as router, httpx.Client(timeout=60) as client:
+        for number in range(6):
+            home = two.servers[number % 2].url
+            for path, body in (
+                ("/v1/completions", {"prompt": [300 + number, *range(310, 374)]}),
+                ("/v1/completions", {"prompt": f"{number} {text * 2}"}),
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": f"{number} {text * 2}"}]}),
+            ):
+                for url in (home, router.url):
+                    answer = client.post(f"{url}{path}", json={"model": "demo", "max_tokens": 2, **body})
+                    assert answer.status_code == 200, answer.text
+                    time.sleep(0.5)  # until the events are there
+                found.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert min(found) >= 32, found
+
+
+def test_a_server_that_publishes_where_the_router_hears_nothing_says_so() -> None:
+    events = f'{{"endpoint": "tcp://127.0.0.1:{free_port()}"}}'
+    with start_server("--model", "demo", "--no-warm-up", "--kv-events-config", events) as server:
+        assert "routers connect, too" in server.log()
+
+
+# ------------------------------------------------------------------------------------------------------ the document
+
+
+def scripts() -> list[list[str]]:
+    """Of each block of shell commands in docs/scaling.md that has a router: the commands, without comments."""
+    blocks = re.findall(r"```sh\n(.*?)```", SCALING.read_text(), re.DOTALL)
+    lines = [block.replace("\\\n", " ").splitlines() for block in blocks if "vllm-router" in block]
+    return [[line for line in block if line and not line.startswith("#")] for block in lines]
+
+
+@pytest.mark.parametrize("script", scripts())
+def test_commands_of_the_document_run(script: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers and router are started with their options, on other ports; the commands below talk to them."""
+    monkeypatch.setenv("POINTSMAN_OPERATOR_KEY", "sesame")
+    numbers = set(re.findall(PORT, "\n".join(script)))
+    assert len(numbers) >= 3, "two servers and a router"
+    ports = {number: str(free_port()) for number in numbers}
+    answers = []
+    with ExitStack() as stack:
+        for line in script:
+            command, _, comment = re.sub(PORT, lambda found: ports[found[0]], line).partition("  #")
+            words = shlex.split(command.rstrip().removesuffix("&"))
+            if words[0] == "export":
+                assert words[1].startswith("POINTSMAN_OPERATOR_KEY="), line
+            elif words[:2] == ["pointsman", "serve"]:
+                stack.enter_context(start_server(*words[2:], "--no-warm-up"))
+            elif words[0] == "vllm-router":
+                at, port = words.index("--worker-urls") + 1, words.index("--port")
+                urls, rest = words[at : at + 2], [*words[1 : at - 1], *words[at + 2 :]]
+                del rest[port - 1 : port + 1]
+                stack.enter_context(start_router(urls, *rest, port=int(words[port + 1])))
+            else:
+                run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+                assert run.returncode == 0, f"{command}\n{run.stderr}"
+                answers.append((comment.strip(), run.stdout))
+    assert [text for comment, text in answers if '"error"' in text and "refused" not in comment] == []
+    refused = [text for comment, text in answers if comment.startswith("refused")]
+    assert all("Authorization" in text for text in refused)
+    assert any('"text"' in text for _, text in answers)
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    """As many seconds as it may take to start."""
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(RouterFailed) as caught:
+        start_router([url], "--worker-startup-timeout-secs", "3", timeout=30)
+    assert url in str(caught.value)

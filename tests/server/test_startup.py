@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pointsman.core import SchedulerConfig
+from pointsman.core import KVGroup, SchedulerConfig
 from pointsman.server.config import ServerConfig
 from pointsman.server.startup import reachable, startup_lines
 from tests.server.engine_info import engine_info
@@ -31,6 +31,20 @@ def test_five_lines_that_say_what_how_much_how_and_where() -> None:
     assert f"{URL} - " in where
     everywhere = startup_lines(INFO, ServerConfig(host="0.0.0.0"), URL)[-1]
     assert f"{URL} (on 0.0.0.0) - " in everywhere
+
+
+def test_layers_in_groups() -> None:
+    """A request of 1,000 tokens takes 32 blocks of full attention and, while it decodes, 3 of each window of 64."""
+    config = SchedulerConfig(
+        num_blocks=100, max_model_len=1000, block_size=32, max_num_batched_tokens=256,
+        kv_groups=(KVGroup("window", 64), KVGroup(), KVGroup("window", 64)),
+    )  # fmt: skip
+    sizes = {"kv_cache_tokens": config.num_full_length_tokens, "full_length_requests": config.num_full_length}
+    _, fits, knobs, *_ = startup_lines(engine_info(scheduler=config.to_dict(), **sizes), ServerConfig(), URL)
+    assert "100 blocks of 32 tokens in 2 groups of a window of 64, 1 of full attention, 3 MiB" in fits
+    # The most that one takes: 32 + 2 * (ceil((63 + 256) / 32) + 1) = 54; the others have (100 - 54) / (32 + 2 * 3).
+    assert f"room for {int((1 + 46 / 38) * 1000):,} tokens, or 2.2 requests of full length" in fits
+    assert "kv_groups" not in knobs
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pointsman.core import KVGroup
 from pointsman.core.recording import Recorder
 from pointsman.sim import fit
 from pointsman.sim.accuracy import RequestErrors, StepErrors, Times
@@ -330,9 +331,9 @@ def test_steps_that_vary_much_are_right_on_average() -> None:
     )
 
 
-def recording(tmp_path: Path, *, is_timed: bool) -> Path:
+def recording(tmp_path: Path, *, is_timed: bool, **knobs: Any) -> Path:
     file = io.StringIO()
-    host = Host(recorder=Recorder(file), num_blocks=40, max_model_len=64, block_size=4)
+    host = Host(recorder=Recorder(file), **{"num_blocks": 40, "max_model_len": 64, "block_size": 4, **knobs})
     for index in range(4):
         host.add(f"r{index}", list(range(10 * index, 10 * index + 9)), max_tokens=40)
         host.step()
@@ -353,6 +354,23 @@ def test_a_recording_with_step_times(tmp_path: Path) -> None:
     assert isinstance(found.held_out, StepErrors) and found.held_out.step_mape < 0.05
     assert found.profile.settings.num_blocks == 40 and not found.profile.settings.async_scheduling
     assert found.profile.hull.ranges["num_rows"][1] == 4
+
+
+def test_a_recording_of_kv_in_groups_is_simulated_in_groups(tmp_path: Path) -> None:
+    """Its blocks are those of groups, of which a request of 49 tokens takes 13 and, of the window, at most 3."""
+    pytest.importorskip("scipy")
+    groups = (KVGroup(), KVGroup("window", 5))
+    profile = calibrate(recording(tmp_path, is_timed=True, kv_groups=groups)).profile
+    profile.save(tmp_path / "profile.json")
+    settings = load_profile(tmp_path / "profile.json").settings
+    assert settings == profile.settings and settings.kv_groups == groups
+    config = settings.config(longest=49, num_requests=4)
+    assert config.kv_groups == groups and config.num_blocks == 40
+    values = json.loads((tmp_path / "profile.json").read_text())
+    values["settings"]["kv_groups"] = [["half", 3]]
+    (tmp_path / "profile.json").write_text(json.dumps(values))
+    with pytest.raises(CalibrationError, match="a group in kv_groups is of kind 'half'; choose one of"):
+        load_profile(tmp_path / "profile.json")
 
 
 def test_steps_that_become_slower_are_noted(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from pointsman.sim.replica import Replica
 from pointsman.sim.request import SimRequest
 from pointsman.sim.simulator import Outcome, simulate
 from pointsman.sim.step_time import LinearStepTime
-from pointsman.traces import read_trace
+from pointsman.sim.workload import OpenLoop
+from pointsman.traces import TraceRequest, read_trace
 from tests.soak import short_or_long
 
 AZURE_TRACE = Path(__file__).parents[3] / "shared" / "traces" / "azure_llm_2023_conversation.csv"
@@ -119,6 +120,34 @@ def test_decodes_at_once_change_nothing(name: str) -> None:
         same(fast, slow)
         assert fast.timelines[0].num_steps == slow.timelines[0].num_steps
         assert len(fast.timelines[0].events) < len(slow.timelines[0].events)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_runs_past_finishes_change_nothing(name: str) -> None:
+    """Of an open loop: nothing arrives because of a finish, so that a run need not end with it."""
+    settings = config(**CONFIGS[name])
+    for seed in range(short_or_long(1, 40)):
+        load = OpenLoop([_traced(time, request) for time, request in workload(seed, 40)._arrivals], rate=0.2)
+        fast = simulate(load, settings, STEP_TIME)
+        slow = simulate(load, settings, STEP_TIME, is_stepping=True)
+        same(fast, slow)
+        events, singles = fast.timelines[0].events, slow.timelines[0].events
+        ends = np.cumsum([event.num_steps for event in events]) - 1
+        for event, single in zip(events, [singles[end] for end in ends.tolist()], strict=True):
+            assert event.end == pytest.approx(single.end, rel=1e-12)
+            assert (event.num_rows, event.kv_cache_usage) == (single.num_rows, single.kv_cache_usage)
+
+
+def _traced(time: float, request: SimRequest) -> TraceRequest:
+    return TraceRequest(
+        time,
+        request.num_prompt_tokens,
+        request.num_output_tokens,
+        request.block_hash_ids,
+        request.hash_block_size,
+        max_tokens=request.max_tokens,
+        priority=request.priority,
+    )
 
 
 @pytest.mark.parametrize("rule", ROUTINGS)

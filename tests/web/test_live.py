@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ import pytest
 from _server_sides import SERVED_MODEL_NAME, Knobs, VllmSide
 
 from pointsman.cli.live import live_server
+from pointsman.engine.machine import num_cores
 from tests.forked_engines import forked_processes, start_server
 from tests.integrations.vllm_operated import operated, stepping
 from tests.integrations.vllm_process import DEMO, VLLM_INSTALLED
@@ -55,14 +58,19 @@ def is_complaint(message: Any) -> bool:
 
 
 @contextmanager
-def busy(url: str, model: str) -> Iterator[None]:
-    """Three requests at a time, of which two run."""
+def busy(url: str, model: str, number: int = 3) -> Iterator[None]:
+    """So many requests at a time, of which an engine runs two."""
     ended = threading.Event()
 
     def load() -> None:
         with httpx.Client(base_url=url, timeout=60) as http:
             while not ended.is_set():
-                body = {"model": model, "prompt": ["The import statement"] * 3, "max_tokens": 60, "ignore_eos": True}
+                body = {
+                    "model": model,
+                    "prompt": ["The import statement"] * number,
+                    "max_tokens": 60,
+                    "ignore_eos": True,
+                }
                 http.post("/v1/completions", json=body).raise_for_status()
 
     thread = threading.Thread(target=load)
@@ -127,6 +135,38 @@ def test_a_server_is_watched(visit: Callable[..., Any]) -> None:
             playwright.expect(page.locator("[data-part=runningTitle]")).to_have_text("Running: 2 of 2")
             assert page.locator("[data-part=finishedTitle]").inner_text() != ""
     page.close()
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(num_cores() < 2, reason="two engines need two cores")
+def test_one_of_two_engines_is_chosen_and_watched_again_after_its_death(visit: Callable[..., Any]) -> None:
+    """The film of the dead one ends, the other's can be watched meanwhile, and the new one's begins anew."""
+    with start_server(*POOL, "--data-parallel-size", "2") as server:
+        page = visit(f"{server.url}/live")
+        page.fill("#key", KEY)
+        page.click("#ask button")
+        is_live(page)
+        assert page.locator("#engine option").all_inner_texts() == ["0", "1"]
+        page.select_option("#engine", "1")
+        running = page.locator("[data-part=runningTitle]")
+        with busy(server.url, "demo", number=6):
+            playwright.expect(running).to_have_text("Running: 2 of 2", timeout=20000)
+            pids = server.engine_pids
+            os.kill(pids[1], signal.SIGKILL)
+            playwright.expect(page.locator("#link")).to_contain_text("the next attempt is in", timeout=15000)
+            page.select_option("#engine", "0")
+            is_live(page)
+            playwright.expect(running).to_have_text("Running: 2 of 2", timeout=20000)
+            page.select_option("#engine", "1")
+            playwright.expect(page.locator("#link")).to_have_text(re.compile("^Live"), timeout=40000)
+            playwright.expect(running).to_have_text("Running: 2 of 2", timeout=20000)
+            assert server.engine_pids[0] == pids[0] and server.engine_pids[1] != pids[1]
+            page.locator("#engine").blur()  # where the arrow keys choose an engine
+            page.keyboard.press("ArrowLeft")
+            playwright.expect(page.locator("#link")).to_have_text("You look back; the scheduler goes on")
+            page.select_option("#engine", "0")  # what is chosen is shown, whatever was looked at
+            is_live(page)
+        page.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -129,6 +129,14 @@ class KVCache(ABC):
     def num_usable_tokens(self) -> int:
         """The longest sequence that the pool can hold."""
 
+    def num_usable_tokens_of(self, request: Request) -> int:
+        """The longest sequence of this request that the pool can hold, beside what its encoder inputs take."""
+        return self.num_usable_tokens
+
+    def num_slots_for(self, num_tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """As `View.num_slots_for`."""
+        return num_tokens
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """The most blocks that a running request takes beside its own to generate so many tokens."""
         return -(-num_tokens // self.block_size)
@@ -206,6 +214,10 @@ class KVCache(ABC):
         """[rows] free blocks that each row still needs until all its known tokens are computed."""
         return self.num_blocks_to_grow(batch, rows, batch.num_tokens[rows] - batch.num_computed_tokens[rows])
 
+    def num_owed_of(self, batch: Batch, row: int) -> int:
+        """The element of `num_blocks_owed` of one row."""
+        return int(self.num_blocks_owed(batch, batch.count_up[row : row + 1])[0])
+
     def num_slots_with(self, batch: Batch, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
         """[rows] tokens that each row can hold with the blocks that it needs to advance by `num_tokens` of it."""
         return batch.num_slots[rows] + self.num_blocks_to_grow(batch, rows, num_tokens) * self.block_size
@@ -242,11 +254,27 @@ class KVCache(ABC):
         """[groups, blocks] a copy of the tables of a row; 0 where a block was given back."""
         return self.table(batch, row).astype(np.int32)[None]
 
+    def group_tables(self, batch: Batch) -> Int32Array:
+        """[rows, groups, blocks] the tables of all rows, read-only; entries of blocks that a row does not hold mean
+        nothing. Only of an implementation whose tables are in the core."""
+        raise NotImplementedError(f"{type(self).__name__} keeps its tables elsewhere")
+
     def tables(self, batch: Batch, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
         """The concatenated block tables of some rows, and for each block the index of its row in `rows`."""
         tables = [self.table(batch, row) for row in rows.tolist()]
         counts = np.array([len(table) for table in tables], dtype=np.int64)
         return np.concatenate([np.zeros(0, dtype=np.int64), *tables]), batch.count_up[: len(rows)].repeat(counts)
+
+    def num_blocks_shared(self, batch: Batch) -> Int64Array:
+        """[running] so many blocks' worth of tokens, at the beginning of each request, would be found again without it,
+        because others hold their blocks."""
+        rows = batch.members.rows
+        blocks, owners = self.tables(batch, rows)
+        places = np.arange(len(blocks)) - owners.searchsorted(owners)  # in its own table
+        is_own = self.pool.num_references[blocks] == 1
+        shared = self.num_blocks_of(batch, rows)
+        np.minimum.at(shared, owners[is_own], places[is_own])  # what is before the first of its own stays
+        return shared
 
     def give_back(self, batch: Batch) -> None:  # noqa: B027
         """If it `gives_back`: release what the rows hold that none of their next tokens reads. Called before they get

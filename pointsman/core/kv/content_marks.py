@@ -9,9 +9,11 @@ Marks are assigned consecutively, so equal bytes mean equal content, without a d
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+import sys
 
+import numpy as np
+
+from pointsman.core.kv.prefix_tree import TOKEN_BYTES
 from pointsman.core.state.inputs import EncoderInput
 from pointsman.core.state.request import Request
 
@@ -37,19 +39,21 @@ class ContentMarks:
 
     def key(self, request: Request) -> bool:
         """Key a request's prompt by its contents. Returns whether a new generation began."""
-        if request._state.content_generation == self.generation:
+        state = request._state
+        if state.content_generation == self.generation:
             return False
-        tokens = request.prompt_token_ids.copy()
-        contents = [_content(item, tokens[item.start : item.end]) for item in request.encoder_inputs]
-        wanted = sum(content[1] for content in contents if content not in self._first)
+        tokens = state.prompt_token_ids.copy()
+        given, inputs = tokens.tobytes(), state.encoder_inputs
+        contents = [_content(item, given) for item in inputs]
+        wanted = sum([content[1] for content in contents if content not in self._first])
         begins = self._next + wanted > self._num_marks
         if begins:
             self._first, self._next = {}, 1
             self.generation += 1
-        for item, content in zip(request.encoder_inputs, contents, strict=True):
+        for (_, start, length, _, _), content in zip(inputs, contents, strict=True):
             first = self._range(content)
-            tokens[item.start : item.end] = -np.arange(first, first + item.length, dtype=np.int32)
-        request._state.set_prompt_key(tokens.tobytes(), self.generation)
+            tokens[start : start + length] = np.arange(-first, -first - length, -1, dtype=np.int32)
+        state.set_prompt_key(tokens.tobytes(), self.generation)
         return begins
 
     def _range(self, content: Content) -> int:
@@ -63,6 +67,9 @@ class ContentMarks:
         return first
 
 
-def _content(item: EncoderInput, tokens: npt.NDArray[np.int32]) -> Content:
-    same = bool((tokens == tokens[0]).all())
-    return (item.key, item.length, int(tokens[0]) if same else tokens.tobytes(), item.mask)
+def _content(item: EncoderInput, given: bytes) -> Content:
+    """That of an input of a prompt with these int32 tokens."""
+    key, start, length, _, mask = item
+    first = given[start * TOKEN_BYTES : (start + 1) * TOKEN_BYTES]
+    tokens = given[start * TOKEN_BYTES : (start + length) * TOKEN_BYTES]
+    return (key, length, int.from_bytes(first, sys.byteorder) if tokens == first * length else tokens, mask)

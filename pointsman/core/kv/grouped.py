@@ -33,6 +33,7 @@ back: it keeps it, in another place of its table. Then only blocks of full atten
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -170,10 +171,18 @@ class GroupedKVCache(KVCache):
         self._due_at: Int64Array = np.zeros(0, dtype=np.int64)
         self._moves_at: Int64Array = np.zeros(0, dtype=np.int64)
         self._tables: Int32Array = np.zeros((0, self.num_groups, self._width), dtype=np.int32)
+        self._tables_view = self._tables
 
     @property
     def num_usable_tokens(self) -> int:
         return self._num_usable_tokens
+
+    def num_slots_for(self, num_tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        slots = np.zeros_like(num_tokens)
+        for kind in self._kinds:
+            held = num_tokens if kind.group.is_full else np.minimum(num_tokens, kind.group.size)
+            slots += held * kind.num_groups
+        return slots
 
     def num_blocks_for(self, num_tokens: int) -> int:
         most = (each.group.most_blocks(num_tokens, 1, self.block_size) * each.num_groups for each in self._kinds)
@@ -220,9 +229,8 @@ class GroupedKVCache(KVCache):
         firsts: list[Int64Array] = []
         for kind in self._kinds:
             ids, has = self._prefixes.blocks(nodes, kind.index, kind.num_groups)
-            first = kind.group.num_skipped((places + 1) * self.block_size) // self.block_size
-            newest_gap = np.maximum.accumulate(np.where(has, -1, places))
-            fits &= newest_gap < first
+            first, is_whole = self._attended(kind, places, has)
+            fits &= is_whole
             blocks.append(ids)
             firsts.append(first)
         ends = fits.nonzero()[0]
@@ -232,6 +240,15 @@ class GroupedKVCache(KVCache):
         start = [first.item(last) for first in firsts]
         held = [ids[at : last + 1] for ids, at in zip(blocks, start, strict=True)]
         return _Found(nodes[last], len(nodes), last + 1, start, held)
+
+    def _attended(
+        self, kind: _Kind, places: Int64Array, has: npt.NDArray[np.bool_]
+    ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+        """For the token after each of these blocks, of which a kind `has` some: the first block that it attends to, and
+        whether the kind has all from there on."""
+        first: Int64Array = kind.group.num_skipped((places + 1) * self.block_size) // self.block_size
+        newest_gap = np.maximum.accumulate(np.where(has, -1, places))
+        return first, newest_gap < first
 
     def num_blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
         end = -(-num_tokens // self.block_size)
@@ -305,6 +322,7 @@ class GroupedKVCache(KVCache):
         self._flat, self._moving_to = whole[back:], whole[: count * self._row_size]
         """The tables, laid out flat; and for each of its places, what is at the one from which a block moves there."""
         self._tables = self._flat.reshape(count, self.num_groups, self._width)
+        self._tables_view = np.asarray(self._tables.data.toreadonly())
         used = int(self._end.max(initial=0))
         self._tables[: len(before), :, :used] = before[:, :, :used]
         self._group_at = _counting(self.num_groups, count)
@@ -555,6 +573,51 @@ class GroupedKVCache(KVCache):
         blocks, _, _ = self._row_blocks(row)
         return blocks
 
+    def num_blocks_shared(self, batch: Batch) -> Int64Array:
+        """What a lookup would find of the blocks that others hold: they may hold what a row has given back."""
+        members = batch.members
+        paths = [self._path(request) for request in members.requests]
+        num_behind = Counter(node for path in paths for node in path)  # requests that continue after a node keep it
+        shared = [
+            self._num_shared([node for node in path if num_behind[node] > 1], row)
+            for path, row in zip(paths, members.rows.tolist(), strict=True)
+        ]
+        return np.array(shared, dtype=np.int64)
+
+    def _path(self, request: Request) -> list[GroupNode]:
+        """The nodes of what a running request has published or found, from the first."""
+        state = request._state
+        path: list[GroupNode] = []
+        if self.caches and request.use_prefix_cache and state.prefix_epoch == self._prefixes.epoch:
+            node: GroupNode = state.prefix_node
+            while node.parent is not None:
+                path.append(node)
+                node = node.parent
+        path.reverse()
+        return path
+
+    def _num_shared(self, nodes: list[GroupNode], row: int) -> int:
+        """How many of these nodes, the first ones of a row, a lookup finds without the row's own blocks."""
+        if not nodes:
+            return 0
+        mine = {*self._row_blocks(row)[0].tolist()}
+        places = np.arange(len(nodes))
+        fits = np.ones(len(nodes), dtype=np.bool_)
+        for kind in self._kinds:
+            has = np.array([self._is_held(node, kind.index, mine) for node in nodes], dtype=np.bool_)
+            fits &= self._attended(kind, places, has)[1]
+        ends = fits.nonzero()[0]
+        return ends.item(-1) + 1 if len(ends) else 0
+
+    def _is_held(self, node: GroupNode, kind: int, mine: set[int]) -> bool:
+        """Whether others than the request that holds the blocks `mine` hold those of a node."""
+        references = self.pool.num_references
+        return any(
+            all(references.item(block) > (block in mine) for block in entry.blocks)
+            for entry in node.entries[kind]
+            if self._prefixes.is_valid(entry)
+        )
+
     def _row_blocks(self, row: int) -> tuple[Int64Array, Int64Array, Int64Array]:
         """The blocks of a row, with the place and the group of each: by place, and then by group."""
         end = self._end.item(row)
@@ -567,6 +630,9 @@ class GroupedKVCache(KVCache):
         tables: Int32Array = self._tables[row, :, :end].copy()
         tables[np.arange(end) < self._firsts_of(row)[:, None]] = 0
         return tables
+
+    def group_tables(self, batch: Batch) -> Int32Array:
+        return self._tables_view
 
     def _firsts_of(self, row: int) -> Int64Array:
         """[groups] the first block that the row holds in each table."""

@@ -8,8 +8,9 @@ undone if that step fails.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -172,6 +173,9 @@ class KVCacheManager(KVCache):
         needed: Int64Array = np.maximum(-(-short // self.block_size), 0)
         return needed
 
+    def num_owed_of(self, batch: Batch, row: int) -> int:
+        return max(-(-(batch.num_tokens.item(row) - batch.num_slots.item(row)) // self.block_size), 0)
+
     def can_grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> bool:
         return len(rows) <= self.pool.num_free
 
@@ -216,7 +220,6 @@ class KVCacheManager(KVCache):
 
         Returns the blocks in that order, and for each the index of its row in `rows` and its step, from 0.
         """
-        size = self.block_size
         slots = batch.num_slots[rows]
         room = slots - num_computed
         lacking = (room < num_steps).nonzero()[0]
@@ -225,18 +228,67 @@ class KVCacheManager(KVCache):
         if len(lacking) == 1:
             return self._grow_one_row(batch, rows, lacking, num_steps - room.item(lacking.item(0)))
         steps = room[lacking]
-        counts = (num_steps - steps + (size - 1)) // size
+        owners, places, steps = self._places_in_order(batch, rows, lacking, slots[lacking], steps, num_steps - steps)
+        blocks = self._take(len(owners))
+        batch.flat_table[places] = blocks
+        return blocks.astype(INT32), owners, steps
+
+    def grow_in_turn(
+        self, batch: Batch, rows: Int64Array, num_computed: Int64Array, lengths: Int64Array
+    ) -> Callable[[int], None]:
+        """As `grow_for_steps`, where row i decodes in the first `lengths[i]` steps, and blocks are released between
+        them.
+
+        Returns what allocates the blocks of all steps before a given one; to be called with rising numbers.
+        """
+        slots = batch.num_slots[rows]
+        room = slots - num_computed
+        lacking = (room < lengths).nonzero()[0]
+        if not len(lacking):
+            return _grown
+        steps = room[lacking]
+        short = lengths[lacking] - steps
+        _, places, steps = self._places_in_order(batch, rows, lacking, slots[lacking], steps, short)
+        order, done = steps.tolist(), 0
+
+        def grow(before: int) -> None:
+            nonlocal done
+            end = bisect_left(order, before, done)
+            if end > done:
+                batch.flat_table[places[done:end]] = self._take(end - done)
+                done = end
+
+        return grow
+
+    def _places_in_order(
+        self,
+        batch: Batch,
+        rows: Int64Array,
+        lacking: Int64Array,
+        slots: Int64Array,
+        steps: Int64Array,
+        short: Int64Array,
+    ) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Of the blocks that rows lack, in the order of steps, and of rows within one: the index of the row in `rows`,
+        the place in the flat block table, and the step.
+
+        Args:
+            lacking: [m] the indices in `rows` of rows that lack blocks; each of the next arguments is of these.
+            slots: tokens that their blocks hold.
+            steps: in which each lacks its first block.
+            short: for how many steps it lacks blocks from then on.
+        """
+        counts = (short + (self.block_size - 1)) // self._size
         total = int(counts.dot(batch.ones[: len(counts)]))  # in half the time of a sum
-        owners, places = lacking, slots[lacking] // self._size
-        batch.num_slots[rows[lacking]] = slots[lacking] + counts * size
+        owners, short_rows = lacking, rows[lacking]
+        places = batch.table_starts[short_rows] + slots // self._size
+        batch.num_slots[short_rows] = slots + counts * self._size
         if total > len(lacking):
             within = np.arange(total) - (counts.cumsum() - counts).repeat(counts)
             owners, places, steps = (each.repeat(counts) for each in (owners, places, steps))
-            places, steps = places + within, steps + within * size
+            places, steps = places + within, steps + within * self._size
         order = steps.argsort(kind="stable")
-        blocks, owners = self._take(total), owners[order]
-        batch.flat_table[batch.table_starts[rows[owners]] + places[order]] = blocks
-        return blocks.astype(INT32), owners, steps[order]
+        return owners[order], places[order], steps[order]
 
     def _grow_one_row(
         self, batch: Batch, rows: Int64Array, lacking: Int64Array, num_short: int
@@ -249,6 +301,9 @@ class KVCacheManager(KVCache):
         batch.num_slots[row] = slots + count * size
         room = slots - batch.num_computed_tokens.item(row)
         return blocks, lacking.repeat(count), np.arange(count) * size + room
+
+    def group_tables(self, batch: Batch) -> Int32Array:
+        return batch.table_view[:, None]
 
     def table(self, batch: Batch, row: int) -> Int64Array:
         """A copy of a row's block table."""
@@ -286,8 +341,11 @@ class KVCacheManager(KVCache):
         state = request._state
         row = state.row
         assert row is not None
-        computed = min(int(batch.num_computed_tokens[row]), state.num_prompt_tokens)
-        is_new = self._publish(request, batch.block_table[row], computed // self.block_size, state.prompt_bytes)
+        computed = min(batch.num_computed_tokens.item(row), state.num_prompt_tokens)
+        end = computed // self.block_size
+        if end <= state.num_published_blocks:
+            return
+        is_new = self._publish(request, batch.block_table[row], end, state.prompt_bytes)
         if is_new and self.shared is not None:
             self.shared.append((request, state.num_published_blocks))
 
@@ -440,6 +498,10 @@ class KVCacheManager(KVCache):
             return ()
         saves, self.saves = self.saves, []
         return tuple(saves)
+
+
+def _grown(before: int) -> None:
+    """No row lacks a block."""
 
 
 def _nodes(blocks: Int64Array, spans: list[Span]) -> list[tuple[int, Place]]:

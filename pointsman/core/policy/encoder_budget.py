@@ -7,7 +7,8 @@ token is reached that reads one of its embeddings, and not before.
 A row holds an entry from the step in which it reaches the input until the step in which it has passed it, and releases
 it with its row, or when a step fails. Between steps it therefore holds at most one, that of the input it has computed
 in part, and can finish that input without any other: no waiting row waits for another one. Entries that no row holds
-stay cached by their keys, and are evicted in the order in which they were last held.
+stay cached by their keys, and are evicted in the order in which they were last held; without `keep_embeddings` they
+are freed at once.
 
 The host executes outputs in order, so an entry that one step reads may be freed by the next while the first is still
 in flight. After a failed step every entry that a void step computed is removed, and what void outputs freed is freed
@@ -55,6 +56,7 @@ class EncoderCache(Limit):
         self._chunked = config.enable_chunked_prefill
         self._max_overtakes = config.max_overtakes if config.shortage == "replan" else 0
         self.splits = config.split_encoder_inputs
+        self._keeps = config.keep_embeddings
         self._budget = self._full_budget  # embeddings that this step may still compute
         self._step_id = -1
         self._origin: dict[EncoderEntry, tuple[int, Request]] = {}  # of every entry: its step and request
@@ -253,6 +255,8 @@ class EncoderCache(Limit):
             else:
                 self.num_held -= entry.num_embeddings
                 self._idle[entry] = None
+                if not self._keeps:
+                    self._drop(entry)
 
     def _drop(self, entry: EncoderEntry) -> None:
         """Remove an entry that no row holds."""

@@ -296,8 +296,9 @@ class GrowthReserve(Reserve):
     """What the running requests grow by until one of them finishes, with a margin that costs as much as it saves.
 
     With L tokens in the mean output and blocks of B, requests grow by L / B blocks from one finish to the next,
-    whatever their number: as many blocks' worth of output is generated as finishes. Call that D. Growth beyond what is
-    free preempts. If it is distributed exponentially, and an admission leaves between 0 and the blocks S of one more
+    whatever their number: as many blocks' worth of output is generated as finishes. Call that D. (With several groups
+    of KV it is what they hold of prompt and output beyond what they hold of the prompt.) Growth beyond what is free
+    preempts. If it is distributed exponentially, and an admission leaves between 0 and the blocks S of one more
     prompt beyond what is kept, keeping H blocks more loses
 
         a share H / U of U blocks, and so of the work W = prompt + 3 outputs (in prefilled tokens) of each request
@@ -322,7 +323,7 @@ class GrowthReserve(Reserve):
     """
 
     name = "growth"
-    version = 2
+    version = 3
     parameters: ClassVar[tuple[Parameter, ...]] = (
         Parameter("scale", 1.0, 0.0, 8.0, tried=(0.5, 1.0, 2.0), doc="multiplies the blocks"),
     )
@@ -340,8 +341,8 @@ class GrowthReserve(Reserve):
         self._chances: npt.NDArray[np.float64] = np.zeros(NUM_AGES + 1)  # by age, see `_tabulate`
         self._ahead = self._width = 1  # tokens that these look ahead, and from one age to the next
         self._until_tabulated = self._until_counted = 0  # finishes, and those with preemptions
-        self._num_running = 0
-        self._released = 0.0  # tokens that running requests are expected to release meanwhile
+        self._growing = 0.0  # slots by which running requests grow meanwhile
+        self._released = 0.0  # slots that they are expected to release
         self._most = 0  # blocks, where enough requests wait
         self._enough = 1  # requests
         self._version = 0
@@ -376,8 +377,7 @@ class GrowthReserve(Reserve):
         self._num_prompt_tokens[row] = state.num_prompt_tokens
         if self._num_output:
             age = min(state.num_output_tokens // self._width, NUM_AGES)
-            self._num_running += 1
-            self._released += self._chances.item(age) * (state.num_tokens + self._ahead / 2)
+            self._count(np.array([state.num_tokens]), np.array([age]))
             self._adapt()
 
     def on_preempted(self, event: Preempted) -> None:
@@ -416,26 +416,36 @@ class GrowthReserve(Reserve):
         lost = prompt + output / 2
         if self._has_cache:
             lost = min(lost, output + size / 2)
+        of_prompt, of_both = self._view.num_slots_for(np.array([prompt, prompt + output])).tolist()
+        grown = of_both - of_prompt
+        enough = min(max(1, int(2 * work / lost)), _MANY)
+        if not grown:  # what a request holds does not depend on its output
+            return 0, enough
         pace = 1.0
         if self._released:
-            pace = self._num_running * self._ahead * (prompt + output) / (output * self._released)
+            pace = self._growing * of_both / (grown * self._released)
             pace = min(max(pace, 1 / FARTHEST_PACE), FARTHEST_PACE)
-        growth, slack = pace * output / size, max(prompt / size, 1.0)  # in blocks
+        growth, slack = pace * grown / size, max(of_prompt / size, 1.0)  # in blocks
         saved_to_lost = lost / work * pool / slack * -math.expm1(-slack / growth)  # of the first block
         kept = self._scale * growth * math.log(max(saved_to_lost, 1.0))
-        return int(min(kept, MOST_KEPT * pool)), min(max(1, int(2 * work / lost)), _MANY)
+        return int(min(kept, MOST_KEPT * pool)), enough
 
     def _look_ahead(self) -> None:
-        """Count the running requests, and the tokens that they are expected to release; of many, at one call of
-        several."""
+        """Count what the running requests grow by, and are expected to release; of many, at one call of several."""
         self._until_counted -= 1
         if self._until_counted >= 0:
             return
         rows, known = self._view.rows, self._view.num_tokens
         self._until_counted = len(rows) // 64
         ages = (known - self._num_prompt_tokens[rows]) // self._width
-        self._num_running = len(rows)
-        self._released = float((known + self._ahead / 2) @ self._chances[np.minimum(ages, NUM_AGES)])
+        self._growing = self._released = 0.0
+        self._count(known, np.minimum(ages, NUM_AGES))
+
+    def _count(self, known: npt.NDArray[np.int64], ages: npt.NDArray[np.int64]) -> None:
+        """Count requests of so many tokens and such ages, in `_width`."""
+        slots, tokens = self._view.num_slots_for, known.astype(np.float64)
+        self._growing += float((slots(tokens + self._ahead) - slots(tokens)).sum())
+        self._released += float(slots(tokens + self._ahead / 2) @ self._chances[ages])
 
     def _tabulate(self, ahead: int) -> None:
         """The chance that a request finishes within so many tokens, for each number of tokens that it has generated."""

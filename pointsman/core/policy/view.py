@@ -63,6 +63,9 @@ class SchedulerView:
     def num_usable_blocks(self) -> int:
         return self._kv.pool.num_usable
 
+    def num_slots_for(self, num_tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return self._kv.num_slots_for(num_tokens)
+
     def num_blocks_for(self, num_tokens: int) -> int:
         return self._kv.num_blocks_for(num_tokens)
 
@@ -117,15 +120,10 @@ class SchedulerView:
     @property
     def num_kept_tokens(self) -> Int64Array:
         batch = self._batch
-        kept = np.zeros(len(batch), dtype=np.int64)
-        if self.has_prefix_cache and len(batch):
-            blocks, owners = self._kv.tables(batch, batch.members.rows)
-            places = np.arange(len(blocks)) - owners.searchsorted(owners)  # in its own table
-            is_own = self._kv.pool.num_references[blocks] == 1
-            kept[:] = self.num_blocks
-            np.minimum.at(kept, owners[is_own], places[is_own])  # what is before the first of its own stays
-            np.minimum(kept * batch.block_size, self.num_computed_tokens, out=kept)
-        return kept
+        if not self.has_prefix_cache or not len(batch):
+            return np.zeros(len(batch), dtype=np.int64)
+        kept: Int64Array = self._kv.num_blocks_shared(batch) * batch.block_size
+        return np.minimum(kept, self.num_computed_tokens, out=kept)
 
     @property
     def num_left_tokens(self) -> Int64Array:

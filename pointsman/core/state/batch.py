@@ -116,6 +116,16 @@ class Members:
     def __len__(self) -> int:
         return len(self.requests)
 
+    def without(self, batch: Batch, requests: list[Request]) -> Members:
+        """These without some whose rows have just been released, which need not be among them."""
+        if len(requests) == 1:  # most often; a third of the time
+            index = self.serials.searchsorted(requests[0]._state.serial).item()  # serials ascend
+            if index < len(self.requests) and self.requests[index] is requests[0]:
+                rows = np.concatenate([self.rows[:index], self.rows[index + 1 :]])
+                return Members(batch, rows, self.requests[:index] + self.requests[index + 1 :])
+        stays = batch.serial[self.rows].astype(BOOL)
+        return Members(batch, self.rows[stays], tuple(compress(self.requests, stays.tolist())))
+
     def may_stop(self, runs: Runs) -> BoolArray | None:
         """Which tokens of a run for each row may be the one stop token of their row; None: none of them."""
         if self._stop_tokens is None:  # not by `unique`, whose first call loads a part of NumPy for seven milliseconds
@@ -263,14 +273,12 @@ class Batch:
             if self.max_drafts:
                 state.add_drafts(*self.acceptance.leave(row))
             self.serial[row] = 0
-            state.leave_row(int(self.num_computed_tokens[row]), int(self.num_pending[row]))
+            state.leave_row(self.num_computed_tokens.item(row), self.num_pending.item(row))
             if last_step is None:
                 self._free_rows.append(row)
             else:
                 self.fenced_rows.append((last_step, row))
-        members = self.members
-        stays = self.serial[members.rows].astype(BOOL)
-        self.members = Members(self, members.rows[stays], tuple(compress(members.requests, stays.tolist())))
+        self.members = self.members.without(self, requests)
 
     def fence_passed(self, step_id: int) -> None:
         """Step `step_id` and all before it are over: rows that waited for them may be reused."""
@@ -386,6 +394,27 @@ class Batch:
                 self._make_room(requests, rows, num_tokens)
         self.least_left -= num_steps
 
+    @property
+    def num_steps_kept(self) -> int:
+        """Steps whose tokens fit the space for recent tokens of every row, beside its newest one."""
+        return self._num_recent - self.max_drafts - 2
+
+    def append_in_turn(
+        self, rows: Int64Array, token_ids: Int32Array, last: Int32Array, lengths: Int64Array, num_steps: int
+    ) -> None:
+        """As `append_steps`, where row i has tokens in the first `lengths[i]` of the steps, at most `num_steps_kept`,
+        and then `last[i]` as the last of them."""
+        if num_steps >= self._least_room:  # rows may not be flushed between these steps
+            self._flush_rows(self.members.requests, rows, self.num_tokens[rows])
+            self._least_room = self.num_steps_kept + 1
+        starts = self.recent_offset[rows] + self.num_tokens[rows]
+        # Beyond a row's length as well: that is shorter, and such a row is released.
+        self._flat_recent[starts[:, None] + np.arange(num_steps)] = token_ids[:, None]
+        self._flat_recent[starts + (lengths - ONE)] = last
+        self.num_tokens[rows] += lengths
+        self._least_room -= num_steps
+        self.least_left -= num_steps
+
     def append_runs(self, requests: Sequence[Request], rows: Int64Array, runs: Runs, num_tokens: Int64Array) -> None:
         """The tokens of run i for `rows[i]` (distinct rows), which then has `num_tokens[i]`.
 
@@ -404,12 +433,17 @@ class Batch:
             self._make_room(requests, rows, num_tokens)
 
     def may_end(self, most: int) -> bool:
-        """Whether `most` further tokens would bring a running row to its token limit; measured only if that number may
-        have been appended since the last measurement."""
-        if self.least_left <= most:
-            left = self.members.token_limit - self.num_tokens[self.members.rows]
-            self.least_left = int(left[left.argmin()]) if len(left) else MAX_INT
-        return self.least_left <= most
+        """Whether `most` further tokens would bring a running row to its token limit."""
+        return self.ending(most) is not None
+
+    def ending(self, most: int) -> BoolArray | None:
+        """[members] which running rows `most` further tokens would bring to their token limits; None: none. Measured
+        only if that number may have been appended since the last measurement."""
+        if self.least_left > most:
+            return None
+        left = self.members.token_limit - self.num_tokens[self.members.rows]
+        self.least_left = left.item(left.argmin()) if len(left) else MAX_INT
+        return left <= most if self.least_left <= most else None
 
     def _make_room(self, requests: Sequence[Request], rows: Int64Array, num_tokens: Int64Array) -> None:
         """Flush what is full: tokens were appended to these rows, which now have `num_tokens`."""
@@ -423,10 +457,12 @@ class Batch:
         full = (num_tokens >= self.recent_limit[rows] - self._num_recent // 4).nonzero()[0]
         if not len(full):
             return
-        rows, num_tokens, tokens = rows[full], num_tokens[full], self._flat_recent
-        offsets = self.recent_offset[rows]
-        for index, offset, end in zip(full.tolist(), offsets.tolist(), num_tokens.tolist(), strict=True):
-            requests[index]._state.take_recent(tokens, offset, end)
+        self._flush_rows([requests[index] for index in full.tolist()], rows[full], num_tokens[full])
+
+    def _flush_rows(self, requests: Sequence[Request], rows: Int64Array, num_tokens: Int64Array) -> None:
+        tokens, offsets = self._flat_recent, self.recent_offset[rows]
+        for request, offset, end in zip(requests, offsets.tolist(), num_tokens.tolist(), strict=True):
+            request._state.take_recent(tokens, offset, end)
         self._keep_recent(rows, num_tokens, tokens[offsets + num_tokens - 1])
 
     def _keep_recent(self, rows: Int64Array | int, num_tokens: Int64Array | int, newest: Int32Array | int) -> None:
@@ -452,6 +488,6 @@ class Batch:
 
     def flush(self, row: int, state: RequestState) -> None:
         """Move the recent tokens to the request's own array."""
-        start = state.num_prompt_tokens + state.num_own_output_tokens
-        if start < self.num_tokens[row]:
-            state.append_output(self.recent(row, start))
+        end = self.num_tokens.item(row)
+        if state.num_prompt_tokens + state.num_own_output_tokens < end:
+            state.take_recent(self._flat_recent, self.recent_offset.item(row), end)

@@ -49,6 +49,10 @@ class View(Protocol):
     def num_usable_blocks(self) -> int:
         """Blocks that requests can hold."""
 
+    def num_slots_for(self, num_tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Slots for a token's KV, of a block's each, that requests of so many tokens hold over all groups of KV: with
+        one group that many, with groups the sum over them, in which a window or a chunk holds at most its size."""
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """The most blocks that a running request takes beside its own to generate so many tokens."""
 

@@ -5,6 +5,8 @@ The layers of a group attend to the same positions before a token: to all of the
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
@@ -64,3 +66,35 @@ class KVGroup(NamedTuple):
 
 
 FULL = KVGroup()
+
+
+def text_of(groups: tuple[KVGroup, ...]) -> str:
+    """The groups in words: "2 groups of full attention, 5 of a window of 1024"."""
+    words = [f"{count} of {_words(group)}" for group, count in Counter(groups or (FULL,)).items()]
+    first, *others = words
+    number, _, rest = first.partition(" ")
+    return ", ".join([f"{number} group{'s' * (number != '1')} {rest}", *others])
+
+
+def _words(group: KVGroup) -> str:
+    return "full attention" if group.is_full else f"a {group.kind} of {group.size}"
+
+
+def layers_per_group(kinds: Sequence[tuple[int, int]], max_groups: int) -> int:
+    """The number of layers in a group with which a request takes the least KV.
+
+    The blocks of all groups are from one pool and have memory for the same number of layers; where the last group of a
+    kind has fewer layers, the rest of its blocks is wasted. Large groups waste more, small ones are many, and each
+    takes time in every step.
+
+    Args:
+        kinds: of layers that attend alike, the blocks that a group of them takes, and the number of layers.
+        max_groups: how many groups there may be; where there are more kinds than that, one for each kind.
+    """
+    best, least = 0, 0
+    for size in range(max(layers for _, layers in kinds), 0, -1):  # of sizes that cost the same, the largest
+        counts = [-(-layers // size) for _, layers in kinds]
+        cost = size * sum(count * blocks for count, (blocks, _) in zip(counts, kinds, strict=True))
+        if sum(counts) <= max(max_groups, len(kinds)) and (not best or cost < least):
+            best, least = size, cost
+    return best

@@ -47,6 +47,8 @@ def checked_integer(name: str, value: object, least: int, most: int = MAX_INT) -
     Raises:
         ValueError: it is no integer, or not between `least` and `most`.
     """
+    if type(value) is int and least <= value <= most:  # as nearly always
+        return value
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
         raise ValueError(f"{name} is {value!r}; it must be an integer")
     if not least <= value <= most:

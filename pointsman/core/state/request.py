@@ -12,9 +12,8 @@ holds a row, and fields of its state otherwise. The properties here read the rig
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Mapping, Sequence
+from math import inf, isfinite
 from typing import Any, ClassVar, NoReturn, Protocol, Self
 
 import numpy as np
@@ -22,7 +21,7 @@ import numpy.typing as npt
 
 from pointsman.core.errors import InvalidTransition, RequestRefused
 from pointsman.core.state.inputs import Adapter, EncoderInput, Part, read_encoder_inputs
-from pointsman.core.state.numbers import checked_integer, checked_priority
+from pointsman.core.state.numbers import MAX_INT, checked_integer, checked_priority
 from pointsman.core.state.reason import Deferral, Recovery
 from pointsman.core.state.repetition import RepetitionDetectionParams, RepetitionWatch
 from pointsman.core.state.sealed import Sealed
@@ -125,7 +124,7 @@ class RequestState:
         self.token_limit = 0
         self.limit_detail = "max_tokens"
         self.repetition_watch: RepetitionWatch | None = None  # created when it is added
-        self.parts: deque[Part] = deque()  # of the prompt, not taken yet
+        self.parts: list[Part] = []  # of the prompt, not taken yet
         self.sequence_number = 0  # order of adding
         self.serial = 0  # of the last admission, 0 before the first
         self.batch: Columns | None = None
@@ -415,32 +414,34 @@ class Request(Sealed, _Asked):
         output_token_ids: IntArray | Sequence[int] = (),
         metadata: Any = None,
     ) -> Self:
+        # What is given in the usual type, and in range, is not handed to its check: a simulator makes many requests.
         checks = _Checks(request_id)
         asked: Any = _Asked()
         asked._state = state = RequestState(request_id, prompt_token_ids)
         asked.request_id = request_id
-        asked.arrival_time = checks.seconds(arrival_time)
-        state.max_tokens = checks.integer("max_tokens", max_tokens, 0)
+        is_usual = type(arrival_time) is float and isfinite(arrival_time)
+        asked.arrival_time = arrival_time if is_usual else checks.seconds(arrival_time)
+        state.max_tokens = max_tokens if _is_count(max_tokens) else checks.integer("max_tokens", max_tokens, 0)
         asked.max_total_tokens = None
         if max_total_tokens is not None:
             asked.max_total_tokens = checks.integer("max_total_tokens", max_total_tokens, 1)
-        asked.min_tokens = checks.integer("min_tokens", min_tokens, 0)
-        state.priority = checks.priority(priority)
-        asked.eos_token_ids = tuple([checks.integer("an EOS or stop token id", token, 0) for token in eos_token_ids])
+        asked.min_tokens = min_tokens if _is_count(min_tokens) else checks.integer("min_tokens", min_tokens, 0)
+        state.priority = priority if _is_count(priority) else checks.priority(priority)
+        asked.eos_token_ids = checks.token_ids(eos_token_ids)
         asked.ignore_eos = ignore_eos
-        asked.stop_token_ids = tuple([checks.integer("an EOS or stop token id", token, 0) for token in stop_token_ids])
-        asked.stop_set = frozenset(asked.stop_token_ids) | frozenset(() if ignore_eos else asked.eos_token_ids)
+        asked.stop_token_ids = checks.token_ids(stop_token_ids) if stop_token_ids else ()
+        asked.stop_set = frozenset(asked.stop_token_ids if ignore_eos else asked.eos_token_ids + asked.stop_token_ids)
         asked.repetition_detection = None
         if repetition_detection is not None:
             asked.repetition_detection = checks.repetition(repetition_detection)
-        asked.cache_salt = checks.salt(cache_salt)
+        asked.cache_salt = None if cache_salt is None else checks.salt(cache_salt)
         asked.adapter = None if adapter is None else checks.adapter(adapter)
         if encoder_inputs:
             state.encoder_inputs = checks.encoder_inputs(encoder_inputs, state.num_prompt_tokens)
         asked.use_prefix_cache = use_prefix_cache
         asked.runs_ahead = runs_ahead
         state.more_input = more_input
-        asked.tenant = checks.tenant(tenant)
+        asked.tenant = tenant if type(tenant) is str else checks.tenant(tenant)
         asked.ttft_target = None if ttft_target is None else checks.ttft_target(ttft_target)
         asked.retention = None if retention is None else checks.retention(retention)
         asked.metadata = metadata
@@ -656,6 +657,11 @@ class Request(Sealed, _Asked):
         return self._state.output_since(start)
 
 
+def _is_count(value: object) -> bool:
+    """Whether the value is a Python int from 0 to `MAX_INT`."""
+    return type(value) is int and 0 <= value <= MAX_INT
+
+
 class _Checks:
     """Whether what is asked can ever run: every method returns the value, or raises RequestRefused."""
 
@@ -673,6 +679,13 @@ class _Checks:
         except ValueError as error:
             raise RequestRefused(f"request {self._request_id!r} refused: {error}") from None
 
+    def token_ids(self, values: Sequence[int]) -> tuple[int, ...]:
+        """EOS or stop tokens."""
+        usual = [token for token in values if _is_count(token)]
+        if len(usual) == len(values):
+            return tuple(usual)
+        return tuple([self.integer("an EOS or stop token id", token, 0) for token in values])
+
     def priority(self, value: object) -> int:
         try:
             return checked_priority(value)
@@ -680,7 +693,9 @@ class _Checks:
             self.refuse(str(error))
 
     def seconds(self, value: object) -> float:
-        if isinstance(value, (int, float, np.integer, np.floating)) and math.isfinite(value):
+        if type(value) is float and isfinite(value):
+            return value
+        if isinstance(value, (int, float, np.integer, np.floating)) and isfinite(value):
             return float(value)
         self.refuse(f"arrival_time is {value}; give seconds on the caller's clock")
 
@@ -690,12 +705,12 @@ class _Checks:
         self.refuse(f"tenant is {value!r}; it must be text")
 
     def ttft_target(self, value: object) -> float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < inf:
             return float(value)
         self.refuse(f"ttft_target is {value!r}; give seconds above 0, or None")
 
     def retention(self, value: object) -> float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < inf:
             return float(value)
         self.refuse(f"retention is {value!r}; give seconds, at least 0, or None")
 

@@ -31,6 +31,7 @@ from pointsman.core.step.emit import Emission
 from pointsman.core.step.fast_forward import FastForward
 from pointsman.core.step.in_flight import StepsInFlight
 from pointsman.core.step.loading import Loading, make_loading
+from pointsman.core.step.past_finishes import PastFinishes
 from pointsman.core.step.prompt_parts import PromptParts
 from pointsman.core.step.request_table import RequestTable
 from pointsman.core.step.running import InOrder, Running
@@ -72,6 +73,7 @@ class Parts:
     prompt_parts: PromptParts
     update: Update
     fast_forward: FastForward
+    past_finishes: PastFinishes
     view: SchedulerView
     """What the policies read."""
     budget: StepBudget
@@ -157,6 +159,7 @@ def assemble(
     fast_forward = FastForward(
         config, batch, kv, table, steps, running, drafts, transfers, admission, displacement, emission, update, events
     )
+    past_finishes = PastFinishes(fast_forward, batch, kv, table, drafts, admission, emission, events)
     return Parts(
         batch,
         kv,
@@ -175,6 +178,7 @@ def assemble(
         prompt_parts,
         update,
         fast_forward,
+        past_finishes,
         view,
         budget,
         policies,

@@ -219,12 +219,13 @@ class Emission:
             requests = (*advance.requests, *requests[-count:])
             rows = np.concatenate([advance.rows, rows[-count:]])
             serials = np.concatenate([advance.serials, serials[-count:]])
-        tokens = [entry.grant.num_tokens + entry.grant.num_drafts for entry in admitted]
-        padding = [entry.grant.num_drafts for entry in admitted]
-        cached = np.array([entry.grant.num_cached_tokens for entry in admitted])
+        grants = [entry.grant for entry in admitted]
+        tokens = np.array([grant.num_tokens + grant.num_drafts for grant in grants])
+        padding = [grant.num_drafts for grant in grants]
+        cached = np.array([grant.num_cached_tokens for grant in grants])
         external = batch.zeros[:count]
         if self._kv.has_connector:
-            external = np.array([entry.grant.num_external_tokens for entry in admitted])
+            external = np.array([grant.num_external_tokens for grant in grants])
         blocks = [entry.blocks for entry in admitted]
         samples = batch.num_pending[rows[start:]].astype(BOOL)
         indices = batch.count_up[start : start + count]
@@ -240,7 +241,7 @@ class Emission:
         advance.num_draft_tokens = drafts
         advance.block_ids = np.concatenate([advance.block_ids, *blocks])
         advance.block_rows = np.concatenate([advance.block_rows, indices.repeat(list(map(len, blocks)))])
-        advance.total += sum(tokens)
+        advance.total += int(tokens.sum()) if count > 1 else tokens.item()
         return cached, external
 
     def _keep_unsynced(self, advance: Advance) -> None:

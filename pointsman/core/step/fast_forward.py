@@ -88,6 +88,14 @@ class FastForward:
 
     def _look_ahead(self, limit: int) -> tuple[int, Standstill | None]:
         """The horizon, and why the queue is blocked until then; None: it is empty, or the horizon is 0."""
+        limit, free, blocked = self.bound(limit)
+        if limit > 0 and self._batch.may_end(limit):
+            limit = self._batch.least_left
+        return self.within_blocks(limit, free), blocked
+
+    def bound(self, limit: int) -> tuple[int, int, Standstill | None]:
+        """The horizon before token limits and blocks cut it, the free blocks that it may take, and why the queue is
+        blocked until then."""
         batch, queue, admission = self._batch, self._table.queue, self._admission
         num_rows = len(batch.members.requests)
         if (
@@ -107,7 +115,7 @@ class FastForward:
             or self._events.needs_every_step
             or (admission.pause is not None and admission.pause.mode is PauseMode.ALL)
         ):
-            return 0, None
+            return 0, 0, None
         for horizon in self._horizons:
             limit = min(limit, horizon(limit))
         for open_step in self._load_followers:
@@ -117,31 +125,28 @@ class FastForward:
         if len(queue):
             limit = min(limit, self._order_horizon(limit))
             if self._displacement is not None and not self._displacement.is_idle(queue.peek()):
-                return 0, None
+                return 0, 0, None
             blocked = admission.standstill(num_rows)
             if blocked is None:
-                return 0, None
+                return 0, 0, None
             free -= blocked.least_free
             if not blocked.outlasts_evictions:
                 free = min(free, self._kv.pool.num_blank)
         if self._kv.reports_evictions:  # only outputs do
             free = min(free, self._kv.pool.num_blank)
-        if limit > 0 and batch.may_end(limit):
-            limit = batch.least_left
-        return self._within_blocks(max(limit, 0), num_rows, free), blocked
+        return max(limit, 0), free, blocked
 
-    def _within_blocks(self, limit: int, num_rows: int, free: int) -> int:
-        """How many of `limit` steps take at most `free` blocks."""
-        size = self._block_size
-        if num_rows * (limit // size + 1) <= free:
+    def within_blocks(self, limit: int, free: int, lengths: Int64Array | None = None) -> int:
+        """How many of `limit` steps take at most `free` blocks; `lengths`: in how many of them each row decodes."""
+        size, batch, rows = self._block_size, self._batch, self._batch.members.rows
+        if len(rows) * (limit // size + 1) <= free:
             return limit
-        batch, rows = self._batch, self._batch.members.rows
         room = batch.num_slots[rows] - batch.num_computed_tokens[rows]
-        if free == 0:
+        if free == 0 and lengths is None:
             return min(limit, room.item(room.argmin()))
 
         def needed(num_steps: int) -> int:
-            short = np.maximum(num_steps - room, 0)
+            short = np.maximum((num_steps if lengths is None else np.minimum(num_steps, lengths)) - room, 0)
             return int(((short + (size - 1)) // size).sum())
 
         if needed(limit) <= free:
@@ -169,8 +174,8 @@ class FastForward:
             )
         batch, kv, table, members = self._batch, self._kv, self._table, self._batch.members
         head = table.queue.peek() if self.checks_horizons and blocked is not None else None
-        tokens, last = _checked_tokens(members, num_steps, token_ids, last_token_ids)
-        self._check_middle(members, num_steps, tokens)
+        tokens, last = checked_tokens(members, num_steps, token_ids, last_token_ids)
+        self.check_middle(members, num_steps, tokens)
         rows, last_step_id = members.rows, first_step_id + num_steps - 1
         table.now = float(times[-1])
         computed = batch.num_computed_tokens[rows]
@@ -248,8 +253,10 @@ class FastForward:
         free = self._kv.pool.num_free
         return free if self._grows_first else free + int(np.count_nonzero(block_steps == num_steps - 1))
 
-    def _check_middle(self, members: Members, num_steps: int, tokens: Int32Array) -> None:
-        """No token before the last step's may stop its request.
+    def check_middle(
+        self, members: Members, num_steps: int, tokens: Int32Array, lengths: Int64Array | None = None
+    ) -> None:
+        """No token before the last step's, or before the last of the `lengths` of its row, may stop its request.
 
         Raises:
             StepResultError: one does.
@@ -266,11 +273,14 @@ class FastForward:
         for *step, index in np.argwhere(stops).tolist():
             request = members.requests[index]
             token = int(middle[*step, index])
-            number = step[0] + 1 if step else num_steps - 1  # the last of the steps that have this token
+            length = num_steps if lengths is None else lengths.item(index)
+            number = step[0] + 1 if step else length - 1  # the last of the steps that have this token
+            if not number:
+                continue
             num_output = int(batch.num_tokens[members.rows[index]]) + number - request.num_prompt_tokens
             if token in request.stop_set and num_output >= request.min_tokens:
                 raise StepResultError(
-                    f"token {token} stops request {request.request_id!r} before the last of {num_steps} steps; advance "
+                    f"token {token} stops request {request.request_id!r} before the last of {length} steps; advance "
                     "up to the step that stops it, with its token in last_token_ids"
                 )
 
@@ -280,7 +290,7 @@ def _no_horizon(num_steps: int) -> int:
     return 0
 
 
-def _checked_tokens(
+def checked_tokens(
     members: Members, num_steps: int, token_ids: Any, last_token_ids: Any
 ) -> tuple[Int32Array, Int32Array]:
     """The tokens of the steps, [rows] (the same in each) or [steps, rows], and those of the last step.

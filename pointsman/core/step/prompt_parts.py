@@ -110,7 +110,7 @@ class PromptParts:
         length = sum(len(some) for some in tokens)
         max_tokens = 0
         while max_tokens == 0 and request._state.parts:
-            part = request._state.parts.popleft()
+            part = request._state.parts.pop(0)
             inputs += [item._replace(start=length + item.start) for item in part.encoder_inputs]
             tokens.append(part.token_ids)
             length += len(part.token_ids)

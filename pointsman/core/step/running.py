@@ -173,9 +173,7 @@ class Running:
 
     def num_owed_of(self, row: int) -> int:
         """Blocks that a row still needs for tokens it already has."""
-        batch = self._batch
-        rows = batch.count_up[row : row + 1]
-        return int(self._kv.num_blocks_owed(batch, rows)[0])
+        return self._kv.num_owed_of(self._batch, row)
 
     def num_owed_blocks(self) -> int:
         """Blocks that rows with a partial prefill still need for tokens they already have."""

@@ -101,8 +101,9 @@ class Update:
     def plain_ends(self, members: Members, token_ids: Int32Array) -> tuple[UpdateFields, Ends]:
         """Which running requests stop with their newest tokens, after an append to all of them."""
         done = token_ids == members.eos_token_id
-        if self._batch.may_end(0):
-            done |= self._batch.num_tokens[members.rows] >= members.token_limit
+        ending = self._batch.ending(0)
+        if ending is not None:
+            done |= ending
         any_done = len(done) and done.item(done.argmax())  # in half the time of counting
         if not (any_done or self._batch.stop_filter.num_rows or self._batch.num_watched):
             return UpdateFields(token_ids, members.ones), []  # as in most steps

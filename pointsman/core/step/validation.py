@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import InvalidTransition, RequestRefused
@@ -12,6 +13,7 @@ from pointsman.core.state.repetition import RepetitionWatch
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import FinishReason, RequestStatus
 
+_num_embeddings = attrgetter("num_embeddings")
 _NO_ROOM = ", which leaves no room for a generated token"
 
 
@@ -23,11 +25,11 @@ def too_long(config: SchedulerConfig, kv: KVCache, request: Request, length: int
             f"the prompt has {length} tokens and max_model_len is {config.max_model_len}"
             f"{_NO_ROOM if room else ''}; shorten the prompt to {config.max_model_len - room} tokens"
         )
-    if length > kv.num_usable_tokens:
+    if length > (usable := kv.num_usable_tokens_of(request)):
         if not kv.has_tables:
             return (
                 f"the prompt has {length} tokens, and the pool of {kv.pool.num_usable} KV blocks holds "
-                f"{kv.num_usable_tokens} of them; shorten the prompt or give the pool more blocks"
+                f"{usable} of them; shorten the prompt or give the pool more blocks"
             )
         needed = -(-length // config.block_size)
         return (
@@ -45,12 +47,13 @@ def too_long(config: SchedulerConfig, kv: KVCache, request: Request, length: int
 
 def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str | None:
     """Set the token limit of the request, and its repetition watch; why it can never run, or None."""
-    prompt = request.num_prompt_tokens
-    why = too_long(config, kv, request, prompt, request.max_tokens)
+    state = request._state
+    prompt, max_tokens = state.num_prompt_tokens, state.max_tokens
+    why = too_long(config, kv, request, prompt, max_tokens)
     if why is not None:
         return why
-    known = request.num_output_tokens  # generated before it was added
-    is_new = request.serial == 0 and not known  # one that ran before may be computed in chunks
+    known = state.num_output_tokens  # generated before it was added
+    is_new = state.serial == 0 and not known  # one that ran before may be computed in chunks
     if is_new and not config.enable_chunked_prefill and prompt > config.max_num_batched_tokens:
         return (
             f"the prompt has {prompt} tokens, more than max_num_batched_tokens {config.max_num_batched_tokens}, and "
@@ -59,23 +62,28 @@ def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str
     if request.adapter is not None and config.max_loras == 0:
         return f"it asks for the adapter {request.adapter.name!r} and max_loras is 0: none is accepted; raise max_loras"
     whole = is_new and not config.enable_chunked_prefill
-    why = encoder_inputs_fit(config, request.encoder_inputs, whole=whole)
-    if why is not None:
-        return why
-    if request.max_tokens == 0:
+    if state.encoder_inputs:
+        why = encoder_inputs_fit(config, state.encoder_inputs, whole=whole)
+        if why is not None:
+            return why
+    if max_tokens == 0:
         # The computed prompt counts as its one sample: with it in flight, it wants no more tokens.
-        request._state.token_limit, request._state.limit_detail = prompt + 1, "max_tokens"
+        state.token_limit, state.limit_detail = prompt + 1, "max_tokens"
         return None
-    bounds = [(prompt + request.max_tokens, "max_tokens"), (config.max_model_len, "max_model_len")]
-    if request.max_total_tokens is not None:
-        bounds.append((request.max_total_tokens, "max_total_tokens"))
+    limit, detail = prompt + max_tokens, "max_tokens"
+    if config.max_model_len < limit:
+        limit, detail = config.max_model_len, "max_model_len"
+    if request.max_total_tokens is not None and request.max_total_tokens < limit:
+        limit, detail = request.max_total_tokens, "max_total_tokens"
     # The last token is sampled but never computed, so it needs no slot.
-    bounds.append((kv.num_usable_tokens + 1, "kv_capacity"))
-    request._state.token_limit, request._state.limit_detail = min(bounds, key=lambda bound: bound[0])
-    if prompt + known >= request.token_limit:
+    num_usable_tokens = kv.num_usable_tokens_of(request)
+    if num_usable_tokens + 1 < limit:
+        limit, detail = num_usable_tokens + 1, "kv_capacity"
+    state.token_limit, state.limit_detail = limit, detail
+    if prompt + known >= limit:
         return (
-            f"it has {prompt} prompt tokens and {known} generated before, and {request.limit_detail} ends it at "
-            f"{request.token_limit}, so nothing is left to generate; raise that limit"
+            f"it has {prompt} prompt tokens and {known} generated before, and {detail} ends it at {limit}, so nothing "
+            "is left to generate; raise that limit"
         )
     if request.repetition_detection is not None:
         watch = RepetitionWatch(request.repetition_detection, request.token_limit - prompt)
@@ -87,6 +95,8 @@ def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str
 
 def encoder_inputs_fit(config: SchedulerConfig, inputs: Sequence[EncoderInput], *, whole: bool) -> str | None:
     """Why a request's encoder inputs can never be computed, or None; `whole`: all of them must be in one step."""
+    if not inputs:
+        return None
     inputs = [item for item in inputs if item.num_embeddings != 0]
     if not inputs:
         return None
@@ -96,8 +106,10 @@ def encoder_inputs_fit(config: SchedulerConfig, inputs: Sequence[EncoderInput], 
             "encoder_cache_size"
         )
     entries = {item.entry for item in inputs}
-    largest = max(entries, key=lambda entry: entry.num_embeddings)
-    total = sum(entry.num_embeddings for entry in entries)
+    largest = max(entries, key=_num_embeddings)
+    total = sum(map(_num_embeddings, entries))
+    if total <= min(config.encoder_budget, config.encoder_cache_size):
+        return None
     for knob in ("encoder_budget", "encoder_cache_size"):
         bound = getattr(config, knob)
         if largest.num_embeddings > bound:

@@ -135,6 +135,11 @@ class Waiter:
         finally:
             self._future = None
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a task waits, and was not woken yet."""
+        return self._future is not None and not self._future.done()
+
     def wake(self) -> None:
         """Let the waiting task, if there is one, look again."""
         if self._future is not None and not self._future.done():

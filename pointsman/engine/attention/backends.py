@@ -20,7 +20,7 @@ import torch
 from pointsman.engine.attention.paged import AttentionBackend
 from pointsman.engine.attention.torch_backend import TorchAttention
 from pointsman.engine.errors import first_line
-from pointsman.engine.kv.pool import LayerShape
+from pointsman.engine.kv.layout import LayerShape
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from pointsman.engine.attention.paged import PagedBatch
 from pointsman.engine.kernels import attention as kernel
 from pointsman.engine.kernels import layers
 from pointsman.engine.kernels.attention import attention_kernel
-from pointsman.engine.kv.pool import LayerShape
+from pointsman.engine.kv.layout import LayerShape
 
 LONG = 300_000
 """Multiplications, 50 to 100 us; to have another thread begin takes 15 us."""
@@ -41,8 +41,6 @@ class NumbaPlan:
     """By layer shape: the kernel's arguments, of which a layer changes a few."""
     num_pairs: int | None = None
     """Of a query and a key that it may see, about; None: not counted yet."""
-    tiles: dict[int, Int64Array] = field(default_factory=dict)
-    """By queries per KV head: [m, 4] row, first token, queries, position of the first query."""
 
     def takes_long(self, pair_size: int) -> bool:
         """Whether a layer takes so long that other work is worth beginning meanwhile.
@@ -60,9 +58,9 @@ class NumbaPlan:
         if arguments is None:
             num_blocks, num_kv_heads, block_size, v_dim = values_shape
             group = num_heads // num_kv_heads
-            tiles = self.tiles.get(group)
+            tiles = self.batch.of_lengths.get(group)
             if tiles is None:
-                tiles = self.tiles[group] = cut_tiles(self.batch, max(1, kernel.TILE_ROWS // group))
+                tiles = self.batch.of_lengths[group] = cut_tiles(self.batch, max(1, kernel.TILE_ROWS // group))
             arguments = self.arguments[key] = np.zeros(kernel.NUM_ARGUMENTS, dtype=np.int64)
             arguments[kernel.TABLES], arguments[kernel.TILES] = self.tables.ctypes.data, tiles.ctypes.data
             arguments[kernel.SCALARS] = self.scalars.ctypes.data
@@ -83,7 +81,8 @@ class NumbaPlan:
 
 
 def cut_tiles(batch: PagedBatch, most_queries: int) -> Int64Array:
-    """Cut every row into tiles of at most `most_queries` queries: [m, 4], those with most work first."""
+    """Cut every row into tiles of at most `most_queries` queries, those with most work first: [m, 4] row, first token,
+    queries, position of the first query."""
     counts = batch.query_lens
     first_positions = batch.kv_lens - counts
     if len(counts) == batch.num_tokens:  # decodes only
@@ -170,7 +169,7 @@ class NumbaAttention:
         else:
             arguments[kernel.SINKS] = 0
         run, num_threads = attention_kernel(query.dtype, keys.dtype), torch.get_num_threads()
-        if plan.batch.meanwhile is None or not plan.takes_long(num_heads * (k_dim + values.shape[-1])):
+        if plan.batch.meanwhile.do_part is None or not plan.takes_long(num_heads * (k_dim + values.shape[-1])):
             run(arguments, num_threads)
         else:
             # Every layer is a chance, and where this thread comes back early it helps.

@@ -5,7 +5,8 @@ loaded with that name calls it once per layer, with the layer's own module as fi
 point at which a model and the paged KV pool meet: no model has code of its own here.
 
 A step's tokens travel as one flat row, `input_ids [1, T]`: the scheduled tokens of every request behind each other. A
-`PagedBatch` says which token belongs to which request, built once per step and shared by all layers. In each layer the
+`PagedBatch` says which token belongs to which request, built once per step and shared by all layers, or by all of a
+group, where groups have block tables of their own. In each layer the
 keys and values of ALL rows are written to the pool before any row attends, so requests of one step may share blocks.
 
     model(input_ids [1, T]) -> layer i -> paged_attention_forward(module, q, k, v)
@@ -13,15 +14,15 @@ keys and values of ALL rows are written to the pool before any row attends, so r
                                                   -> backend.write(plan, k, v) into pool.keys[i], pool.values[i]
                                                   -> backend.attend(plan, q, ...)
 
-A backend is an object with `plan` (once per step, on the host), `write` and `attend` (once per layer each). The plain
-one is in `torch_backend.py`, the fast one for CPUs in `numba_backend.py`; a backend for another device (Triton
-kernels over the same pool, say) has its place behind the same three methods.
+A backend is an object with `plan` (once per step and group, on the host), `write` and `attend` (once per layer each).
+The plain one is in `torch_backend.py`, the fast one for CPUs in `numba_backend.py`; a backend for another device
+(Triton kernels over the same pool, say) has its place behind the same three methods.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from threading import RLock
 from typing import Any, Protocol
 
@@ -32,7 +33,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from pointsman.engine.arrays import Int64Array
-from pointsman.engine.kv.pool import KVPool, LayerShape
+from pointsman.engine.kv.layout import LayerShape
+from pointsman.engine.kv.pool import KVPool
 
 ATTENTION_NAME = "pointsman_paged"
 _HANDLER = "pointsman_attention"  # the key under which a module's __dict__ carries its handler
@@ -63,9 +65,10 @@ class PagedBatch:
     tails: Int64Array
     """[T] slots behind the token that are to be zeroed: what remains of a block that its row begins and does not
     fill."""
-    meanwhile: Callable[[], bool] | None = None
-    """Does a part of what the step's thread can do while others compute for it, and says whether there is a further
-    one; None: there is nothing."""
+    meanwhile: Meanwhile = field(default_factory=lambda: Meanwhile())
+    """What the step's thread can do while others compute for it."""
+    of_lengths: dict[Any, Any] = field(default_factory=dict)
+    """What a backend keeps that depends on nothing but the numbers of tokens, under keys of its own."""
 
     @classmethod
     def build(
@@ -109,6 +112,19 @@ class PagedBatch:
             tails=tails,
         )
 
+    def in_groups(self, block_tables: npt.NDArray[np.integer]) -> list[PagedBatch]:
+        """The same tokens for each group of layers, over the group's tables: [n, groups, width or more].
+
+        Entries of blocks that no token of the batch attends to, behind a window, mean nothing.
+        """
+        width = self.block_tables.shape[1]
+        rows, places = np.arange(len(self.query_lens)).repeat(self.query_lens), self.positions // self.block_size
+        batches = []
+        for group in range(block_tables.shape[1]):
+            table = block_tables[:, group, :width].astype(np.int64)
+            batches.append(replace(self, block_tables=table, slot_blocks=table[rows, places]))
+        return batches
+
     @property
     def num_tokens(self) -> int:
         """T."""
@@ -116,13 +132,26 @@ class PagedBatch:
 
     def do_meanwhile(self, is_computing: Callable[[], bool]) -> None:
         """Do what there is to do, part by part, for as long as others compute."""
-        while self.meanwhile is not None and is_computing():
-            if not self.meanwhile():
-                self.meanwhile = None
+        meanwhile = self.meanwhile
+        while meanwhile.do_part is not None and is_computing():
+            if not meanwhile.do_part():
+                meanwhile.do_part = None
+
+
+@dataclass(slots=True)
+class Meanwhile:
+    """What the thread of a step can do while others compute for it; the batches of all groups have the same."""
+
+    do_part: Callable[[], bool] | None = None
+    """Does a part of it, and says whether there is a further one; None: there is nothing."""
 
 
 class AttentionBackend(Protocol):
-    """Computes attention of a `PagedBatch` over the pool."""
+    """Computes attention of a `PagedBatch` over the pool.
+
+    Of layers with a window it may not read the KV of tokens behind it: where layers are in groups, the entries of the
+    block table there are those of other requests, and other layers.
+    """
 
     name: str
     leaves_out_rows: bool
@@ -130,7 +159,7 @@ class AttentionBackend(Protocol):
     with zeros."""
 
     def plan(self, batch: PagedBatch) -> Any:
-        """What all layers of the step share; called once per step."""
+        """What all layers of a group share; called once per group and step."""
 
     def write(self, plan: Any, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write `key` [T, kv_heads, k_dim] and `value` [T, kv_heads, v_dim] to the slots of the batch.
@@ -186,22 +215,28 @@ class AttentionContext:
     `end` releases it as often as it was taken: what a broken step left is gone with the next `end` of its thread.
     """
 
-    __slots__ = ("_busy", "backend", "batch", "keep", "plan", "pool")
+    __slots__ = ("_busy", "backend", "keep", "plans", "pool")
 
     def __init__(self) -> None:
         self._busy = RLock()
         self.backend: AttentionBackend | None = None
-        self.batch: PagedBatch | None = None
         self.keep: Tensor | None = None
         """[r] int64: the tokens that the model's last layer goes on with, where it can; None: all."""
-        self.plan: Any = None
+        self.plans: list[Any] = []
+        """By group of layers; empty: there is no step."""
         self.pool: KVPool | None = None
 
-    def begin(self, batch: PagedBatch, pool: KVPool, backend: AttentionBackend, keep: Tensor | None = None) -> None:
-        """Everything that the next forward of the model needs. Waits while another thread's step is under way."""
-        plan = backend.plan(batch)
+    def begin(
+        self, batches: Sequence[PagedBatch], pool: KVPool, backend: AttentionBackend, keep: Tensor | None = None
+    ) -> None:
+        """Everything that the next forward of the model needs. Waits while another thread's step is under way.
+
+        Args:
+            batches: the step's tokens, for each group of layers of the pool.
+        """
+        plans = [backend.plan(batch) for batch in batches]
         self._busy.acquire()
-        self.batch, self.pool, self.backend, self.plan, self.keep = batch, pool, backend, plan, keep
+        self.plans, self.pool, self.backend, self.keep = plans, pool, backend, keep
 
     def end(self) -> None:
         """Drop this thread's step, so that a forward without `begin` fails instead of writing to stale slots. It
@@ -209,7 +244,7 @@ class AttentionContext:
         """
         if not self._busy.acquire(blocking=False):
             return
-        self.batch = self.plan = self.keep = None
+        self.plans, self.keep = [], None
         while True:
             try:
                 self._busy.release()
@@ -240,10 +275,11 @@ class PagedLayer:
         Raises:
             RuntimeError: there is no current step.
         """
-        context = self.context
-        if context.batch is None or context.pool is None or context.backend is None:
+        context, index = self.context, self.index
+        if not context.plans or context.pool is None or context.backend is None:
             raise RuntimeError("a model in paged mode ran outside ModelRunner.execute; use the runner")
-        return context.backend, context.plan, context.pool.keys[self.index], context.pool.values[self.index]
+        pool = context.pool
+        return context.backend, context.plans[pool.group_of[index]], pool.keys[index], pool.values[index]
 
 
 def attention_options(k_dim: int, options: Mapping[str, Any]) -> dict[str, Any]:

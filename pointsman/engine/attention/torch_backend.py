@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pointsman.engine.arrays import Int64Array
 from pointsman.engine.attention.paged import PagedBatch
-from pointsman.engine.kv.pool import LayerShape
+from pointsman.engine.kv.layout import LayerShape
 
 GROUP_COST = 1 << 17
 """What starting a group costs, in multiply-adds: about 50 us of PyTorch calls on a CPU."""

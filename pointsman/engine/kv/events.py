@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 MEDIUM = "GPU"
 """What vLLM calls the memory that the model computes in, on every device."""
-RANK = 0
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _POLL = 0.1  # seconds between looks at the replay socket
 
@@ -49,7 +48,8 @@ class KVEventsConfig:
     publisher: str = "zmq"
     """"zmq", or "null": nothing is published."""
     endpoint: str = "tcp://*:5557"
-    """Where to publish; bound if it has a * or ::, or is ipc:// or inproc://, else connected to."""
+    """Where to publish; bound if it has a * or ::, or is ipc:// or inproc://, else connected to. Routers connect, so
+    they need one that is bound."""
     replay_endpoint: str | None = None
     """Where to bind the socket that repeats messages; None: none."""
     buffer_steps: int = 10_000
@@ -60,6 +60,8 @@ class KVEventsConfig:
     """Messages that may wait for the thread that writes; more are dropped."""
     topic: str = ""
     """The first frame of every message, which subscribers choose by."""
+    data_parallel_rank: int = 0
+    """The number of this engine among those of its server, which sets it; a part of every message."""
 
     def __post_init__(self) -> None:
         if self.publisher not in ("zmq", "null"):
@@ -73,11 +75,19 @@ class KVEventsConfig:
             value: object = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"kv_events_config: {name} is {value!r}; it must be an integer of at least 1")
+        rank: object = self.data_parallel_rank
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+            raise ValueError(f"kv_events_config: data_parallel_rank is {rank!r}; it must be an integer of at least 0")
 
     @property
     def is_on(self) -> bool:
         """Whether anything is published."""
         return self.enable_kv_cache_events and self.publisher == "zmq"
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether subscribers connect to `endpoint`; otherwise the publisher itself does."""
+        return "*" in self.endpoint or "::" in self.endpoint or self.endpoint.startswith(("ipc:", "inproc:"))
 
     @classmethod
     def of(cls, value: KVEventsConfig | Mapping[str, Any] | None) -> KVEventsConfig | None:
@@ -96,6 +106,11 @@ class KVEventsConfig:
         else:
             raise ValueError(f"kv_events_config is {value!r}; give a KVEventsConfig, or a mapping of its fields")
         return config if config is not None and config.is_on else None
+
+
+def _bound_form(endpoint: str) -> str:
+    """The address of the same port that is bound."""
+    return f"tcp://*:{endpoint.rpartition(':')[2]}"
 
 
 class KVEventsPublisher:
@@ -118,6 +133,7 @@ class KVEventsPublisher:
         self._encode = msgspec.msgpack.Encoder().encode
         self._block_size = block_size
         self._topic = config.topic.encode()
+        self._rank = config.data_parallel_rank
         self._next_number = 0
         self._queue: queue.Queue[tuple[int, list[Any]] | None] = queue.Queue(config.max_queue_size)
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
@@ -137,7 +153,7 @@ class KVEventsPublisher:
         number = self._next_number
         self._next_number += 1
         try:
-            self._queue.put_nowait((number, [time.time(), list(events), RANK]))
+            self._queue.put_nowait((number, [time.time(), list(events), self._rank]))
         except queue.Full:
             logger.warning("KV events: message %d is dropped, as %d wait", number, self._queue.maxsize)
 
@@ -156,10 +172,18 @@ class KVEventsPublisher:
         try:
             out = self._context.socket(zmq.PUB)
             out.set_hwm(config.hwm)
-            is_own = (
-                "*" in config.endpoint or "::" in config.endpoint or config.endpoint.startswith(("ipc:", "inproc:"))
-            )
-            (out.bind if is_own else out.connect)(config.endpoint)
+            if config.is_bound:
+                if "::" in config.endpoint:
+                    out.setsockopt(zmq.IPV6, 1)
+                out.bind(config.endpoint)
+            else:
+                out.connect(config.endpoint)
+                logger.warning(
+                    "kv_events_config: the publisher connects to %s, because it has no *; routers connect, too, and "
+                    "then get nothing: for them, give an address that is bound, like %s",
+                    config.endpoint,
+                    _bound_form(config.endpoint),
+                )
             if config.replay_endpoint is None:
                 return out, None
             replay = self._context.socket(zmq.ROUTER)

@@ -1,6 +1,6 @@
 """The paged KV pool: one pair of tensors per layer, addressed by the block ids that the scheduler hands out.
 
-Layout, per layer:
+Shapes, per layer:
 
     keys   [num_blocks, num_kv_heads, block_size, k_dim]
     values [num_blocks, num_kv_heads, block_size, v_dim]
@@ -9,18 +9,24 @@ Heads come before the slots of a block, so one head's keys of one block lie toge
 them as one run, and a gather of a request's blocks is a copy of whole runs. The pool may be of another type than the
 model: bfloat16 under a float32 model halves its memory, and costs the rounding of keys and values. Layers may differ
 in their shapes (multi-head latent attention expands keys and values to different widths).
+
+Layers of different groups (`layout.py`) share memory: their tensors are views of the same slot, and a block is in the
+table of one group at a time. Where a slot has p parts for a layer, its tensors have p times the blocks, and begin where
+its part does in the first: block b of the scheduler is block p * b there.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from pointsman.core import SchedulerConfig
+from pointsman.core.state.layout import text_of
+from pointsman.engine.kv.layout import KVLayout, LayerShape
 
 logger = logging.getLogger(__name__)
 
@@ -29,19 +35,12 @@ DEFAULT_KV_CACHE_BYTES = 1 << 30
 """What the pool may take when neither a byte budget nor a block count is given."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """What one attention layer keeps per token, as seen when the model was probed."""
-
-    num_kv_heads: int
-    k_dim: int
-    v_dim: int
-    num_heads: int
-    """Query heads; a multiple of `num_kv_heads`."""
-
-
 class KVPool:
     """Physical KV blocks of every layer.
+
+    Args:
+        layers: the shape of each.
+        layout: which of them share memory; None: none.
 
     Attributes:
         keys, values: one tensor per layer, shapes above. On a CPU, blocks that were never used take no memory.
@@ -58,21 +57,42 @@ class KVPool:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        layout: KVLayout | None = None,
     ) -> None:
         self.layers = tuple(layers)
+        self.layout = KVLayout.plain(layers) if layout is None else layout
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
+        self.group_of = [place.group for place in self.layout.places]
+        """[layers]"""
+        num_tokens = num_blocks * block_size
         try:
-            self.keys = [_lazy_zeros((num_blocks, s.num_kv_heads, block_size, s.k_dim), dtype, device) for s in layers]
-            self.values = [
-                _lazy_zeros((num_blocks, s.num_kv_heads, block_size, s.v_dim), dtype, device) for s in layers
+            self._slots = [
+                (
+                    _lazy_zeros(num_tokens * s.num_keys, dtype, device),
+                    _lazy_zeros(num_tokens * s.num_values, dtype, device),
+                )
+                for s in self.layout.slots
             ]
         except (MemoryError, torch.OutOfMemoryError):
             raise ValueError(
                 f"a KV pool of {num_blocks} blocks needs {self.num_bytes / 2**30:,.1f} GiB, which cannot be had; lower "
                 "num_blocks or kv_cache_bytes"
             ) from None
+        self._view_slots()
+
+    def _view_slots(self) -> None:
+        """Make the tensors of the layers, of their slots."""
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        for shape, place in zip(self.layers, self.layout.places, strict=True):
+            keys, values = self._slots[place.slot]
+            num_blocks = self.num_blocks * place.num_parts - place.part
+            heads, size = shape.num_kv_heads, self.block_size
+            first = place.part * size
+            self.keys.append(keys[first * shape.num_keys :].view(num_blocks, heads, size, shape.k_dim))
+            self.values.append(values[first * shape.num_values :].view(num_blocks, heads, size, shape.v_dim))
 
     @property
     def device(self) -> torch.device:
@@ -80,13 +100,8 @@ class KVPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all layers' tensors."""
-        return self.num_blocks * bytes_per_block(self.layers, self.block_size, self.dtype)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens whose KV the pool holds."""
-        return self.num_blocks * self.block_size
+        """Bytes of all slots."""
+        return self.num_blocks * bytes_per_block(self.layout.slots, self.block_size, self.dtype)
 
     def take_memory(self) -> None:
         """Have the system give the memory of all blocks now, before the first step; all KV is zero afterwards.
@@ -94,13 +109,14 @@ class KVPool:
         Otherwise pages are given when a block is first written, which cost a step of 1,000 prompt tokens a fifth of its
         time where this was measured.
         """
-        for tensor in (*self.keys, *self.values):
-            tensor.zero_()
+        for keys, values in self._slots:
+            keys.zero_()
+            values.zero_()
 
     def pin_memory(self) -> None:
         """Of a pool on the CPU: move it into memory that a GPU can read and write by itself."""
-        self.keys = [tensor.pin_memory() for tensor in self.keys]
-        self.values = [tensor.pin_memory() for tensor in self.values]
+        self._slots = [(keys.pin_memory(), values.pin_memory()) for keys, values in self._slots]
+        self._view_slots()
 
     def block(self, block_id: int) -> dict[str, Tensor]:
         """One block, by names of its parts: "0.keys", "0.values", "1.keys", ... for the layers. Views, not copies."""
@@ -109,33 +125,32 @@ class KVPool:
             parts[f"{index}.keys"], parts[f"{index}.values"] = keys[block_id], values[block_id]
         return parts
 
-    def log_capacity(self, max_model_len: int) -> None:
-        """Log what fits, in tokens and in requests of `max_model_len` tokens."""
-        full_length = self.num_blocks / blocks_for(max_model_len, self.block_size)
+    def log_capacity(self, config: SchedulerConfig) -> None:
+        """Log what fits, in tokens and in requests of the longest length, with the scheduler's configuration."""
         logger.info(
-            "KV pool: %d blocks of %d tokens, %.1f MiB: room for %d tokens, or %.1f requests of the full length %d",
+            "KV pool: %d blocks of %d tokens%s, %.1f MiB: room for %d tokens, or %.1f requests of the full length %d",
             self.num_blocks,
             self.block_size,
+            f" in {text_of(config.kv_groups)}" if config.has_kv_groups else "",
             self.num_bytes / 2**20,
-            self.num_tokens,
-            full_length,
-            max_model_len,
+            config.num_full_length_tokens,
+            config.num_full_length,
+            config.max_model_len,
         )
-        if full_length < 1:
+        if config.num_full_length < 1:
             logger.warning(
                 "the KV pool holds %d tokens, less than one request of the full length %d; longer requests will be "
                 "refused or cut: give num_blocks or kv_cache_bytes a larger value",
-                self.num_tokens,
-                max_model_len,
+                config.num_usable_tokens,
+                config.max_model_len,
             )
 
 
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def _lazy_zeros(count: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Zeros. On a CPU they come from NumPy, whose pages are mapped when first touched; torch would write them all."""
     if torch.device(device).type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(shape)
+        return torch.zeros(count, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(count * dtype.itemsize, dtype=np.uint8)).view(dtype)
 
 
 def choose_kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
@@ -163,41 +178,38 @@ def bytes_per_block(layers: Sequence[LayerShape], block_size: int, dtype: torch.
 
 
 def choose_num_blocks(
-    layers: Sequence[LayerShape],
+    layout: KVLayout,
+    config: SchedulerConfig,
     *,
     num_blocks: int | None,
     kv_cache_bytes: int | None,
-    block_size: int,
     dtype: torch.dtype,
-    max_model_len: int,
-    max_num_seqs: int,
 ) -> int:
     """The block count: as given, or what the byte budget holds, or the default budget.
 
     The default takes no more than `max_num_seqs` requests of full length could ever use.
 
+    Args:
+        config: whose number of blocks is not read.
+
     Raises:
-        ValueError: both a count and a budget are given, the budget is smaller than one block, or what it depends on is
-            out of range.
+        ValueError: both a count and a budget are given, or the budget is smaller than one block.
     """
-    # `SchedulerConfig` checks these two, but only together with the pool's size, which depends on them.
-    for name, value in (("block_size", block_size), ("max_num_seqs", max_num_seqs)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
     if num_blocks is not None:
         if kv_cache_bytes is not None:
             raise ValueError(
                 f"num_blocks {num_blocks} and kv_cache_bytes {kv_cache_bytes} are both given; leave one out"
             )
         return num_blocks
-    block_bytes = bytes_per_block(layers, block_size, dtype)
+    block_bytes = bytes_per_block(layout.slots, config.block_size, dtype)
+    full_length = config.most_blocks(config.max_model_len)
     if kv_cache_bytes is None:
-        most_useful = max_num_seqs * blocks_for(max_model_len, block_size)
+        most_useful = full_length + (config.max_num_seqs - 1) * config.decode_blocks(config.max_model_len)
         return max(1, min(most_useful, DEFAULT_KV_CACHE_BYTES // block_bytes))
     if kv_cache_bytes < block_bytes:
         raise ValueError(
             f"kv_cache_bytes is {kv_cache_bytes}, less than one block of {block_bytes} bytes; a request of the full "
-            f"length {max_model_len} takes {block_bytes * blocks_for(max_model_len, block_size)}"
+            f"length {config.max_model_len} takes {block_bytes * full_length}"
         )
     return kv_cache_bytes // block_bytes
 

@@ -30,7 +30,7 @@ from pointsman.engine.attention.paged import (
     set_handler,
 )
 from pointsman.engine.errors import UnsupportedModel, first_line
-from pointsman.engine.kv.pool import LayerShape
+from pointsman.engine.kv.layout import LayerShape
 from pointsman.engine.model.forward import run_model
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pointsman.engine.attention.paged import AttentionBackend, AttentionContext
-from pointsman.engine.kv.pool import LayerShape
+from pointsman.engine.kv.layout import LayerShape
 
 
 @dataclass(slots=True)
@@ -23,6 +23,8 @@ class LoadedModel:
     tokenizer: Any | None
     """None where the directory has none: prompts are then token ids."""
     layers: tuple[LayerShape, ...]
+    windows: tuple[int | None, ...]
+    """Of each layer: to how many tokens a token attends, its own included; None: to all."""
     context: AttentionContext
     eos_token_ids: tuple[int, ...]
     max_position_embeddings: int | None

@@ -103,6 +103,7 @@ def wrap_model(
     model.config._attn_implementation = ATTENTION_NAME
     probed = probe_layers(model)
     layers = tuple(layer.shape for layer in probed)
+    windows = tuple(layer.window for layer in probed)
     context = attach(probed)
     del probed  # it would keep the attention layers that are replaced below
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -124,6 +125,7 @@ def wrap_model(
         config=config,
         tokenizer=tokenizer,
         layers=layers,
+        windows=windows,
         context=context,
         eos_token_ids=_eos_token_ids(model),
         max_position_embeddings=longest or getattr(config, "max_position_embeddings", None),

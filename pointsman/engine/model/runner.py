@@ -58,7 +58,8 @@ class PreparedStep:
     """All that executing one step needs, beside the model and the pool. n rows, T tokens, s of the rows sample."""
 
     num_rows: int
-    batch: PagedBatch
+    batches: list[PagedBatch]
+    """By group of layers: the same tokens, over the tables of the group."""
     token_ids: Tensor
     """[T] int64."""
     positions: Tensor
@@ -78,6 +79,11 @@ class PreparedStep:
     """Tokens exchanged with other steps in flight; None: there are none."""
     transfers: StepTransfers | None = None
     """KV that is copied before the step computes; None: none is."""
+
+    @property
+    def batch(self) -> PagedBatch:
+        """Of the first group; what is not about blocks is the same in all."""
+        return self.batches[0]
 
 
 @dataclass(slots=True)
@@ -111,7 +117,7 @@ class ModelRunner:
 
     Args:
         loaded: the model.
-        pool: its KV pool, with the block count and size of the scheduler's configuration.
+        pool: its KV pool, with the block count, the block size and the groups of the scheduler's configuration.
         scheduler: read for block tables and input tokens, never changed.
         connector: of KV outside the pool; None: there is none.
         seed: requests that give no seed derive theirs from it and their id.
@@ -136,6 +142,9 @@ class ModelRunner:
         self.pooler = Pooler()
         self.backend = backend or loaded.attention
         self._fills_rows = self.backend.leaves_out_rows and loaded.rows_are_independent
+        layout = pool.layout
+        self._parts = np.array(layout.parts_of, dtype=np.int32)[:, None] if layout.groups else None
+        """[groups, 1] how many blocks of a layer a block of the scheduler is; None: there is one group."""
         num_steps = scheduler.config.max_steps_in_flight
         self._sampled_tokens = SampledTokens(num_steps) if num_steps > 1 else None
 
@@ -165,8 +174,14 @@ class ModelRunner:
         """
         scheduled, computed, block_size = output.num_scheduled_tokens, output.num_computed_tokens, self.pool.block_size
         width = -(-int((scheduled + computed).max(initial=0)) // block_size)  # the tables are as wide as is ever needed
-        tables = self.scheduler.block_table[:, :width][output.rows]
-        batch = PagedBatch.build(scheduled, computed, tables, block_size)
+        if self._parts is None:
+            tables = self.scheduler.block_table[:, :width][output.rows]
+            batch = PagedBatch.build(scheduled, computed, tables, block_size)
+            batches = [batch]
+        else:
+            tables = self.scheduler.group_block_tables[:, :, :width][output.rows] * self._parts
+            batch = PagedBatch.build(scheduled, computed, tables[:, 0], block_size)
+            batches = batch.in_groups(tables)
         sampling = output.samples.nonzero()[0]
         behind: Int64Array | int = 0  # positions from a place whose logits are wanted to the last one of its row
         verification = None
@@ -181,7 +196,7 @@ class ModelRunner:
         token_ids = self.scheduler.input_token_ids(output, allow_unsampled=sampled is not None).astype(np.int64)
         prepared = PreparedStep(
             num_rows=output.num_rows,
-            batch=batch,
+            batches=batches,
             token_ids=torch.from_numpy(token_ids),
             positions=torch.from_numpy(batch.positions),
             sampling=sampling,
@@ -283,7 +298,7 @@ class ModelRunner:
             keep = None if keep is None else lengthened(keep, whole_rows(num_logits))
         early, late = (keep, None) if self.loaded.drops_tokens_early else (None, keep)
         try:
-            context.begin(prepared.batch, self.pool, self.backend, early)
+            context.begin(prepared.batches, self.pool, self.backend, early)
             logits = run_model(self.loaded.model, prepared.token_ids, prepared.positions, late, num_rows)
             return logits[:num_logits]
         finally:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from pointsman.engine.attention.paged import ATTENTION_NAME, AttentionBackend, AttentionContext, PagedBatch
 from pointsman.engine.errors import UnsupportedModel
-from pointsman.engine.kv.pool import KVPool, LayerShape, blocks_for
+from pointsman.engine.kv.layout import LayerShape
+from pointsman.engine.kv.pool import KVPool, blocks_for
 from pointsman.engine.model.forward import run_model
 from pointsman.engine.model.linear import whole_rows
 
@@ -119,7 +120,7 @@ class SelfCheck:
         rows = np.nonzero(counts)[0]
         batch = PagedBatch.build(counts[rows], computed[rows], self.tables[rows], BLOCK_SIZE)
         token_ids = torch.cat([self.sequences[row][computed[row] : computed[row] + counts[row]] for row in rows])
-        self.context.begin(batch, pool, self.backend)
+        self.context.begin([batch], pool, self.backend)
         try:
             num_rows = whole_rows(batch.num_tokens) if self.backend.leaves_out_rows else None
             yield lambda: run_model(self.model, token_ids, torch.from_numpy(batch.positions), None, num_rows)

@@ -4,6 +4,7 @@
 | --- | --- |
 | fields of `SchedulerConfig` | `with_defaults` |
 | `kv_offload_bytes`, `kv_store`, `kv_store_role`, `kv_store_bytes` | `KVKnobs.check` |
+| `disable_hybrid_kv_cache_manager` | `what_needs_one_group` |
 | `speculative_config`, in vLLM's form | `speculation_knobs`: the arguments that it stands for |
 | `prompt_lookup_min`, `prompt_lookup_max` | `check_prompt_lookup` |
 
@@ -26,7 +27,7 @@ SCHEDULER_DEFAULTS: Mapping[str, Any] = {"block_size": 32, "max_num_seqs": 64, "
 
 _NOT_TAKEN = {
     "num_reserved_blocks": "the engine's KV pool has no reserved blocks",
-    "kv_groups": "the engine keeps the KV of all layers in one group",
+    "kv_groups": "the engine derives the groups from the model's layers, unless disable_hybrid_kv_cache_manager is set",
     "enable_kv_cache_events": "events are kept when kv_events_config says where to publish them",
     "max_loras": "the engine has no adapters",
     "encoder_budget": "the engine has no encoder inputs",
@@ -110,6 +111,38 @@ class KVKnobs:
 
 def _without_effect(name: str, value: object, why: str) -> ConfigError:
     return ConfigError(f"{name} is {str(value)!r} and would have no effect, because {why}")
+
+
+# ------------------------------------------------------------------------------------------------------- KV in groups
+
+
+def what_needs_one_group(disable: bool | None, config: SchedulerConfig, kv: KVKnobs) -> str | None:
+    """The argument, with its value, for which the KV of all layers is kept in one group; None: there is none.
+
+    Args:
+        disable: `disable_hybrid_kv_cache_manager`.
+
+    Raises:
+        ConfigError: there is one, and groups are asked for.
+    """
+    if disable is not None and not isinstance(disable, bool):
+        raise ConfigError(f"disable_hybrid_kv_cache_manager is {disable!r}; give True, False or None")
+    if disable:
+        return "disable_hybrid_kv_cache_manager is True"
+    alone: tuple[tuple[str, object, bool], ...] = (
+        ("kv_offload_bytes", kv.kv_offload_bytes, kv.kv_offload_bytes is None),
+        ("kv_store", kv.kv_store, kv.kv_store is None),
+        ("kv_events_config", "given", not config.enable_kv_cache_events),
+        ("eviction", config.eviction, config.eviction == "lru"),
+        ("count_common_prefix", config.count_common_prefix, not config.count_common_prefix),
+    )
+    found = next((f"{name} is {value}" for name, value, is_off in alone if not is_off), None)
+    if found is not None and disable is False:
+        raise ConfigError(
+            f"disable_hybrid_kv_cache_manager is False and {found}, for which all KV must be in one group; leave one "
+            "of the two out"
+        )
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------- drafts

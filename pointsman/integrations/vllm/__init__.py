@@ -31,4 +31,4 @@ def __getattr__(name: str) -> Any:
         from pointsman.integrations.vllm.observer import Observer
 
         return Observer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(f"{__name__} has no {name!r}; --scheduler-cls takes {__name__}.Scheduler or .Observer")

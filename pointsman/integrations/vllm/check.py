@@ -12,6 +12,7 @@ import io
 import math
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from pointsman.integrations.vllm.support import (
     check_recording,
     check_version,
     is_one_full_group,
+    lacking_in_simulator,
     minor_version,
     problems_of,
     untested_parts,
@@ -36,6 +38,7 @@ from pointsman.integrations.vllm.support import (
 from pointsman.version import __version__
 
 SCHEDULER_CLS = "pointsman.integrations.vllm.Scheduler"
+OBSERVER_CLS = "pointsman.integrations.vllm.Observer"
 _STAND_IN_BLOCKS = 1 << 20  # the real number is known when the weights are loaded
 
 
@@ -53,6 +56,10 @@ class Report:
     """Why it will not work, each with its remedy."""
     not_run: list[str] = field(default_factory=list)
     """Parts of the configuration that this project's tests do not run."""
+    command: str = ""
+    """What starts vLLM so."""
+    not_simulated: list[str] | None = None
+    """What a recording of `Observer` would have that the simulator lacks; None: it is not known."""
     kv_cache: str = ""
     """What is known about the KV cache before the weights are loaded."""
     groups: list[str] = field(default_factory=list)
@@ -69,7 +76,7 @@ class Report:
             found += [f"  - {problem}" for problem in self.problems]
             found.append(f"  - or {GO_BACK}")
         else:
-            found.append(f"it will work: vllm serve {self.model} --scheduler-cls {SCHEDULER_CLS}")
+            found.append(f"it will work: {self.command}")
         if self.not_run:
             found.append(f"not tested so far: {', '.join(self.not_run)}")
         if self.kv_cache:
@@ -80,7 +87,13 @@ class Report:
             width = max(map(len, self.knobs))
             found += [f"  {name:{width}}  {value}" for name, value in self.knobs.items()]
         if self.socket:
-            found.append(f"questions: {self.socket}")
+            found.append(f"pointsman explain: {self.socket}")
+        if self.not_simulated is not None:
+            lacks = ", ".join(self.not_simulated)
+            found.append(
+                "a recording by Observer: the simulator "
+                + (f"cannot take it, as it lacks {lacks}" if lacks else "takes it (pointsman calibrate, vllm compare)")
+            )
         return found
 
     def _of_version(self) -> str:
@@ -107,7 +120,7 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import vllm
 
-    report = Report(vllm.__version__, model)
+    report = Report(vllm.__version__, model, command=shlex.join(["vllm", "serve", model, *_with_class(options)]))
     try:
         check_version(vllm.__version__)
     except UnsupportedVLLM as error:
@@ -122,6 +135,8 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
     except LayersUnknown as unknown:
         report.groups.append(f"how the layers share it is known when vLLM loads them: {unknown}")
     report.problems += problems_of(vllm_config, None if groups is None else _layout(groups))
+    if groups is not None:
+        report.not_simulated = lacking_in_simulator(vllm_config, _layout(groups))
     report.not_run = untested_parts(vllm_config, vllm.__version__)
     _read_knobs(report, vllm_config, groups)
     report.groups += _capacity(vllm_config, groups, told)
@@ -160,7 +175,8 @@ def _capacity(vllm_config: Any, groups: Groups | None, told: str | None) -> list
         num_blocks = cache.num_gpu_blocks_override or (memory and memory // groups.block_bytes)
         if num_blocks:
             fit = max(0, num_blocks - 1) / groups.request_blocks  # one block is vLLM's null block
-            lines.append(f"{fit:.3g} such requests fit {num_blocks:,} blocks")
+            shown = f"{fit:.3g}" if fit < 100 else f"{fit:,.0f}"
+            lines.append(f"{shown} such requests fit {num_blocks:,} blocks")
     if told is not None:
         lines.append(told)
     elif not (memory or cache.num_gpu_blocks_override):
@@ -184,11 +200,23 @@ def _vllm_config(model: str, options: list[str]) -> Any:
     except SystemExit:
         said = words.getvalue().strip().splitlines() or ["--help"]
         raise CannotCheck(f"vLLM does not take these options: {said[-1]}") from None
+    chosen = given.scheduler_cls
+    if chosen not in (None, SCHEDULER_CLS, parser.get_default("scheduler_cls")):
+        raise CannotCheck(
+            f"--scheduler-cls is {chosen}, and this checks {SCHEDULER_CLS}: give that, or leave it out here"
+            + (" (Observer is vLLM's own scheduler, which runs what vLLM runs)" if chosen == OBSERVER_CLS else "")
+        )
     given.model = model
     try:
         return AsyncEngineArgs.from_cli_args(given).create_engine_config()
     except Exception as error:  # its type depends on the problem
         raise CannotCheck(f"vLLM cannot run {model} with these options: {_first_line(error)}") from error
+
+
+def _with_class(options: list[str]) -> list[str]:
+    """Options of `vllm serve` with this scheduler."""
+    is_given = any(option.partition("=")[0].replace("_", "-") == "--scheduler-cls" for option in options)
+    return options if is_given else ["--scheduler-cls", SCHEDULER_CLS, *options]
 
 
 def _parser(parser: Any) -> Any:
@@ -282,7 +310,7 @@ def _read_knobs(report: Report, vllm_config: Any, made: Groups | None) -> None:
             report.problems.append(str(error))
     report.knobs = _knobs(config, settings.knobs, has_blocks=bool(blocks))
     socket = settings.socket
-    report.socket = "no socket" if socket == "" else f"a socket, {socket or 'whose path is in the log at the start'}"
+    report.socket = "no socket" if socket == "" else f"--socket {socket or 'PATH, which the log has at the start'}"
 
 
 def _knobs(config: SchedulerConfig, own: Mapping[str, Any], *, has_blocks: bool) -> dict[str, str]:

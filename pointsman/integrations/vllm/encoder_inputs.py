@@ -118,6 +118,65 @@ class EncoderInputs:
         return keys
 
 
+class EncoderDecoderInputs:
+    """The encoder inputs of encoder-decoder models, as `EncoderInputs` for others.
+
+    Nothing of the prompt stands for them: their embeddings are computed in the first step of a request, and again in
+    that behind a preemption, and its layers keep KV of them. So all of a request are one input of the core's, at its
+    first token, which no other request shares.
+
+    Args:
+        budget: embeddings that a step may compute.
+        v2_runner: whether vLLM's second model runner reads the outputs.
+    """
+
+    def __init__(self, budget: int, *, v2_runner: bool) -> None:
+        self._budget = budget
+        self._v2_runner = v2_runner
+        self._num_begun = 0
+        self._identifiers: dict[str, list[str]] = {}
+        """vLLM's, of the inputs whose embeddings workers have, by the core's key."""
+
+    def begin(self, request: Any) -> list[EncoderInput]:
+        """The core's encoder input for those of a request of vLLM's.
+
+        Raises:
+            RequestRefused: it can never be computed, or the prompt comes in parts.
+        """
+        count = sum(feature.mm_position.get_num_embeds() for feature in request.mm_features)
+        if request.resumable:
+            raise _refused(request, "the prompt of an encoder-decoder model cannot come in parts; send it at once")
+        if count > self._budget:
+            raise _refused(
+                request,
+                f"its {request.mm_features[0].modality} has {count} embeddings, of at most {self._budget} in a step; "
+                "raise --max-num-batched-tokens, or send a smaller one",
+            )
+        self._num_begun += 1
+        return [EncoderInput(f"{self._num_begun}", 0, 1, count)] if count else []
+
+    def end(self, name: str) -> None:
+        """A request has finished."""
+
+    def scheduled(self, output: Output) -> dict[str, list[int]]:
+        """The inputs that a step computes, by vLLM's request ids, as indices. The first runner gives them to the new
+        requests and then to the resumed ones, in the order of this dictionary."""
+        rows = [*zip(output.admitted, output.is_resumed.tolist(), strict=True)]
+        if not self._v2_runner:
+            rows.sort(key=lambda row: row[1])
+        found: dict[str, list[int]] = {}
+        for request, _ in rows:
+            if request.encoder_inputs:
+                features = request.metadata.mm_features
+                self._identifiers[request.encoder_inputs[0].key] = [each.identifier for each in features]
+                found[request.metadata.request_id] = list(range(len(features)))
+        return found
+
+    def freed(self, output: Output) -> list[str]:
+        """The identifiers whose embeddings workers drop before a step."""
+        return [name for entry in output.freed_encoder_entries for name in self._identifiers.pop(entry.key, ())]
+
+
 TO_DIGITS = bytes.maketrans(b"\0\1", b"01")
 
 

@@ -1,9 +1,10 @@
 """KV in several layouts: the core's `KVCache` over vLLM's own `KVCacheManager`.
 
 A model may keep its KV in groups of layers: full attention, attention within a window or a chunk, states of Mamba or
-of convolutions, blocks of different sizes; all from one pool. vLLM's manager knows each kind: what a number of tokens
-takes, which blocks are no longer needed, and what of a prefix can be found again. It is asked when a request is looked
-up or admitted, and about the few rows that run out of slots; a step in which none does asks nothing.
+of convolutions, of what an encoder computed (cross-attention), blocks of different sizes; all from one pool. vLLM's
+manager knows each kind: what a number of tokens takes, which blocks are no longer needed, and what of a prefix can be
+found again. It is asked when a request is looked up or admitted, and about the few rows that run out of slots; a step
+in which none does asks nothing.
 
 What is generated can be found again when its request releases its blocks, as everywhere in this scheduler, and not as
 soon as a block is full: in vLLM's own that is a large part of what its manager takes in a step. The exception are
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
+from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager, CrossAttentionManager
 
 from pointsman.core.kv.cache import Journal, KVCache, Match
 from pointsman.core.state.batch import Batch
@@ -68,7 +69,17 @@ class GroupPool:
 class _Group:
     """One of vLLM's managers of a kind of KV, and what a step asks of it most."""
 
-    __slots__ = ("extra", "gives_back", "is_ring", "lag", "manager", "size", "tables", "window_behind_prompt")
+    __slots__ = (
+        "extra",
+        "gives_back",
+        "is_of_encoder",
+        "is_ring",
+        "lag",
+        "manager",
+        "size",
+        "tables",
+        "window_behind_prompt",
+    )
 
     def __init__(self, manager: Any, max_model_len: int) -> None:
         self.manager = manager
@@ -78,6 +89,8 @@ class _Group:
         """Tokens of the blocks that drafts have."""
         self.is_ring = isinstance(manager, CircularBufferManager)
         """Whether each request has one block, whatever its length."""
+        self.is_of_encoder = isinstance(manager, CrossAttentionManager)
+        """Whether each request has the blocks of its encoder inputs from its first step on, and no others."""
         self.window_behind_prompt: int | None = getattr(manager, "rswa_window", None)
         """How many of the newest tokens are kept besides the prompt; None: not these alone."""
         skipped = manager.get_num_skipped_tokens(max_model_len)
@@ -160,8 +173,9 @@ class KVGroups(KVCache):
         self._shapes = [
             (place, group.tables, group.size, group.extra)
             for place, group in enumerate(self._groups)
-            if not group.is_ring
+            if not (group.is_ring or group.is_of_encoder)
         ]
+        self._has_encoder = any(group.is_of_encoder for group in self._groups)
         self._giving = [group for group in self._groups if group.gives_back]
         self._states = [each for each in self._managers if getattr(each, "mamba_cache_mode", "none") == "align"]
         """The managers of states that are cached for prefixes: these rows are asked in each step of their prefill."""
@@ -181,7 +195,9 @@ class KVGroups(KVCache):
         self._num_publications = 0
         self._is_ahead = False
         self._admitted = 0  # tokens of the newest admission in its first step
-        self._num_usable_tokens = self._longest(self._num_spare_blocks(vllm_config))
+        self._num_spare = self._num_spare_blocks(vllm_config)
+        self._num_usable_tokens: dict[int, int] = {}
+        """The longest sequence that the pool can hold, by the number of its encoder's embeddings."""
 
     def _make_ends(self, vllm_config: Any, block_size: int, hash_block_size: int) -> StateEnds:
         scheduler = vllm_config.scheduler_config
@@ -203,13 +219,18 @@ class KVGroups(KVCache):
             spare += len(self._managers) - (0 if reserves_whole else len(self._states))
         return spare
 
-    def _longest(self, spare: int) -> int:
-        """The longest sequence that the pool can hold."""
+    def _longest(self, num_embeddings: int) -> int:
+        """The longest sequence that the pool can hold beside the KV of that many embeddings."""
 
         def needed(num_tokens: int) -> int:
-            return spare + self._count("", num_tokens, self._nothing, 0, is_whole=True)
+            own = self._count("", num_tokens, self._nothing, 0, is_whole=True, num_embeddings=num_embeddings)
+            return self._num_spare + own
 
-        return bisect_right(range(1, self._max_model_len + 1), self.pool.num_usable, key=needed)
+        longest = self._num_usable_tokens.get(num_embeddings)
+        if longest is None:
+            longest = bisect_right(range(1, self._max_model_len + 1), self.pool.num_usable, key=needed)
+            self._num_usable_tokens[num_embeddings] = longest
+        return longest
 
     def why_nothing_is_found(self) -> str:
         """Which prompts can never find a prefix in the cache, and why; "": there is no cache."""
@@ -228,7 +249,16 @@ class KVGroups(KVCache):
 
     @property
     def num_usable_tokens(self) -> int:
-        return self._num_usable_tokens
+        return self._longest(0)
+
+    def num_usable_tokens_of(self, request: Request) -> int:
+        return self._longest(self._num_embeddings(request))
+
+    def _num_embeddings(self, request: Request) -> int:
+        """Embeddings that the layers with cross-attention keep KV of."""
+        if not self._has_encoder:
+            return 0
+        return sum(item.entry.num_embeddings for item in request._state.encoder_inputs)
 
     @property
     def num_publications(self) -> int:
@@ -276,7 +306,15 @@ class KVGroups(KVCache):
         blocks = self._nothing if match.node is None else match.node[0].blocks
         end = _prefill_end(request)
         name = request.metadata.request_id
-        count = self._count(name, num_tokens, blocks, match.num_tokens, is_whole=is_whole, prefill_end=end)
+        count = self._count(
+            name,
+            num_tokens,
+            blocks,
+            match.num_tokens,
+            is_whole=is_whole,
+            prefill_end=end,
+            num_embeddings=self._num_embeddings(request),
+        )
         if request.row is None:
             for each in self._states:  # they note who asks
                 each.free(name)
@@ -291,14 +329,16 @@ class KVGroups(KVCache):
         *,
         is_whole: bool,
         prefill_end: int = 0,
+        num_embeddings: int = 0,
     ) -> int:
-        """Free blocks that a request needs for its first tokens, of which the first ones are computed or found;
-        `is_whole`: the most that it holds at a time, of groups that give blocks back."""
+        """Free blocks that a request needs for its first tokens, of which the first ones are computed or found, and
+        for the embeddings of its encoder; `is_whole`: the most that it holds at a time, of groups that give blocks
+        back."""
         count: int = self._coordinator.get_num_blocks_to_allocate(
             request_id=name,
             num_tokens=min(num_tokens, self._max_model_len),
             new_computed_blocks=found,
-            num_encoder_tokens=0,
+            num_encoder_tokens=num_embeddings,
             total_computed_tokens=num_computed,
             num_local_computed_tokens=num_computed,
             num_tokens_main_model=min(num_tokens, self._max_model_len),
@@ -318,6 +358,7 @@ class KVGroups(KVCache):
             num_tokens - match.num_tokens,
             num_new_computed_tokens=match.num_tokens,
             new_computed_blocks=found,
+            num_encoder_tokens=self._num_embeddings(request),
             delay_cache_blocks=True,
             has_scheduled_reqs=False,
         )
@@ -543,7 +584,13 @@ class KVGroups(KVCache):
             name = request.metadata.request_id
             for place, group in enumerate(self._groups):
                 num_blocks = len(group.tables[name])
-                if num_blocks != 1 if group.is_ring else batch.num_slots.item(row) > num_blocks * group.size:
+                if group.is_of_encoder:
+                    is_wrong = num_blocks != -(-self._num_embeddings(request) // group.size)
+                elif group.is_ring:
+                    is_wrong = num_blocks != 1
+                else:
+                    is_wrong = batch.num_slots.item(row) > num_blocks * group.size
+                if is_wrong:
                     return f"{request} has {num_blocks} blocks in group {place}, and other slots"
                 if group.lacks_a_block(name, batch.num_computed_tokens.item(row), request.num_prompt_tokens):
                     return f"{request} lacks a block of group {place} that it reads"

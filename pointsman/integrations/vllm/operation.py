@@ -222,7 +222,10 @@ class Questions:
             }
             names = self._named(name, limit)
         if name is not None and not names:
-            raise ControlError(f"no request {name!r} is waiting, parked or running; it may have finished")
+            raise ControlError(
+                f"no request {name!r} is waiting, parked or running; it may have finished, explain without an id lists "
+                "all that have not"
+            )
         found: list[dict[str, Any]] = []
         while names:
             self._explain_some(names, found)
@@ -230,12 +233,19 @@ class Questions:
         return {**self._facts, "counts": counts, "requests": found}
 
     def _named(self, name: Any, limit: int) -> list[str]:
-        """Ids of the requests with this id, or of the completion with this id; None: the oldest requests."""
+        """Ids of the requests with this id, or of the completion with this id, or of what its client sent as
+        X-Request-Id; None: the oldest requests."""
         if name is None:
             return list(islice(self._requests, limit))
         if name in self._requests:
             return [name]
-        return list(islice((other for other in self._requests if other.startswith(f"{name}-")), limit))
+        start = f"{name}-"
+        found = (
+            other
+            for other in self._requests
+            if other.startswith(start) or other.partition("-")[2].startswith(start)  # behind cmpl- or chatcmpl-
+        )
+        return list(islice(found, limit))
 
     def _explain_some(self, names: list[str], found: list[dict[str, Any]]) -> None:
         """Move some from `names` to `found`."""

@@ -42,7 +42,7 @@ from pointsman.core import (
 )
 from pointsman.core import Scheduler as Core
 from pointsman.core import SchedulerOutput as Output
-from pointsman.integrations.vllm.encoder_inputs import EncoderInputs, given_embeddings
+from pointsman.integrations.vllm.encoder_inputs import EncoderDecoderInputs, EncoderInputs, given_embeddings
 from pointsman.integrations.vllm.kv_events import KVEvents
 from pointsman.integrations.vllm.kv_groups import KVGroups
 from pointsman.integrations.vllm.layouts import own_groups
@@ -169,7 +169,13 @@ class Scheduler:
             num_groups=len(config.kv_groups),
             may_fail=self.core.may_fail,
         )
-        self._encoder_inputs = EncoderInputs(config.encoder_budget, config.encoder_cache_size)
+        self._encoder_inputs: EncoderInputs | EncoderDecoderInputs
+        if vllm_config.model_config.is_encoder_decoder:
+            self._encoder_inputs = EncoderDecoderInputs(
+                config.encoder_budget, v2_runner=bool(vllm_config.use_v2_model_runner)
+            )
+        else:
+            self._encoder_inputs = EncoderInputs(config.encoder_budget, config.encoder_cache_size)
         self._statistics = Statistics(self.core, config.num_draft_tokens, vllm_config) if log_stats else None
         detail = vllm_config.observability_config.per_request_spec_decode_metrics
         self._drafts = Drafts(config.num_draft_tokens, detail, self._statistics)

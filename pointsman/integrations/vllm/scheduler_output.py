@@ -206,11 +206,17 @@ class OutputMaker:
         return SchedulerOutput.make_empty()
 
     def _num_scheduled_tokens(self, output: Output, ids: list[str]) -> dict[str, int]:
-        if output.total_num_scheduled_tokens > len(ids):
+        if output.total_num_scheduled_tokens == len(ids):
+            if not self._one_each:
+                self._one_each = dict.fromkeys(ids, 1)
+            return self._one_each.copy()
+        count = output.num_continued
+        admitted = output.num_scheduled_tokens[count:].tolist()
+        if output.total_num_scheduled_tokens - sum(admitted) > count:
             return dict(zip(ids, output.num_scheduled_tokens.tolist(), strict=True))
-        if not self._one_each:
-            self._one_each = dict.fromkeys(ids, 1)
-        return self._one_each.copy()
+        found = dict.fromkeys(ids, 1)  # in half the time
+        found.update(zip(ids[count:], admitted, strict=True))
+        return found
 
     def _num_output_tokens(self, output: Output) -> list[int]:
         """Number of output tokens of each continued row at the end of this step, those in flight included."""

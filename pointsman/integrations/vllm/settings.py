@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -36,6 +37,7 @@ FLAGS = {
     "encoder_budget": "--max-num-batched-tokens",
     "encoder_cache_size": "--max-num-batched-tokens",
     "split_encoder_inputs": "--disable-chunked-mm-input",
+    "keep_embeddings": "",
     "enable_kv_cache_events": "--kv-events-config",
 }
 """Knobs that a flag of vLLM sets. The flags keep their meaning."""
@@ -50,8 +52,8 @@ _NOT_HERE = {
 }
 
 KNOBS = frozenset(field.name for field in fields(SchedulerConfig)) - FLAGS.keys() - _NOT_HERE
-"""Knobs that `--additional-config` may set, beside `preset`, `socket`, `record`, `max_step_retries` and
-`max_retention`."""
+"""Knobs that `--additional-config` may set, beside those of the drop-in itself."""
+_OF_DROP_IN = frozenset({"preset", "socket", "record", "max_step_retries", "max_retention"})
 MAX_STEP_RETRIES = 3
 """The default."""
 MAX_RETENTION = 600.0
@@ -78,9 +80,10 @@ def read_settings(additional_config: Any) -> Settings:
     """The object under the key "pointsman" in vLLM's `additional_config`.
 
     Raises:
-        ConfigError: it is not an object, or has a key that is unknown or that a flag of vLLM sets.
+        ConfigError: it is not an object, or has a key that is unknown or that a flag of vLLM sets; or such a key stands
+            beside it.
     """
-    given = additional_config.get("pointsman", {}) if isinstance(additional_config, Mapping) else {}
+    given = _given(additional_config, KNOBS | _OF_DROP_IN)
     if not isinstance(given, Mapping):
         raise ConfigError(f"pointsman in --additional-config is {given!r}; it must be an object of knobs")
     knobs = dict(given)
@@ -114,7 +117,8 @@ def read_settings(additional_config: Any) -> Settings:
                 "scheduler vLLM has none, as KV connectors do not run; leave it out"
             )
         if name not in KNOBS:
-            raise ConfigError(f"{name} in --additional-config is unknown; choose from {', '.join(sorted(KNOBS))}")
+            choice = ", ".join(sorted(KNOBS | _OF_DROP_IN))
+            raise ConfigError(f"{name} in --additional-config is unknown; choose from {choice}")
     of_preset = {name: value for name, value in (PRESETS | SYSTEMS)[preset].items() if name in KNOBS}
     return Settings({**of_preset, **knobs}, socket, record, retries, retention)
 
@@ -123,9 +127,9 @@ def read_observer_settings(additional_config: Any) -> str | None:
     """The file of `Observer`, from the object under the key "pointsman" in vLLM's `additional_config`; None: a default.
 
     Raises:
-        ConfigError: it is not an object, or has another key than "record".
+        ConfigError: it is not an object, or has another key than "record"; or that key stands beside it.
     """
-    given = additional_config.get("pointsman", {}) if isinstance(additional_config, Mapping) else {}
+    given = _given(additional_config, {"record"})
     if not isinstance(given, Mapping):
         raise ConfigError(
             f'pointsman in --additional-config is {given!r}; it must be an object like {{"record": FILE}}'
@@ -139,6 +143,23 @@ def read_observer_settings(additional_config: Any) -> str | None:
     if record is not None and not isinstance(record, str):
         raise ConfigError(f"record in --additional-config is {record!r}; it must be a path")
     return record
+
+
+def _given(additional_config: Any, keys: Set[str]) -> Any:
+    """What is under the key "pointsman"; without it, an empty object.
+
+    Raises:
+        ConfigError: the key is missing, and one of `keys` stands where it should be, so that nothing would read it.
+    """
+    if not isinstance(additional_config, Mapping):
+        return {}
+    if "pointsman" not in additional_config and (outside := sorted(keys & additional_config.keys())):
+        value = json.dumps(additional_config[outside[0]], default=str)
+        raise ConfigError(
+            f'{outside[0]} in --additional-config is not under the key "pointsman", so nothing reads it: write '
+            f'{{"pointsman": {{"{outside[0]}": {value}}}}}, or add "pointsman": {{}} if it is for another plugin'
+        )
+    return additional_config.get("pointsman", {})
 
 
 def scheduler_config(
@@ -182,6 +203,7 @@ def scheduler_config(
         "encoder_budget": encoder_budget,
         "encoder_cache_size": encoder_cache_size,
         "split_encoder_inputs": not (encoder_budget and getattr(scheduler, "disable_chunked_mm_input", False)),
+        "keep_embeddings": not (encoder_budget and vllm_config.model_config.is_encoder_decoder),
         "order": order,
     }
     settled = {**values, **knobs}

@@ -122,14 +122,21 @@ def untested_parts(vllm_config: Any, version: str) -> list[str]:
     return found + [f"{name} {getattr(parallel, name)}" for name in sizes if getattr(parallel, name, 1) > 1]
 
 
+_MERGED_BY_VLLM = {"FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec"}
+"""Kinds of KV that vLLM keeps in one group, of full attention, with `--disable-hybrid-kv-cache-manager`."""
+
+
 def lacking_in_simulator(vllm_config: Any, kv_cache_config: Any) -> list[str]:
     """What of this configuration Pointsman's simulator does not have, each by its name; empty: nothing."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
     lacking = []
-    if len(groups) != 1:
-        lacking.append(f"{len(groups)} KV groups ({', '.join(kinds)})" if groups else "a model without a KV cache")
+    if len(groups) > 1:
+        how = " (as one group: --disable-hybrid-kv-cache-manager)" if set(kinds) <= _MERGED_BY_VLLM else ""
+        lacking.append(f"{len(groups)} KV groups ({', '.join(kinds)}){how}")
+    elif not groups:
+        lacking.append("a model without a KV cache")
     elif problems := kv_cache_problems(kv_cache_config):
         lacking.append(problems[0].partition(":")[0])
     elif not is_one_full_group(kv_cache_config):
@@ -162,10 +169,6 @@ def _is_full(group: Any) -> bool:
 def _model_problems(vllm_config: Any) -> list[Refusal]:
     model = vllm_config.model_config
     problems: list[Refusal] = []
-    if model.is_encoder_decoder:
-        problems.append(
-            Refusal("encoder-decoder", "encoder-decoder models are not supported: serve a decoder-only model")
-        )
     if getattr(vllm_config, "is_mm_encoder_only", False):
         problems.append(
             Refusal(
@@ -334,6 +337,7 @@ _KNOWN_MANAGERS = frozenset(
         "MambaManager",
         "RSWAManager",
         "CircularBufferManager",
+        "CrossAttentionManager",
     }
 )
 """Of vLLM: what manages the KV of a group, as far as it was tried here."""

@@ -21,6 +21,7 @@ from starlette.responses import HTMLResponse, Response
 
 from pointsman.engine.errors import EngineDeadError
 from pointsman.server.api.access import OperatorRules
+from pointsman.server.service.engine_client import EngineStalledError
 from pointsman.server.service.service import Service, WatchedResponse
 from pointsman.server.wire.errors import ApiError
 from pointsman.web.live import SECONDS_BETWEEN_PARTS, TooManyWatchers
@@ -74,7 +75,7 @@ def live_router(service: Service, operators: OperatorRules) -> APIRouter:
             }
             raw = [(name.encode(), value.encode()) for name, value in headers.items()]
             await send({"type": "http.response.start", "status": 200, "headers": raw})
-            with suppress(EngineDeadError):
+            with suppress(EngineDeadError, EngineStalledError):
                 while True:
                     if records:
                         await send_part(watcher, engine, records, send)

@@ -68,6 +68,8 @@ class MeasuredClient(Protocol):
     """What a scrape asks of an engine; `EngineClient` has it."""
 
     info: EngineInfo
+    is_here: bool
+    """Whether its process runs on this machine."""
 
     @property
     def is_alive(self) -> bool:
@@ -177,7 +179,9 @@ class _Only(Collector):
 
 
 class _EngineProcesses(Collector):
-    """Processor time, memory and files of the engine processes; with the label `engine` where there are several."""
+    """Processor time, memory and files of the engine processes on this machine; with the label `engine` where there are
+    several engines.
+    """
 
     def __init__(self, engines: list[MeasuredEngine]) -> None:
         self._engines = engines
@@ -188,12 +192,13 @@ class _EngineProcesses(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The library's metrics of each process."""
+        here = [index for index, engine in enumerate(self._engines) if engine.client.is_here]
         if len(self._collectors) == 1:
-            yield from self._collectors[0].collect()
+            yield from self._collectors[0].collect() if here else ()
             return
         families: dict[str, Metric] = {}
-        for index, collector in enumerate(self._collectors):
-            for metric in collector.collect():
+        for index in here:
+            for metric in self._collectors[index].collect():
                 family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
                 for sample in metric.samples:
                     family.add_sample(sample.name, {**sample.labels, "engine": str(index)}, sample.value)
@@ -281,7 +286,7 @@ def cache_labels(info: EngineInfo) -> dict[str, str]:
         "cache_dtype": info.kv_cache_dtype,
         "enable_prefix_caching": str(info.scheduler["enable_prefix_caching"]),
         "kv_cache_memory_bytes": str(info.kv_cache_bytes),
-        "kv_cache_size_tokens": str(info.num_blocks * info.block_size),
+        "kv_cache_size_tokens": str(info.kv_cache_tokens),
         "num_gpu_blocks": str(info.num_blocks),
     }
 

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 from pointsman.engine.errors import EngineDeadError, ModelLoadError
 from pointsman.engine.pausing import PauseChoice
@@ -66,21 +66,51 @@ class EngineStartError(RuntimeError):
     """The engine process ended before its model was loaded, through no fault of the options."""
 
 
+class Process(Protocol):
+    """What is asked of an engine process; `subprocess.Popen` has it, and so has a process of another machine."""
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, once it has ended."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+class NoProcess:
+    """A process that there is not."""
+
+    def poll(self) -> int | None:
+        """0: it has ended."""
+        return 0
+
+    def wait(self, timeout: float | None = None) -> int:
+        """0, at once."""
+        return 0
+
+    def kill(self) -> None:
+        """There is nothing to end."""
+
+
 class EngineClient:
-    """An engine in a process of its own. Made by `start`.
+    """An engine in a process of its own. Made by `start`, or by `connect` for a process that there is already.
 
     Attributes:
         info: the engine's description of itself.
         tokenizer: of the model, in this process; None if it has none.
         inbox: the streams of unfinished requests; reports steps and finished requests.
+        is_here: whether the engine process runs on this machine, as far as is known.
         dead: set when the engine process has ended, for whatever reason.
         on_death: gets the streams of unfinished requests when it has ended by itself, and why; None: they fail.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.info: EngineInfo = None  # type: ignore[assignment]  # `start` returns no client without
+    def __init__(self, process: Process) -> None:
+        self.info: EngineInfo = None  # type: ignore[assignment]  # `connect` returns no client without
         self.tokenizer: Any | None = None
         self.inbox = Inbox(self._handle, self._on_close)
+        self.is_here = True
         self.dead = asyncio.Event()
         self.on_death: Callable[[list[ClientStream], str], None] | None = None
         self._process = process
@@ -124,19 +154,35 @@ class EngineClient:
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", ENGINE_PROCESS, str(theirs.fileno())]
-            process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+            process = start_process(theirs, cores)
+        start = Start(dict(options), record, log_stats_interval, max_step_retries, warm_up, name)
+        return await cls.connect(process, ours, start, tokenizer)
+
+    @classmethod
+    async def connect(
+        cls, process: Process, sock: socket.socket, start: Start, tokenizer: Any | None = None
+    ) -> EngineClient:
+        """Make the engine of a process, and wait until its model is loaded.
+
+        Args:
+            process: that was started (`start_process`), here or on another machine; it is ended where this fails.
+            sock: connected to it; nothing has been sent yet.
+            start: what to make.
+            tokenizer: of the model, if it was read before; None: it is read here.
+
+        Raises:
+            ValueError, EngineStartError: as for `start`.
+        """
         client = cls(process)
         try:
-            if cores is not None and hasattr(os, "sched_setaffinity"):
-                with suppress(ProcessLookupError):  # it has ended, which is noticed below
-                    os.sched_setaffinity(process.pid, cores)  # while it has one thread, of which the others inherit it
-            ours.setblocking(False)
+            sock.setblocking(False)
             loop = asyncio.get_running_loop()
-            client._transport, _ = await loop.create_unix_connection(lambda: client.inbox, sock=ours)
-            client._send(Start(dict(options), record, log_stats_interval, max_step_retries, warm_up, name))
+            client.is_here = sock.family == socket.AF_UNIX
+            create_connection = loop.create_unix_connection if client.is_here else loop.create_connection
+            client._transport, _ = await create_connection(lambda: client.inbox, sock=sock)
+            client._send(start)
             if tokenizer is None:
-                directory = model_directory(options.get("model"))
+                directory = model_directory(start.options.get("model"))
                 tokenizer = await loop.run_in_executor(None, read_tokenizer, directory)
             client.tokenizer = tokenizer
             await client._ready.wait()
@@ -147,6 +193,15 @@ class EngineClient:
         except BaseException:
             await client._kill()
             raise
+        return client
+
+    @classmethod
+    def absent(cls, other: EngineClient) -> EngineClient:
+        """In the place of an engine that was not started yet and will be like another: it counts as dead."""
+        client = cls(NoProcess())
+        client.info, client.tokenizer, client.is_here = other.info, other.tokenizer, other.is_here
+        client._death = "the engine has not been started yet"
+        client.dead.set()
         return client
 
     # ------------------------------------------------------------------ requests
@@ -400,6 +455,21 @@ class EngineClient:
                 question.set_exception(EngineDeadError(self._death))
         self._ready.set()
         self.dead.set()
+
+
+def start_process(sock: socket.socket, cores: Sequence[int] | None = None) -> subprocess.Popen[bytes]:
+    """Start an engine process, which makes its engine when it gets a `Start`.
+
+    Args:
+        sock: its own end of the connection to the API process; the caller closes its copy.
+        cores: the only processors that it may run on, where the system can bind it to them; None: all.
+    """
+    command = [sys.executable, "-m", ENGINE_PROCESS, str(sock.fileno())]
+    process = subprocess.Popen(command, pass_fds=(sock.fileno(),), stdin=subprocess.DEVNULL)
+    if cores is not None and hasattr(os, "sched_setaffinity"):
+        with suppress(ProcessLookupError):  # it has ended, which is noticed later
+            os.sched_setaffinity(process.pid, cores)  # while it has one thread, of which the others inherit it
+    return process
 
 
 async def queue_in_turns(streams: Sequence[ClientStream], submit: Callable[[Sequence[ClientStream]], None]) -> None:

@@ -14,6 +14,8 @@ An engine that died is started again at once, and if it dies again, or does not 
 `max_restarts` failures one after the other it stays dead. The new one has the pause state and the limits of the others
 before it gets a request. While no engine lives, requests wait for the one that is being started. When none lives and
 none will, the fleet is dead, and the server ends.
+
+A fleet may begin with its first engine alone (`start_fleet`); the others join as they come, as restarted ones do.
 """
 
 from __future__ import annotations
@@ -27,12 +29,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pointsman.engine.errors import EngineDeadError
 from pointsman.engine.pausing import PauseChoice
+from pointsman.routing import Router
 from pointsman.server.service.engine_client import EngineClient, EngineStalledError, EngineStartError, queue_in_turns
 from pointsman.server.service.inbox import ClientStream
-from pointsman.server.service.routing import Router
 from pointsman.server.wire.messages import Delta, EngineInfo, EngineRequest, RequestExplanation
 
 if TYPE_CHECKING:
+    from pointsman.engine.stats import EngineStats
     from pointsman.server.metrics.observations import EngineObservations
 
 logger = logging.getLogger(__name__)
@@ -65,7 +68,7 @@ class EngineFleet:
         max_resumes: how often a request goes on in another engine.
 
     Attributes:
-        engines: by their numbers; those that died are here until they are replaced.
+        engines: by their numbers; those that died, or were not started yet, are here until they are replaced.
         dead: set when no engine lives, and none will.
     """
 
@@ -83,7 +86,8 @@ class EngineFleet:
         self._max_resumes = max_resumes
         count = len(self.engines)
         info = self.info
-        self._router = Router(count, info.block_size, info.num_blocks) if count > 1 else None
+        num_blocks = max(1, info.kv_cache_tokens // info.block_size)
+        self._router = Router(count, info.block_size, num_blocks) if count > 1 else None
         self._observations: Sequence[EngineObservations] = ()
         self._paused: tuple[PauseChoice, bool] | None = None
         self._active_limit: int | None = None
@@ -113,6 +117,11 @@ class EngineFleet:
     def max_num_running(self) -> int:
         """Requests that run at once in all engines, as configured at the start."""
         return len(self.engines) * self.info.max_num_running
+
+    @property
+    def num_unsent(self) -> int:
+        """Requests that wait for an engine, as none lives."""
+        return len(self._waiting)
 
     @property
     def num_restarts(self) -> list[int]:
@@ -262,8 +271,21 @@ class EngineFleet:
         """Whether an engine is paused."""
         return any((await self._ask_all(lambda engine: engine.is_paused())).values())
 
+    async def stats(self) -> list[EngineStats]:
+        """As `EngineClient.stats`, of each engine that lives."""
+        living = [engine for engine in self.engines if engine.is_alive]
+        answers = await asyncio.gather(*[engine.stats() for engine in living], return_exceptions=True)
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
     async def film(self, watcher: int, engine: int = 0) -> bytes:
-        """As `EngineClient.film`, of one of the engines."""
+        """As `EngineClient.film`, of one of the engines.
+
+        Raises:
+            EngineStalledError: that engine does not run now; it may be started again, and others may run.
+        """
+        self.check_health()
+        if not self.engines[engine].is_alive:
+            raise EngineStalledError(f"engine {engine} does not run at the moment; try again later, or another engine")
         return await self.engines[engine].film(watcher)
 
     def leave_film(self, watcher: int, engine: int = 0) -> None:
@@ -333,25 +355,36 @@ class EngineFleet:
             logger.warning("%d requests of the dead engine go on", len(going_on))
             self._send(going_on)
 
-    async def _bring_back(self, index: int) -> None:
-        assert self._restart is not None
+    def expect(self, index: int, starting: Awaitable[EngineClient]) -> None:
+        """Take in the engine of this number, which has not run yet, when it is there; a failure to start counts."""
+        self._starting[index] = asyncio.get_running_loop().create_task(self._bring_back(index, starting))
+
+    async def _bring_back(self, index: int, starting: Awaitable[EngineClient] | None = None) -> None:
+        """Take in the engine that is being started, if one is, and otherwise start it again, until that succeeds."""
         why = ""
         while self._num_failures[index] <= self._max_restarts:
-            delay = min(LONGEST_DELAY, 2.0 ** (self._num_failures[index] - 1) - 1.0)
-            logger.warning("starting engine %d again%s", index, f" in {delay:g} s" if delay else "")
-            await asyncio.sleep(delay)
-            self._num_restarts[index] += 1
+            if starting is None:
+                starting = self._start_again(index)
             try:
-                engine = await self._restart(index, self._num_restarts[index])
+                engine = await starting
                 await self._join(engine)
             except (EngineStartError, EngineDeadError, ValueError, OSError) as error:
                 why = str(error)
                 logger.error("engine %d does not start: %s", index, why)
                 self._num_failures[index] += 1
+                starting = None
                 continue
             self._take(index, engine)
             return
         self._give_up(index, why)
+
+    async def _start_again(self, index: int) -> EngineClient:
+        assert self._restart is not None
+        delay = min(LONGEST_DELAY, 2.0 ** min(self._num_failures[index] - 1, 10) - 1.0)
+        logger.warning("starting engine %d again%s", index, f" in {delay:g} s" if delay else "")
+        await asyncio.sleep(delay)
+        self._num_restarts[index] += 1
+        return await self._restart(index, self._num_restarts[index])
 
     async def _join(self, engine: EngineClient) -> None:
         """Give a new engine the pause state and the limit of the others, which may change meanwhile."""
@@ -376,7 +409,8 @@ class EngineFleet:
         self._born[index] = asyncio.get_running_loop().time()
         self._starting.pop(index, None)
         self._connect(index)
-        logger.info("engine %d runs again, as process %d", index, engine.info.pid)
+        again = "again, " if self._num_restarts[index] else ""
+        logger.info("engine %d runs %sas process %d", index, again, engine.info.pid)
         waiting, self._waiting = list(self._waiting), {}
         if waiting:
             self._send(waiting)
@@ -446,7 +480,12 @@ class EngineFleet:
 
 
 async def start_fleet(
-    start: StartEngine, num_engines: int, max_restarts: int, max_resumes: int = DEFAULT_RESUMES
+    start: StartEngine,
+    num_engines: int,
+    max_restarts: int,
+    max_resumes: int = DEFAULT_RESUMES,
+    *,
+    wait_for_all: bool = True,
 ) -> EngineFleet:
     """Start engines, all at once; when one cannot be started, none is left running.
 
@@ -454,13 +493,18 @@ async def start_fleet(
         start: starts one.
         num_engines: at least 1.
         max_restarts, max_resumes: see `EngineFleet`.
+        wait_for_all: False: the first to be there is enough, and the others join it.
 
     Raises:
         ValueError, EngineStartError: what the first of them raised that did not start.
     """
     tasks = [asyncio.ensure_future(start(index, 0)) for index in range(num_engines)]
     try:
-        engines = await asyncio.gather(*tasks)
+        if wait_for_all:
+            await asyncio.gather(*tasks)
+        else:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        there = [task.result() if task.done() else None for task in tasks]
     except BaseException:
         for task in tasks:
             task.cancel()
@@ -468,9 +512,14 @@ async def start_fleet(
             if isinstance(started, EngineClient):
                 await started.shutdown()
         raise
-    tokenizer = engines[0].tokenizer
+    first = next(engine for engine in there if engine is not None)
+    engines = [EngineClient.absent(first) if engine is None else engine for engine in there]
 
     def restart(index: int, num_restarts: int) -> Awaitable[EngineClient]:
-        return start(index, num_restarts, tokenizer)
+        return start(index, num_restarts, first.tokenizer)
 
-    return EngineFleet(engines, restart, max_restarts, max_resumes)
+    fleet = EngineFleet(engines, restart, max_restarts, max_resumes)
+    for index, task in enumerate(tasks):
+        if there[index] is None:
+            fleet.expect(index, task)
+    return fleet

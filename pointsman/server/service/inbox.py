@@ -1,12 +1,13 @@
 """What arrives from the engine process: frames become deltas, each delta goes to the stream of its request.
 
-    socket -> Inbox.data_received -> ClientStream.put -> the stream's reader
+    socket -> Inbox.data_received -> ClientStream.put -> the stream's reader, or its shortcut
 
 A stream is over after the delta with a finish_reason, after an error, and when it is closed:
 
     not sent -> sent -> accepted (queued, its grammar compiled) -> deltas -> over
 
 Deltas that arrive before the reader takes the last one are merged into it, so a stream without a reader holds one.
+While the reader waits for a delta, a shortcut may take it instead: then no task is woken for it.
 """
 
 from __future__ import annotations
@@ -117,6 +118,8 @@ class ClientStream(AsyncIterator[Delta]):
         """Tokens received, read or not."""
         self.num_deaths = 0
         """Engines that died while they had its request."""
+        self.shortcut: Callable[[Delta], bool] | None = None
+        """Gets each delta that arrives while the reader waits, and returns whether it has taken it from the reader."""
         self._first_token_time = 0.0
         self._num_cached_tokens = 0
         self._submit = submit
@@ -212,11 +215,20 @@ class ClientStream(AsyncIterator[Delta]):
                 self._first_token_time = time.monotonic()
                 self._num_cached_tokens = delta.num_cached_tokens
             self.output_token_ids += delta.token_ids
-        if self._next is None:
-            self._next = delta
-        else:
+        if self._next is not None:
             self._next.merge(delta)
+        elif self.shortcut is not None and self._waiter.is_waiting and self._takes_shortcut(self.shortcut, delta):
+            return
+        else:
+            self._next = delta
         self._waiter.wake()
+
+    def _takes_shortcut(self, shortcut: Callable[[Delta], bool], delta: Delta) -> bool:
+        try:
+            return shortcut(delta)
+        except Exception:  # one client's; the reader does the same with the delta, and reports what it raises
+            self.shortcut = None
+            return False
 
     def fail(self, error: Exception) -> None:
         """No more deltas will come; the reader gets this error once it has read those that have."""

@@ -140,7 +140,7 @@ class Service:
                 async with Delivery(self.gate, self._observations, ticket, job.deadline(self.config)) as delivery:
                     try:
                         await self._queue_in_time(job, client, delivery, ticket)
-                        await self._deliver(job, delivery, send)
+                        await self._deliver(job, delivery, scope, send)
                     finally:
                         self.names.remove(stream.request.request_id for stream in delivery.streams)
 
@@ -196,9 +196,9 @@ class Service:
             content = prompt.token_ids if text is None else text
             logger.info("%s: %d tokens: %a", answer_id, len(prompt.token_ids), content)
 
-    async def _deliver(self, job: Job, delivery: Delivery, send: Send) -> None:
+    async def _deliver(self, job: Job, delivery: Delivery, scope: Scope, send: Send) -> None:
         if isinstance(job.writer, TextWriter) and job.stream:
-            await delivery.send_events(job.writer, send)
+            await delivery.send_events(job.writer, scope, send)
         else:
             await delivery.send_whole(job.writer, send)
         if isinstance(job.plan, SamplingPlan):

@@ -6,6 +6,8 @@
 - A further request before the response to the last (pipelining) is not read. The connection is closed behind that
   response, and the client sends the request again on another, as HTTP/1.1 provides.
 
+- A streamed response may be written without a task, see `write_now`.
+
 uvicorn stops reading while a pipelined request waits, and would not notice that the client is gone. Here a connection
 is read until its end, and a client that hangs up stops its request at once.
 """
@@ -16,9 +18,12 @@ import logging
 import time
 from asyncio import TimerHandle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from pointsman.server.wire.sse import WRITE_NOW
 
 MAX_HEADER_BYTES = 64 * 1024
 """Of a request line and its headers together, before any API key is looked at."""
@@ -109,6 +114,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             raise _Refused
         self._is_in_headers = False
         super().on_headers_complete()
+        # The app's task begins in the next turn of the loop, and finds this.
+        self.scope["extensions"] = {WRITE_NOW: {"write": partial(write_now, self.cycle)}}
 
     def on_message_complete(self) -> None:
         """A request is complete."""
@@ -137,3 +144,24 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._send_timer is not None:
             self._send_timer.cancel()
             self._send_timer = None
+
+
+def write_now(cycle: RequestResponseCycle, piece: bytes) -> bool:
+    """Write a piece of the body of a streamed response, as `send` would if it need not wait: no task and none of the
+    app's layers are between. Returns False if that is impossible, or if the client does not read as fast.
+
+    Args:
+        cycle: of the request; its headers have been sent.
+        piece: not empty.
+    """
+    if (
+        cycle.flow.write_paused
+        or cycle.disconnected
+        or cycle.response_complete
+        or not cycle.chunked_encoding
+        or cycle.scope["method"] == "HEAD"
+        or cycle.transport.is_closing()
+    ):
+        return False
+    cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+    return True

@@ -1,15 +1,20 @@
 """How an answer leaves: server-sent events, or one body of JSON, as ASGI messages.
 
 An event goes out in one write, and `EventStream.write` returns when the transport has taken it. So a slow reader holds
-the transport's buffer and one delta, into which everything that comes meanwhile is merged.
+the transport's buffer and one delta, into which everything that comes meanwhile is merged. While the transport has
+room, `write_now` writes without a task: the server's own protocol offers that to the app, see `http.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from starlette.types import Send
+from starlette.types import Scope, Send
+
+WRITE_NOW = "pointsman.write_now"
+"""The extension of ASGI with which a protocol offers to write a piece of a body without waiting: `write` gets it, and
+returns whether it was written."""
 
 DONE = b"data: [DONE]\n\n"
 EVENT_HEADERS = {
@@ -25,10 +30,13 @@ class EventStream:
     Args:
         send: of ASGI.
         headers: further headers of the response.
+        scope: of the request.
     """
 
-    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
+    def __init__(self, send: Send, headers: Mapping[str, str], scope: Scope | None = None) -> None:
         self._send = send
+        extensions = (scope or {}).get("extensions") or {}
+        self._write_now: Callable[[bytes], bool] | None = extensions.get(WRITE_NOW, {}).get("write")
         self._headers = {**EVENT_HEADERS, **headers}
         self._lock = asyncio.Lock()
 
@@ -40,6 +48,10 @@ class EventStream:
         """Send events; returns when the transport has room for more."""
         async with self._lock:
             await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    def write_now(self, events: bytes) -> bool:
+        """Send events unless the transport has no room for them; whether they were sent."""
+        return self._write_now is not None and self._write_now(events)
 
     async def close(self, last: bytes = b"") -> None:
         """Send the last events and the end."""

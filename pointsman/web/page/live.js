@@ -240,6 +240,7 @@ let isLinked = false;
 let note = ""; // why the film begins anew
 let engine = 0; // whose scheduler is watched
 let watching = null; // ends the connection
+let jumps = false; // to the next part that comes, whatever is looked at
 
 function tell() {
   const isNow = view.follows && (view.film === film || film === null); // null: nothing has come since the connection
@@ -342,7 +343,8 @@ async function take(header, part) {
   bytes.set(header);
   bytes.set(part, header.length);
   const more = await Film.read(bytes.buffer);
-  const follows = view.follows;
+  const follows = view.follows || jumps;
+  jumps = false;
   arrived = performance.now();
   if (film === null) film = new LiveFilm();
   film.join(more, part.length);
@@ -352,14 +354,25 @@ async function take(header, part) {
 }
 
 async function toNow() {
-  if (film === null) return;
+  jumps = film === null;
+  if (jumps) return;
   $("live").hidden = false;
   if (view.film !== film) view.begin(film);
   view.stop();
   await view.grow(true);
 }
 
-const pause = (time) => new Promise((resolve) => setTimeout(resolve, time * 1e3));
+let endPause = () => {}; // begins the next attempt now
+
+function pause(time) {
+  return new Promise((resolve) => {
+    const timer = setTimeout(resolve, time * 1e3);
+    endPause = () => {
+      clearTimeout(timer);
+      resolve();
+    };
+  });
+}
 
 // Watches as long as it may; after an interruption again.
 async function stay(key) {
@@ -388,7 +401,7 @@ async function stay(key) {
     if (performance.now() - began > 1e4) wait = FIRST_WAIT;
     $("link").textContent += `; the next attempt is in ${wait} s`;
     await pause(wait);
-    wait = Math.min(LONGEST_WAIT, 2 * wait);
+    wait = engine === watched ? Math.min(LONGEST_WAIT, 2 * wait) : FIRST_WAIT;
   }
 }
 
@@ -402,8 +415,10 @@ function begin() {
   $("engine").addEventListener("change", () => {
     engine = Number($("engine").value);
     film = counts = null; // another scheduler's film begins
+    jumps = true;
     note = "";
     watching?.abort();
+    endPause();
   });
   $("ask").addEventListener("submit", (event) => {
     event.preventDefault();

@@ -155,6 +155,17 @@ def test_a_chunk_ends_before_an_input_that_it_would_split() -> None:
     )
 
 
+def test_embeddings_that_are_not_kept_are_freed_when_they_are_passed_and_computed_again() -> None:
+    host = ImageHost(keep_embeddings=False, num_blocks=8, max_num_batched_tokens=12, encoder_cache_size=8)
+    host.add("a", 6, encoder_inputs=[image("cat", 0, 1, 8)], max_tokens=30)
+    host.add("b", 6, encoder_inputs=[image("dog", 0, 1, 8)], max_tokens=30)
+    told = [(computed(output), freed(output)) for output in (host.step() for _ in range(4))]
+    assert told == [(["a:cat"], []), (["b:dog"], ["cat"]), ([], ["dog"]), ([], [])]
+    outputs = host.run_to_end()
+    assert any(output.preempted for output in outputs)
+    assert [computed(output) for output in outputs if output.encoder_inputs] == [["b:dog"]], "when it starts again"
+
+
 # ------------------------------------------------------------------ waiting
 
 
@@ -539,6 +550,7 @@ def test_without_chunked_prefill_all_inputs_together_must_fit() -> None:
         ({"encoder_cache_size": 4}, "encoder_cache_size is 4 and encoder_budget is 0, so none is accepted"),
         ({"encoder_budget": -1}, "encoder_budget is -1; it must be between 0 and"),
         ({"split_encoder_inputs": False}, "split_encoder_inputs=False has no effect without encoder inputs"),
+        ({"keep_embeddings": False}, "keep_embeddings=False has no effect without encoder inputs"),
     ],
 )
 def test_knobs_that_make_no_sense(values: dict[str, int], message: str) -> None:

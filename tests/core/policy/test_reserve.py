@@ -255,6 +255,9 @@ class _View:
     block_size, num_usable_blocks, has_prefix_cache, num_waiting = 16, 2_588, False, 100
     rows = num_tokens = np.array([], dtype=np.int64)
 
+    def num_slots_for(self, num_tokens: Any) -> Any:
+        return num_tokens
+
 
 def growth_after(lengths: list[tuple[int, int]], scale: float = 1.0, **view: Any) -> GrowthReserve:
     """The reserve, once requests with such prompts and outputs have finished."""
@@ -284,6 +287,27 @@ def test_growth_is_what_the_formula_of_mean_prompt_and_output_says() -> None:
     assert kept(growth_after([(960, 240)], has_prefix_cache=True)) == 27
     assert kept(growth_after([(300, 3000)], 8.0)) == 2_588 // 8, "capped"
     assert kept(growth_after([(960, 240)], num_usable_blocks=60)) == 0, "a block costs more than it saves"
+
+
+def slots_of(*sizes: int) -> Any:
+    """What a view says of groups of KV with such windows; 0: full attention."""
+    return lambda tokens: sum(np.minimum(tokens, size) if size else tokens for size in sizes)
+
+
+def test_growth_counts_the_blocks_of_every_group() -> None:
+    """As above: twice of each with two groups; with a window that the prompt fills, D = 15 and S = 92."""
+    both = growth_after([(960, 240)], num_slots_for=slots_of(0, 0), num_usable_blocks=2 * 2_588)
+    assert kept(both) == 99
+    # 15 ln(1080 / 1680 * 2588 / 92 * (1 - e^-6.13)) = 43.4
+    assert kept(growth_after([(960, 240)], num_slots_for=slots_of(0, 512))) == 43
+    assert kept(growth_after([(960, 240)], num_slots_for=slots_of(512))) == 0, "a window that is full grows no more"
+    assert kept(growth_after([(100, 240)], num_slots_for=slots_of(512))) == kept(growth_after([(100, 240)])) > 0
+    # Each running request has filled its windows: it grows in one group of six, and releases what all six hold.
+    prompts, windows = [(960, 240)] * 8, slots_of(0, *[512] * 5)
+    old, young = running(*[(9_000, 200)] * 9), running(*[(960, 200)] * 9)
+    assert kept(growth_after(prompts, num_slots_for=windows, **old)) < kept(
+        growth_after(prompts, num_slots_for=windows, **young)
+    )
 
 
 def test_with_few_waiting_growth_keeps_less() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 
+from pointsman.core import KVGroup
+from pointsman.core.kv.grouped import GroupedKVCache
 from pointsman.core.state.interfaces import View
 from tests.core.helpers import Host
+from tests.soak import short_or_long
 
 
 class Reader:
@@ -55,6 +60,69 @@ def test_columns_of_requests_that_share_a_prefix() -> None:
     host.abort("a")
     assert (view.num_own_blocks.tolist(), view.num_kept_tokens.tolist()) == ([3], [0]), "nobody else holds them now"
     assert (view.num_running, view.num_waiting, view.block_size, view.num_usable_blocks) == (1, 0, 4, 32)
+
+
+WINDOW = KVGroup("window", 8)
+GROUPS = [
+    (KVGroup(), KVGroup()),
+    (KVGroup(), WINDOW),
+    (WINDOW, KVGroup(), WINDOW, KVGroup("window", 5)),
+    (KVGroup("chunk", 8),),
+]
+
+
+def test_with_groups_what_lies_behind_a_window_is_kept_by_those_that_hold_it() -> None:
+    host, view = reading(num_blocks=64, kv_groups=(KVGroup(), WINDOW))
+    shared = host.prompt(12)
+    host.add("a", [*shared, 1], max_tokens=30)
+    host.step()
+    host.add("b", [*shared, 2], max_tokens=30)
+    host.step()
+    assert view.num_kept_tokens.tolist() == [12, 12]
+    for _ in range(8):
+        host.step()
+    assert view.num_kept_tokens.tolist() == [0, 0], "of the window nobody holds what token 12 attends to"
+    host.add("c", [*shared, 3], max_tokens=1)
+    host.schedule()
+    assert view.num_kept_tokens.tolist() == [12, 12, 0], "until c has passed it"
+
+
+@pytest.mark.parametrize("groups", GROUPS, ids=lambda groups: "+".join(group.kind for group in groups))
+def test_what_is_kept_is_found_once_all_free_blocks_are_evicted(groups: tuple[KVGroup, ...]) -> None:
+    """And no more is, of a request that loses its blocks at any moment."""
+    num_kept = 0
+    for seed in range(short_or_long(20, 3000)):
+        rng = random.Random(seed)
+        host, view = reading(num_blocks=120, kv_groups=groups)
+        prefix = host.prompt(24)
+        for number in range(4):
+            own = host.prompt(rng.randrange(1, 9))
+            host.add(f"r{number}", [*prefix[: rng.choice([0, 8, 16, 24, 24])], *own], max_tokens=40)
+            for _ in range(rng.randrange(8)):
+                host.step()
+        index = rng.randrange(len(view.requests))
+        request, kept = view.requests[index], view.num_kept_tokens.tolist()
+        host.park(request.request_id)
+        kv = host.scheduler._kv
+        assert isinstance(kv, GroupedKVCache)
+        kv.pool.uncache(kv.pool.cached_free_blocks())
+        for entry in {*kv._prefixes.entries()}:  # as where the blocks get other content
+            if not kv._prefixes.is_valid(entry):
+                kv._prefixes.remove(entry)
+                for block in entry.blocks:
+                    kv._prefixes._entry_of[block] = None
+        entry = None
+        most = (request.num_tokens - 1) // 4 * 4  # one token is left to compute
+        assert kv.look_up(request).num_tokens == min(kept[index], most), seed
+        num_kept += kept[index] > 0
+    assert num_kept >= 3
+
+
+def test_slots_of_groups() -> None:
+    tokens = np.array([3.0, 7.5, 300.0])
+    assert reading()[1].num_slots_for(tokens).tolist() == [3.0, 7.5, 300.0]
+    _, view = reading(num_blocks=64, kv_groups=(KVGroup(), WINDOW, WINDOW, KVGroup("chunk", 4)))
+    assert view.num_slots_for(tokens).tolist() == [12.0, 26.5, 320.0]
 
 
 def test_without_a_prefix_cache_every_block_is_its_own() -> None:

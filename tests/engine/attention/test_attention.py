@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from pointsman.core import SchedulerConfig
 from pointsman.engine.attention import torch_backend as torch_attention
 from pointsman.engine.attention.numba_backend import NumbaAttention
 from pointsman.engine.attention.paged import AttentionBackend, PagedBatch
 from pointsman.engine.attention.torch_backend import TorchAttention, cut_pieces
-from pointsman.engine.kv.pool import KVPool, LayerShape, blocks_for, bytes_per_block, choose_num_blocks
+from pointsman.engine.kv.layout import KVLayout, LayerShape
+from pointsman.engine.kv.pool import KVPool, blocks_for, bytes_per_block, choose_num_blocks
 
 BACKENDS = {"torch": TorchAttention, "numba": NumbaAttention}
 
@@ -37,7 +39,8 @@ class Setting:
         self.query_lens, self.computed = np.array(query_lens), np.array(computed)
         self.shape = shape
         rng = np.random.default_rng(5)
-        needs = [blocks_for(total, block_size) for total in (self.query_lens + self.computed).tolist()]
+        self.block_size = block_size
+        needs = self.ends()
         ids = rng.permutation(sum(needs) + 3)
         tables = np.full((len(needs), max(needs) + 2), 10**6)  # what lies past a row's blocks must not be read
         for row, (end, need) in enumerate(zip(np.cumsum(needs), needs, strict=True)):
@@ -50,15 +53,23 @@ class Setting:
         self.keys = [torch.randn(t, shape.num_kv_heads, shape.k_dim, generator=generator) for t in totals]
         self.values = [torch.randn(t, shape.num_kv_heads, shape.v_dim, generator=generator) for t in totals]
         self.query = torch.randn(sum(query_lens), shape.num_heads, shape.k_dim, generator=generator)
-        self.tables, self.block_size = tables, block_size
+        self.tables = tables
 
     def write(self, first: np.ndarray, counts: np.ndarray) -> PagedBatch:
         rows = np.nonzero(counts)[0]
         batch = PagedBatch.build(counts[rows], first[rows], self.tables[rows], self.block_size)
+        self.write_batch(batch, first, counts)
+        return batch
+
+    def write_batch(self, batch: PagedBatch, first: np.ndarray, counts: np.ndarray) -> None:
+        rows = np.nonzero(counts)[0]
         key = torch.cat([self.keys[r][first[r] : first[r] + counts[r]] for r in rows])
         value = torch.cat([self.values[r][first[r] : first[r] + counts[r]] for r in rows])
         self.backend.write(self.backend.plan(batch), key, value, self.pool.keys[0], self.pool.values[0])
-        return batch
+
+    def ends(self) -> list[int]:
+        """Of each row, the number of its blocks."""
+        return [blocks_for(total, self.block_size) for total in (self.query_lens + self.computed).tolist()]
 
     def run(self, **options: object) -> torch.Tensor:
         """What the steps before this one computed, then this step."""
@@ -114,6 +125,27 @@ def test_equals_attention_written_out(
     want = setting.expected(0.3, window, softcap, sinks)
     assert got.shape == (sum(rows[0]), shape.num_heads, shape.v_dim)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rows", [MIXED, DECODES], ids=["mixed", "decodes"])
+@pytest.mark.parametrize("window", [1, 8, 24, 37])
+def test_what_is_behind_a_window_is_never_read(backend: str, rows: tuple[list[int], list[int]], window: int) -> None:
+    """The entries of those blocks may name blocks of other requests and layers: here one that holds NaN."""
+    setting = Setting(*rows, LayerShape(2, 8, 8, 6), block_size=8, backend=backend)
+    setting.write(np.zeros_like(setting.computed), setting.computed)
+    used = {block for row, end in enumerate(setting.ends()) for block in setting.tables[row, :end].tolist()}
+    foreign = next(block for block in range(setting.pool.num_blocks) if block not in used)
+    for row, computed in enumerate(setting.computed.tolist()):
+        setting.tables[row, : max(0, computed - window + 1) // 8] = foreign
+    batch = PagedBatch.build(setting.query_lens, setting.computed, setting.tables, 8)
+    groups = batch.in_groups(np.stack([np.full_like(setting.tables, foreign), setting.tables], axis=1))
+    setting.write_batch(groups[1], setting.computed, setting.query_lens)
+    plan = setting.backend.plan(groups[1])
+    pool = setting.pool.keys[0], setting.pool.values[0]
+    got = setting.backend.attend(plan, setting.query, *pool, scale=0.3, window=window, softcap=None, sinks=None)
+    torch.testing.assert_close(got, setting.expected(0.3, window, None, None), rtol=1e-5, atol=2e-6)
+    assert pool[0][foreign].isnan().all() and len(groups) == 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -255,9 +287,11 @@ def test_slots_follow_the_block_table() -> None:
 LAYERS = [LayerShape(2, 16, 8, 4)] * 3  # 3 * 2 * 24 elements a token
 
 
-def choose(**given: object) -> int:
-    settings = {"num_blocks": None, "kv_cache_bytes": None, "max_model_len": 100, "max_num_seqs": 4, "block_size": 16}
-    return choose_num_blocks(LAYERS, dtype=torch.float32, **{**settings, **given})
+def choose(num_blocks: int | None = None, kv_cache_bytes: int | None = None) -> int:
+    config = SchedulerConfig(num_blocks=1, max_model_len=100, max_num_seqs=4, block_size=16)
+    return choose_num_blocks(
+        KVLayout.plain(LAYERS), config, num_blocks=num_blocks, kv_cache_bytes=kv_cache_bytes, dtype=torch.float32
+    )
 
 
 def test_pool_size_from_bytes_or_blocks() -> None:
@@ -269,7 +303,6 @@ def test_pool_size_from_bytes_or_blocks() -> None:
     assert choose() == 4 * 7, "by default no more than the sequences could use"
     pool = KVPool(LAYERS, num_blocks=7, block_size=16, dtype=torch.float32)
     assert pool.num_bytes == 7 * block_bytes == sum(t.numel() * 4 for t in pool.keys + pool.values)
-    assert pool.num_tokens == 112
 
 
 def test_a_pool_that_has_taken_its_memory_needs_no_more() -> None:
@@ -292,8 +325,9 @@ def test_impossible_pools_are_refused() -> None:
 
 def test_capacity_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     pool = KVPool(LAYERS, num_blocks=7, block_size=16, dtype=torch.float32)
+    config = SchedulerConfig(num_blocks=7, max_model_len=56, block_size=16)
     with caplog.at_level("INFO"):
-        pool.log_capacity(56)
+        pool.log_capacity(config)
     assert "room for 112 tokens, or 1.8 requests of the full length 56" in caplog.text
-    pool.log_capacity(113)
+    pool.log_capacity(config.replace(max_model_len=113))
     assert "less than one request of the full length 113" in caplog.text

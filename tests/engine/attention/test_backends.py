@@ -9,7 +9,7 @@ import torch
 
 from pointsman.engine import Engine
 from pointsman.engine.attention.backends import choose_attention, choose_device
-from pointsman.engine.kv.pool import LayerShape
+from pointsman.engine.kv.layout import LayerShape
 from pointsman.engine.model.loader import load_model, wrap_model
 from tests.engine.tiny_models import FAMILIES, build
 

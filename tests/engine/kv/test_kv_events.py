@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from _server_process import free_port
 
 from pointsman.core.kv.content import block_key, root_key
 from pointsman.core.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -91,6 +92,14 @@ def test_messages_reach_a_subscriber_in_order(publisher: KVEventsPublisher) -> N
     assert events == [{"type": "AllBlocksCleared"}]
 
 
+def test_a_message_says_which_engine_of_a_server_it_is_from() -> None:
+    publisher = KVEventsPublisher(KVEventsConfig(**LOCAL, data_parallel_rank=3), block_size=2)
+    publisher.publish([AllBlocksCleared()])
+    ((_, payload),) = replayed(publisher, 1)
+    assert msgspec.msgpack.decode(payload)[2] == 3
+    publisher.close()
+
+
 def test_events_are_maps_with_vllms_fields(publisher: KVEventsPublisher) -> None:
     publisher.publish([BlockStored([b"a", b"b"], None, [1, 2, 3, 4], Root("salt", None))])
     publisher.publish([BlockRemoved([b"b"])])
@@ -102,6 +111,34 @@ def test_events_are_maps_with_vllms_fields(publisher: KVEventsPublisher) -> None
     }  # fmt: skip
     assert msgspec.msgpack.decode(second)[1] == [{"type": "BlockRemoved", "block_hashes": [b"b"], "medium": "GPU"}]
     assert [number for number, _ in replayed(publisher, 1, first=1)] == [1]
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:5557", "tcp://broker:5557"])
+def test_a_publisher_that_connects_says_that_routers_do_so_too(
+    address: str, caplog: pytest.LogCaptureFixture, publisher: KVEventsPublisher
+) -> None:
+    assert not caplog.records, "this one is bound"
+    KVEventsPublisher(KVEventsConfig(endpoint=address), block_size=2).close()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and address in record.message and "tcp://*:5557" in record.message
+
+
+def test_it_can_be_bound_to_this_machine_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """With vLLM's rule, only an address with * or :: is bound; the one of IPv6 is private, too."""
+    config = KVEventsConfig(endpoint=f"tcp://[::1]:{free_port()}")
+    publisher = KVEventsPublisher(config, block_size=2)
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.linger = 0
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.connect(config.endpoint)
+        socket.subscribe("")
+        for _ in range(100):
+            publisher.publish([AllBlocksCleared()])
+            if socket.poll(50):
+                break
+        assert len(socket.recv_multipart(zmq.NOBLOCK)) == 3
+    publisher.close()
+    assert not caplog.records
 
 
 def published_run(loaded: LoadedModel) -> tuple[Engine, list[bytes]]:
@@ -173,6 +210,7 @@ def test_vllms_own_decoder_reads_it(loaded: LoadedModel, tmp_path: Path) -> None
         ({"port": 1}, "no field 'port'"),
         ({"publisher": "kafka"}, "publisher is 'kafka'"),
         ({"buffer_steps": 0}, "buffer_steps is 0"),
+        ({"data_parallel_rank": -1}, "data_parallel_rank is -1"),
         ({"endpoint": 5557}, "endpoint is 5557"),
         ("tcp://*:1", "give a KVEventsConfig, or a mapping"),
         ({"endpoint": "tcp://127.0.0.1:1:*"}, "cannot be used"),

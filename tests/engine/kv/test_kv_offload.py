@@ -11,8 +11,9 @@ import torch
 
 from pointsman.core import ConfigError
 from pointsman.engine import AsyncEngine, Engine, EngineStepError, SamplingParams
+from pointsman.engine.kv.layout import LayerShape
 from pointsman.engine.kv.offload import HostCopies, HostTier, SlotLoad
-from pointsman.engine.kv.pool import KVPool, LayerShape
+from pointsman.engine.kv.pool import KVPool
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import wrap_model
 from tests.engine.kv_requests import PARAMS, TIGHT, add_round, break_passes, drain, make, prompt_of, run_rounds, settle

@@ -23,7 +23,8 @@ from torch import Tensor
 from pointsman.core import ConfigError, RequestStatus
 from pointsman.engine import AsyncEngine, Engine, EngineStepError, RequestOutput
 from pointsman.engine.kv.connector import EngineConnector
-from pointsman.engine.kv.pool import KVPool, LayerShape
+from pointsman.engine.kv.layout import LayerShape
+from pointsman.engine.kv.pool import KVPool
 from pointsman.engine.kv.store import ABANDONED_AFTER, BadBlock, BlockFolder, KVStore
 from pointsman.engine.model.fingerprint import model_fingerprint
 from pointsman.engine.model.loaded import LoadedModel

@@ -21,7 +21,8 @@ from pointsman.engine.attention.backends import BackendFactory
 from pointsman.engine.attention.paged import AttentionBackend, PagedBatch
 from pointsman.engine.attention.torch_backend import TorchAttention
 from pointsman.engine.errors import UnsupportedModel
-from pointsman.engine.kv.pool import KVPool, LayerShape
+from pointsman.engine.kv.layout import LayerShape
+from pointsman.engine.kv.pool import KVPool
 from pointsman.engine.model.forward import run_model
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import wrap_model
@@ -166,7 +167,7 @@ def logits_of(loaded: LoadedModel, sequences: list[Tensor], chunk: int, backend:
         pieces = [sequences[row][start : start + chunk] for row in rows]
         counts = [len(piece) for piece in pieces]
         batch = PagedBatch.build(np.array(counts), np.full(len(rows), start), tables[rows], size)
-        loaded.context.begin(batch, pool, backend(loaded.layers, loaded.model.device))
+        loaded.context.begin([batch], pool, backend(loaded.layers, loaded.model.device))
         logits = run_model(loaded.model, torch.cat(pieces), torch.from_numpy(batch.positions), keep=None)
         loaded.context.end()
         for row, part in zip(rows, torch.split(logits, counts), strict=True):

@@ -444,6 +444,24 @@ def test_the_exposition_is_what_the_table_says(
     }
 
 
+@pytest.mark.e2e
+def test_llm_ds_endpoint_picker_finds_what_it_reads(
+    loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]
+) -> None:
+    """The names, types and labels of its protocol for model servers, where it reads vLLM:
+    https://llm-d.ai/docs/architecture/core/model-servers. What it reads of adapters exists with adapters alone."""
+    client, measured = engine
+    body, _ = loop.run(measured.render())
+    families = {family.name: family for family in text_string_to_metric_families(body.decode())}
+    for name in ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"):
+        (sample,) = families[name].samples
+        assert families[name].type == "gauge" and sample.value == 0, name
+    (sample,) = families["vllm:cache_config_info"].samples
+    assert families["vllm:cache_config_info"].type == "gauge"
+    sizes = {name: int(sample.labels[name]) for name in ("block_size", "num_gpu_blocks")}
+    assert sizes == {"block_size": client.info.block_size, "num_gpu_blocks": client.info.num_blocks}
+
+
 def documented() -> dict[str, list[str]]:
     """Cells of the tables' rows, by the metric's name."""
     text = (ROOT / "docs" / "metrics.md").read_text()

@@ -14,7 +14,7 @@ import pytest
 from pointsman.core import RepetitionDetectionParams
 from pointsman.engine import EngineDeadError, SamplingParams
 from pointsman.engine.params.structured_outputs import StructuredOutputsParams
-from pointsman.server.service.engine_client import EngineClient
+from pointsman.server.service.engine_client import EngineClient, EngineStartError
 from pointsman.server.service.fleet import EngineFleet, start_fleet
 from pointsman.server.service.inbox import ClientStream
 from pointsman.server.wire.messages import Delta, EngineRequest
@@ -168,6 +168,42 @@ def reading_is_over(stream: ClientStream, expected: dict[str, Delta]) -> bool:
 
 
 @pytest.mark.soak
+def test_in_bfloat16_a_stream_goes_on_validly() -> None:
+    """What was received stays, and each token behind it is as likely as the best, for an engine that computes all of
+    them at once, but for what rounding does to an undisturbed stream as well."""
+    params = SamplingParams(temperature=0, **LONG)
+
+    async def shortfall(fleet: EngineFleet, tokens: list[int]) -> float:
+        scoring = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
+        found = (await read(fleet.generate(EngineRequest("score", PROMPT + tokens, scoring)))).prompt_logprobs
+        assert found is not None
+        positions = [[found.values[place] for place in one] for one in found.positions()][len(PROMPT) :]
+        assert len(positions) == len(tokens)
+        return max(max(values) - values[0] for values in positions)
+
+    async def test(fleet: EngineFleet) -> None:
+        undisturbed = await read(fleet.generate(EngineRequest("a", PROMPT, params)))
+        allowed = await shortfall(fleet, undisturbed.token_ids) + 0.1
+        wrong = [*undisturbed.token_ids[:80], *undisturbed.token_ids[81:]]
+        assert await shortfall(fleet, wrong) > 10 * allowed, "a token that is lost would be noticed"
+        for before in (3, 77, 140):
+            stream = fleet.generate(EngineRequest("a", PROMPT, params))
+            await stream.start()
+            engine = fleet.engines[stream.engine]
+            await until_it_has(stream, before)
+            await kill(engine)
+            received = list(stream.output_token_ids)
+            whole = await read(stream)
+            assert stream.num_deaths == 1 and whole.finish_reason == "length"
+            assert whole.token_ids[: len(received)] == received == undisturbed.token_ids[: len(received)]
+            assert len(whole.token_ids) == LONG["max_tokens"]
+            assert await shortfall(fleet, whole.token_ids) <= allowed
+            await until_idle(fleet)
+
+    with_fleet(test, dtype="bfloat16")
+
+
+@pytest.mark.soak
 def test_a_stop_string_may_lie_across_the_cut() -> None:
     """The text that may begin it is held back by the engine that dies, and found by the next one."""
 
@@ -238,3 +274,29 @@ def test_a_priority_that_was_changed_is_kept_and_waiting_requests_are_resumed_in
             await stream.aclose()
 
     with_fleet(test, num_engines=1, order="priority", max_num_seqs=2)
+
+
+def test_when_one_of_several_cannot_be_started_none_is_left_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is ready, one is still being started, and the third fails: all processes have ended when that is raised."""
+    clients: list[EngineClient] = []
+    make = EngineClient.__init__
+
+    def noted(client: EngineClient, process: Any) -> None:
+        make(client, process)
+        clients.append(client)
+
+    monkeypatch.setattr(EngineClient, "__init__", noted)
+
+    async def start(index: int, num_restarts: int, tokenizer: Any = None) -> EngineClient:
+        if index == 2:
+            while not clients or clients[0].info is None:
+                await asyncio.sleep(0.01)
+            raise EngineStartError("the third does not start")
+        if index == 1:
+            while not clients or clients[0].info is None:
+                await asyncio.sleep(0.001)
+        return await EngineClient.start(OPTIONS, log_stats_interval=None)
+
+    with pytest.raises(EngineStartError, match="the third does not start"):
+        asyncio.run(start_fleet(start, 3, 5))
+    assert clients and all(client._process.poll() is not None for client in clients)

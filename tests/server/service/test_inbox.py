@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -109,3 +110,65 @@ def test_a_reading_that_is_cancelled_aborts_the_request() -> None:
         assert [delta async for delta in stream] == []
 
     with_client(test)
+
+
+def test_a_shortcut_takes_what_comes_while_the_reader_waits_and_no_delta_overtakes_another() -> None:
+    """The reader is sometimes busy, the shortcut sometimes refuses: each delta goes one way, and all in their order."""
+
+    async def test() -> None:
+        generator = random.Random(4)
+        stream = ClientStream(
+            EngineRequest("a", [5], ENDLESS), lambda streams: streams[0].note_sent(), lambda stream: None
+        )
+        found: list[int] = []
+        num_short = 0
+        may_be_short = True
+
+        def shortcut(delta: Delta) -> bool:
+            nonlocal num_short
+            if delta.finish_reason is not None or not may_be_short:
+                return False
+            found.extend(delta.token_ids)
+            num_short += 1
+            return True
+
+        async def read() -> None:
+            async for delta in stream:
+                for _ in range(generator.randrange(3)):  # as if it waited for the transport
+                    await asyncio.sleep(0)
+                found.extend(delta.token_ids)
+
+        reading = asyncio.ensure_future(read())
+        stream.put(Delta(token_ids=[0]))  # before there is a shortcut
+        stream.shortcut = shortcut
+        for number in range(1, 1000):
+            may_be_short = generator.random() < 0.7
+            stream.put(Delta(token_ids=[number]))
+            for _ in range(generator.randrange(4)):
+                await asyncio.sleep(0)
+        stream.put(Delta(token_ids=[1000], finish_reason="stop"))
+        await asyncio.wait_for(reading, 5)
+        assert found == stream.output_token_ids == list(range(1001))
+        assert 100 < num_short < 900
+
+    asyncio.run(test())
+
+
+def test_a_shortcut_that_fails_leaves_the_delta_to_the_reader() -> None:
+    """The inbox is that of all clients: what one of them causes must not reach it."""
+
+    async def test() -> None:
+        stream = ClientStream(
+            EngineRequest("a", [5], ENDLESS), lambda streams: streams[0].note_sent(), lambda stream: None
+        )
+
+        def shortcut(delta: Delta) -> bool:
+            raise RuntimeError("the transport is closed")
+
+        stream.shortcut = shortcut
+        reading = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        stream.put(Delta(token_ids=[5]))
+        assert (await asyncio.wait_for(reading, 5)).token_ids == [5] and stream.shortcut is None
+
+    asyncio.run(test())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
@@ -11,9 +12,11 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+import uvicorn
 from _server_process import ServerProcess, resident_bytes, wait_until
 
-from pointsman.server.wire.http import SeldomFilter
+from pointsman.server.wire.http import LimitedHttpProtocol, SeldomFilter
+from pointsman.server.wire.sse import EventStream
 
 pytestmark = pytest.mark.e2e
 
@@ -128,3 +131,66 @@ def test_after_a_body_that_is_too_large_the_connection_is_closed(connection: soc
     with pytest.raises(OSError):
         for _ in range(200):
             connection.sendall(b" " * 1_000_000)
+
+
+def body_of(answer: bytes) -> bytes:
+    """The body that chunked transfer coding carries, which must be whole."""
+    rest, body = answer.partition(b"\r\n\r\n")[2], b""
+    while True:
+        size, _, rest = rest.partition(b"\r\n")
+        if size == b"0":
+            assert rest == b"\r\n"
+            return body
+        body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+
+
+@pytest.mark.parametrize("method", [b"GET", b"HEAD"])
+def test_events_written_without_waiting_are_in_their_places_and_stop_where_a_client_does_not_read(
+    method: bytes,
+) -> None:
+    """The protocol on a real socket, with an app of its own: before the headers, without room, after the end."""
+    written: list[bool] = []
+    num_written = 0
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal num_written
+        events = EventStream(send, {}, scope)
+        written.append(events.write_now(b"too early"))
+        await events.open()
+        await events.write(b"data: first\n\n")
+        while num_written < 100_000 and events.write_now(b"data: %01000d\n\n" % num_written):
+            num_written += 1
+        await events.write(b"data: last\n\n")  # when there is room again
+        written.append(events.write_now(b"data: behind\n\n"))
+        await events.close()
+        written.append(events.write_now(b"too late"))
+
+    async def exchange() -> bytes:
+        config = uvicorn.Config(app, http=LimitedHttpProtocol, lifespan="off", log_config=None, access_log=False)
+        server = uvicorn.Server(config)
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
+            client = socket.create_connection(sock.getsockname(), timeout=20)
+            client.sendall(method + b" / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            while len(written) < 1 or (method == b"GET" and not num_written):
+                await asyncio.sleep(0.01)
+            answer = await asyncio.to_thread(read_all, client)  # which has read nothing until now
+            client.close()
+            server.should_exit = True
+            await serving
+            return answer
+
+    answer = asyncio.run(exchange())
+    if method == b"HEAD":
+        assert answer.endswith(b"\r\n\r\n") and (num_written, written) == (0, [False] * 3)
+        return
+    lines = [
+        b"data: first",
+        *(b"data: %01000d" % number for number in range(num_written)),
+        b"data: last",
+        b"data: behind",
+    ]
+    assert body_of(answer).split(b"\n\n") == [*lines, b"data: [DONE]", b""]
+    assert 100 < num_written < 100_000, "the transport's buffer is bounded"
+    assert written == [False, True, False]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pickle
 import random
 
+import numpy as np
 import pytest
 
 from pointsman.core.errors import RequestRefused, UnknownRequest
 from pointsman.engine import SamplingParams
+from pointsman.engine.outputs.request_output import RequestMetrics
 from pointsman.engine.params.structured_outputs import StructuredOutputsParams
 from pointsman.server.service.sampling import for_sample
 from pointsman.server.wire.logprobs import Logprobs
@@ -38,6 +40,32 @@ def test_messages_arrive_in_any_pieces() -> None:
         assert [pickle.dumps(one) for one in found[:2]] == [pickle.dumps(one) for one in messages[:2]]
         (key, error) = found[2].errors[0]
         assert (key, type(error), str(error)) == (2, RequestRefused, "too long")
+
+
+def test_plain_outputs_are_short_and_arrive_as_they_were() -> None:
+    """A step in which requests got tokens alone: a fraction of the bytes. Anything more, and nothing is left out."""
+    plain = EngineOutputs(
+        accepted=[7],
+        deltas=[(key, Delta("é\u2028 \U0001f600", [5, 2**31], num_cached_tokens=key)) for key in range(20)],
+        steps=[StepNote(3, 1, 1e-5), StepNote(4, 4, 0.5)],
+    )
+    frame = pack(plain)
+    assert list(Unpacker().feed(frame)) == [plain] and len(frame) < 0.5 * len(pickle.dumps(plain))
+    (found,) = Unpacker().feed(frame)
+    assert found.steps[1].num_generated_tokens == 4
+    for more in (
+        {"finish_reason": "stop"},
+        {"finish_detail": "eos"},
+        {"stop_reason": 0},
+        {"logprobs": Logprobs([1], [5], [-0.5], [1], ["a"])},
+        {"prompt_logprobs": Logprobs([1], [5], [-0.5], [1], ["a"])},
+        {"metrics": RequestMetrics(arrival_time=1.0, num_cached_tokens=4)},
+    ):
+        outputs = EngineOutputs(deltas=[(1, Delta("a", [5])), (2, Delta("b", [6], **more))])  # type: ignore[arg-type]
+        (found,) = Unpacker().feed(pack(outputs))
+        assert pickle.dumps(found) == pickle.dumps(outputs), more
+    (found,) = Unpacker().feed(pack(EngineOutputs(deltas=[(1, Delta(embedding=np.ones(3, np.float32)))])))
+    assert found.deltas[0][1].embedding.tolist() == [1.0] * 3
 
 
 def test_what_requests_share_crosses_once() -> None:

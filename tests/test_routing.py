@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.server.service.routing import MAX_LEAD, Router, SentBlocks, full_blocks
+from pointsman.routing import MAX_LEAD, Router, SentBlocks, full_blocks
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=14)
 moves = st.lists(

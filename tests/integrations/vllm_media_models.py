@@ -1,33 +1,16 @@
-"""A tiny model with an encoder in real vLLM: a script for the environment with vLLM.
-
-    python vllm_images.py FAMILY ours|theirs|check FOLDER [KEY=VALUE ...]   prints one JSON line
-
-What prompts with images got with our scheduler, or vLLM's own. With ours, everything that must hold between two calls
-is checked after each. KEY=VALUE are options of `LLM`, as JSON.
-"""
+"""Tiny models that read images, audio and video, with random weights: for the environment with vLLM."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-
-import numpy as np
 import torch
 import transformers
-from PIL import Image
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from vllm import LLM, SamplingParams
-from vllm.inputs import TokensPrompt
-
-from tests.integrations.vllm_groups import OURS, check_every_step
 
 VOCABULARY = 512
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<image>", "<boi>", "<eoi>", "\n\n", "\n", "\n\n\n", "\n\n\n\n", "<video>"]
@@ -139,8 +122,59 @@ def qwen2_vl() -> tuple[Any, Any]:
     return transformers.Qwen2VLForConditionalGeneration(config), processor
 
 
-FAMILIES = {"llava": (llava, "<image>"), "gemma3": (gemma3, "<boi>"), "qwen2-vl": (qwen2_vl, "<image>")}
-"""How a model is made, and what stands for an image in its prompts."""
+def qwen2_audio() -> tuple[Any, Any]:
+    """Qwen 2 Audio: an embedding for each 40 ms of sound."""
+    audio = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 48}
+    config = transformers.Qwen2AudioConfig(
+        audio_config=transformers.Qwen2AudioEncoderConfig(**audio, num_mel_bins=16, max_source_positions=1500),
+        text_config=transformers.Qwen2Config(**{**TEXT, "num_attention_heads": 2, "num_key_value_heads": 1}),
+        audio_token_index=SPECIAL.index("<image>"),
+    )
+    sounds = transformers.WhisperFeatureExtractor(feature_size=16)
+    processor = transformers.Qwen2AudioProcessor(
+        sounds, tokenizer(), audio_token="<image>", audio_bos_token="<boi>", audio_eos_token="<eoi>"
+    )
+    return transformers.Qwen2AudioForConditionalGeneration(config), processor
+
+
+def whisper() -> tuple[Any, Any]:
+    """Whisper, an encoder-decoder: 50 embeddings for what it hears, which nothing in the prompt stands for."""
+    config = transformers.WhisperConfig(
+        vocab_size=VOCABULARY,
+        num_mel_bins=16,
+        d_model=64,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=96,
+        decoder_ffn_dim=96,
+        max_source_positions=50,
+        max_target_positions=128,
+        decoder_start_token_id=1,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+    processor = transformers.WhisperProcessor(
+        transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=1), tokenizer()
+    )
+    model = transformers.WhisperForConditionalGeneration(config)
+    model.generation_config.suppress_tokens = model.generation_config.begin_suppress_tokens = None
+    return model, processor
+
+
+FAMILIES = {
+    "llava": (llava, "image", "<image>"),
+    "gemma3": (gemma3, "image", "<boi>"),
+    "qwen2-vl": (qwen2_vl, "image", "<image>"),
+    "qwen2-vl-video": (qwen2_vl, "video", "<video>"),
+    "qwen2-audio": (qwen2_audio, "audio", "<image>"),
+    "whisper": (whisper, "audio", ""),
+}
+"""How a model is made, what its prompts have, and what stands for one there; "": nothing, it is an encoder-decoder."""
 
 
 def make(family: str, folder: Path) -> None:
@@ -151,79 +185,17 @@ def make(family: str, folder: Path) -> None:
         for parameter in model.parameters():
             if parameter.dim() > 1:  # so large that layers, and not the last token, decide about the next one
                 parameter.normal_(0.0, 0.2)
-        model.get_input_embeddings().weight.mul_(0.1)
+        if family != "whisper":
+            model.get_input_embeddings().weight.mul_(0.1)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
-    path = folder / "model.safetensors"  # vLLM knows the older names of the weights of CLIP and SigLIP
-    weights = {
-        key.replace("vision_tower.", "vision_tower.vision_model."): value for key, value in load_file(path).items()
-    }
-    save_file(weights, path, metadata={"format": "pt"})
-
-
-def picture(number: int) -> Image.Image:
-    return Image.fromarray(
-        np.random.default_rng(number).integers(0, 255, (48 + 40 * number, 40 + 30 * number, 3), dtype=np.uint8)
+    path = folder / "model.safetensors"  # vLLM knows the older names of some weights
+    older = (
+        ("vision_tower.", "vision_tower.vision_model."),
+        ("language_model.model.model.", "language_model.model."),
+        ("language_model.model.lm_head.", "language_model.lm_head."),
     )
-
-
-def prompts(family: str) -> list[TokensPrompt]:
-    """Some with the same images at the same places, and some with others there."""
-    image = SPECIAL.index(FAMILIES[family][1])
-    shared = [12 + index * 7 % 500 for index in range(140)]
-    made = []
-    for number in range(8):
-        own = [12 + index * (number + 3) % 500 for index in range(30 * number)]
-        pictures = [picture(0), picture(number % 3), picture(number)][: 1 + number % 3]
-        tokens = [1, *shared[:40]]
-        for place in range(len(pictures)):
-            tokens += [image, *shared[: 20 + 40 * place]]
-        made.append(TokensPrompt(prompt_token_ids=tokens + own, multi_modal_data={"image": pictures}))
-    return made
-
-
-def main() -> None:
-    family, how, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-    given = {key: json.loads(value) for key, _, value in (each.partition("=") for each in sys.argv[4:])}
-    if not (folder / "config.json").exists():
-        make(family, folder)
-    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 4}
-    options |= {"max_num_batched_tokens": 128, "num_gpu_blocks_override": 40}
-    if how != "theirs":
-        options |= {"scheduler_cls": OURS, "additional_config": {"pointsman": {"socket": "", "preset": "vllm"}}}
-    llm = LLM(str(folder), enforce_eager=True, seed=0, **{**options, **given})
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    if how != "theirs":
-        check_every_step(scheduler)
-    seen: list[Any] = []
-    schedule = scheduler.schedule
-
-    def noted(*arguments: Any) -> Any:
-        output = schedule(*arguments)
-        seen.append([list(output.num_scheduled_tokens.values()), list(output.scheduled_encoder_inputs.values())])
-        return output
-
-    scheduler.schedule = noted
-    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, detokenize=False)
-    tokens, cached = [], []
-    for _ in range(2):  # once more: what the first time left in the caches
-        outputs = llm.generate(prompts(family), params, use_tqdm=False)
-        tokens += [list(each.outputs[0].token_ids) for each in outputs]
-        cached += [each.num_cached_tokens for each in outputs]
-    found = {
-        "tokens": tokens,
-        "cached": cached,
-        "steps": seen,
-        "groups": [type(group.kv_cache_spec).__name__ for group in scheduler.kv_cache_config.kv_cache_groups],
-        "encoder": [scheduler.max_num_encoder_input_tokens, scheduler.encoder_cache_manager.cache_size]
-        if how == "theirs"
-        else [scheduler.core.config.encoder_budget, scheduler.core.config.encoder_cache_size],
-    }
-    if how != "theirs":
-        stats = scheduler.core.stats()
-        found |= {"preemptions": stats.num_preemptions, "reused": stats.num_encoder_reused}
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    weights = load_file(path)
+    for name, before in older:
+        weights = {key.replace(name, before): value for key, value in weights.items()}
+    save_file(weights, path, metadata={"format": "pt"})

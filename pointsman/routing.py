@@ -1,5 +1,7 @@
 """Which of several engines gets a request? The one that computes least for it, within a bound on its load.
 
+The server routes by this rule among its engines, and the simulator among its replicas (`prefix-affinity`).
+
 An engine has cached the prompts that it was sent, as far as its pool holds them. So for each engine there is an index
 of the blocks of tokens that it was sent, each in its place behind the blocks before it, under the request's salt. The
 cost of a request on an engine is the prompt's tokens that are not found there, and `TOKENS_PER_REQUEST` for each
@@ -18,6 +20,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import count
 
+import numpy as np
+import numpy.typing as npt
+
 MAX_LEAD = 4
 """Requests by which an engine may be preferred, beside a quarter of the least load."""
 TOKENS_PER_REQUEST = 32
@@ -30,14 +35,16 @@ class Router:
     Args:
         num_engines: at least 1.
         block_size: tokens of a block, as the engines have it.
-        num_blocks: of the pool of each engine, the number of blocks that its index remembers.
+        num_blocks: blocks of tokens that each engine holds, and its index remembers.
     """
 
     def __init__(self, num_engines: int, block_size: int, num_blocks: int) -> None:
         self._block_size = block_size
         self._sent = [SentBlocks(num_blocks) for _ in range(num_engines)]
 
-    def choose(self, prompt_token_ids: Sequence[int], namespace: str, loads: Sequence[int | None]) -> int:
+    def choose(
+        self, prompt_token_ids: Sequence[int] | npt.NDArray[np.integer], namespace: str, loads: Sequence[int | None]
+    ) -> int:
         """The engine for a prompt, which is noted as sent there.
 
         Args:
@@ -77,9 +84,13 @@ def most_open(least: int) -> int:
     return MAX_LEAD + least + least // 4
 
 
-def full_blocks(token_ids: Sequence[int], block_size: int) -> list[bytes]:
+def full_blocks(token_ids: Sequence[int] | npt.NDArray[np.integer], block_size: int) -> list[bytes]:
     """The tokens of each full block, without that of the last token, which is computed in any case."""
-    raw, size = array("q", token_ids).tobytes(), 8 * block_size
+    if isinstance(token_ids, np.ndarray):
+        raw = token_ids.astype(np.int64).tobytes()
+    else:
+        raw = array("q", token_ids).tobytes()
+    size = 8 * block_size
     end = (len(token_ids) - 1) // block_size * size
     return [raw[start : start + size] for start in range(0, end, size)]
 

@@ -1,0 +1,220 @@
+"""What `scale.py` does to engines: it kills one of several (SIGKILL) at random moments while streams run.
+
+In float32 each stream must be the one that it is without that. In bfloat16 the KV that another engine computes again
+may differ in its last bits, so a greedy stream may go on with a token that is as likely; there, all tokens of a stream
+are scored by an engine that nothing happened to, and each must be the most likely one there, but for rounding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
+from time import monotonic
+from typing import Any
+
+from _scale_load import MODEL, prefix
+from _scale_sides import Side
+from _server_client import BrokenAnswer, Exchange, Stream, post, send, start
+from _server_probe import open_requests, read_metrics, wait_until_idle
+
+KILLED_TOGETHER = 10
+"""Streams that run when an engine is killed."""
+PROMPT_TOKENS = 40
+SECONDS_TO_RETURN = 120.0
+SECONDS_TO_LIVE = 61.0
+"""For which an engine lives before it is killed again: `FORGIVEN_AFTER` in `server/service/fleet.py`, and some more."""
+
+
+def request_of(number: int, num_tokens: int, *, greedy: bool = False) -> bytes:
+    """A stream that runs when an engine is killed."""
+    fields: dict[str, Any] = {"max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+    fields |= {"temperature": 0, "return_token_ids": True} if greedy else {"temperature": 0.8, "seed": number}
+    body = {"model": MODEL, "prompt": prefix(number)[:PROMPT_TOKENS], **fields}
+    return post("/v1/completions", body, {"X-Request-Id": f"scale-{number}-"})
+
+
+def whole(exchange: Exchange) -> Stream | None:
+    """What a stream said, if it is a whole one."""
+    try:
+        stream = exchange.answer().stream()
+    except BrokenAnswer:
+        return None
+    is_whole = stream.is_done and stream.error is None and stream.finish_reasons == {0: ["length"]}
+    return stream if is_whole else None
+
+
+class Killing:
+    """Kills under load, on one server.
+
+    Args:
+        side: with several engines.
+        requests: the streams that run each time.
+        seed: of the moments.
+    """
+
+    def __init__(self, side: Side, requests: Sequence[bytes], seed: int) -> None:
+        self._side = side
+        self._requests = requests
+        self._random = random.Random(seed)
+        self._num_pieces = 0  # of all streams, if nothing happens
+        self._first_pids = side.server.engine_pids
+        self._born = dict.fromkeys(self._first_pids, monotonic())
+        self.num_open = 0
+        """Streams that were open when an engine was killed."""
+        self.back: list[float] = []
+        """Seconds until all engines lived again, of each kill."""
+        self.gaps: list[float] = []
+        """The longest gap in the streams of the engines that lived on, of each kill at which both had some."""
+        self.gaps_of_resumed: list[float] = []
+        """The longest gap in the streams of the one that was killed."""
+
+    async def undisturbed(self) -> list[Exchange]:
+        """The streams, run while nothing happens."""
+        exchanges = await self._together()
+        for exchange in exchanges:
+            await exchange.end()
+        self._num_pieces = sum(len(exchange.pieces) for exchange in exchanges)
+        return exchanges
+
+    async def killed(self) -> tuple[list[Exchange], list[int]]:
+        """The streams, one of whose engines is killed at a random moment, and how many pieces of each had come then;
+        returns when all engines live again. An engine that was killed before has lived for a minute, as deaths that
+        follow each other faster delay its next start.
+
+        Raises:
+            TimeoutError: they do not.
+        """
+        pids = self._side.server.engine_pids
+        victim = self._random.choice(pids)
+        if victim not in self._first_pids:
+            await asyncio.sleep(max(0.0, self._born[victim] + SECONDS_TO_LIVE - monotonic()))
+        exchanges = await self._together()
+        # A share of what comes, and not of the time that it took: a shared machine changes speed.
+        wanted = self._random.uniform(0.05, 0.8) * self._num_pieces
+        while sum(len(exchange.pieces) for exchange in exchanges) < wanted:
+            await asyncio.sleep(0.002)
+        listed = await open_requests(self._side.address)
+        homes = {int(one["id"].split("scale-")[1].split("-")[0]): one["engine"] for one in listed}
+        os.kill(victim, signal.SIGKILL)
+        killed, had = monotonic(), [len(exchange.pieces) for exchange in exchanges]
+        await asyncio.sleep(0.2)  # until the death is noticed
+        for exchange in exchanges:
+            await exchange.end()
+        while (await read_metrics(self._side.address))["pointsman:engine_up"] < len(pids):
+            if monotonic() - killed > SECONDS_TO_RETURN:
+                raise TimeoutError(f"the engine is not back within {SECONDS_TO_RETURN:g} s")
+            await asyncio.sleep(0.05)
+        self.back.append(monotonic() - killed)
+        self._born |= {pid: monotonic() for pid in self._side.server.engine_pids if pid not in self._born}
+        self.num_open += len(homes)
+        by_engine: dict[int, float] = {}
+        for number, engine in homes.items():
+            gap = longest_gap(exchanges[number], killed)
+            by_engine[engine] = max(by_engine.get(engine, 0.0), gap)
+        if len(by_engine) == len(pids):
+            self.gaps.append(min(by_engine.values()))
+            self.gaps_of_resumed.append(max(by_engine.values()))
+        return exchanges, had
+
+    async def _together(self) -> list[Exchange]:
+        return [await start(self._side.address, request) for request in self._requests]
+
+
+def longest_gap(exchange: Exchange, since: float) -> float:
+    """Seconds between two pieces of a stream, of which the later came after `since`."""
+    times = exchange.times
+    return max((later - max(before, since) for before, later in pairwise(times) if later > since), default=0.0)
+
+
+async def kills(side: Side, count: int, num_tokens: int) -> dict[str, Any]:
+    """Kill one of the engines `count` times under load, in float32: every answer must be the undisturbed one."""
+    killing = Killing(side, [request_of(number, num_tokens) for number in range(KILLED_TOGETHER)], seed=2)
+    expected = [stream and stream.text for stream in map(whole, await killing.undisturbed())]
+    failed = differing = 0
+    for _ in range(count):
+        exchanges, _ = await killing.killed()
+        streams = [whole(exchange) for exchange in exchanges]
+        failed += sum(stream is None for stream in streams)
+        pairs = zip(streams, expected, strict=True)
+        differing += sum(stream is not None and stream.text != text for stream, text in pairs)
+    idle = await wait_until_idle(side.address)
+    return {
+        "kills": count,
+        "requests": count * KILLED_TOGETHER,
+        "open_at_a_kill": killing.num_open,
+        "failed": failed,
+        "differing": differing,
+        "blocks_back": idle is not None,
+        "seconds_until_back": round(max(killing.back), 3),
+        "median_seconds_until_back": round(median(killing.back), 3),
+        "seconds_to_start": round(side.seconds_to_start, 3),
+        "gap_of_the_other_engine": round(median(killing.gaps), 3) if killing.gaps else None,
+        "longest_gap_of_the_other_engine": round(max(killing.gaps), 3) if killing.gaps else None,
+        "gap_of_resumed_streams": round(median(killing.gaps_of_resumed), 3) if killing.gaps else None,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- bfloat16
+
+
+def tokens_of(pieces: Sequence[bytes]) -> list[int]:
+    """The token ids of a stream as far as its pieces go."""
+
+    found: list[int] = []
+    for line in b"".join(pieces).split(b"\n"):
+        if line.startswith(b"data: {") and line.endswith(b"}"):
+            for choice in json.loads(line[6:])["choices"]:
+                found += choice["token_ids"]
+    return found
+
+
+async def shortfall(side: Side, number: int, tokens: Sequence[int]) -> float:
+    """By how much the log probability of a greedy stream's token is below that of the most likely one, at worst, where
+    the engine computes prompt and tokens at once.
+    """
+    prompt = prefix(number)[:PROMPT_TOKENS]
+    fields = {"prompt": [*prompt, *tokens], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
+    exchange = await send(side.address, post("/v1/completions", {"model": MODEL, **fields}))
+    positions = exchange.answer().json()["choices"][0]["prompt_logprobs"][len(prompt) :]
+    worst = 0.0
+    for token, position in zip(tokens, positions, strict=True):
+        most_likely = max(one["logprob"] for one in position.values())
+        worst = max(worst, most_likely - position[str(token)]["logprob"])
+    return worst
+
+
+async def rounded_kills(side: Side, count: int, num_tokens: int) -> dict[str, Any]:
+    """The same in bfloat16, with greedy streams: each is equal up to the death, and goes on as validly as the
+    undisturbed one."""
+    killing = Killing(side, [request_of(number, num_tokens, greedy=True) for number in range(KILLED_TOGETHER)], seed=3)
+    undisturbed = [tokens_of(exchange.pieces) for exchange in await killing.undisturbed()]
+    allowed = max([await shortfall(side, number, tokens) for number, tokens in enumerate(undisturbed)])
+    failed = equal = equal_before = 0
+    worst = 0.0
+    for _ in range(count):
+        exchanges, had = await killing.killed()
+        for number, (exchange, num_pieces) in enumerate(zip(exchanges, had, strict=True)):
+            tokens, expected = tokens_of(exchange.pieces), undisturbed[number]
+            failed += whole(exchange) is None or len(tokens) != num_tokens
+            before = tokens_of(exchange.pieces[:num_pieces])
+            equal_before += before == expected[: len(before)]
+            equal += tokens == expected
+            worst = max(worst, await shortfall(side, number, tokens))
+    idle = await wait_until_idle(side.address)
+    return {
+        "kills": count,
+        "requests": count * KILLED_TOGETHER,
+        "open_at_a_kill": killing.num_open,
+        "failed": failed,
+        "equal_up_to_the_death": equal_before,
+        "equal": equal,
+        "blocks_back": idle is not None,
+        "worst_shortfall": round(worst, 4),
+        "worst_shortfall_undisturbed": round(allowed, 4),
+    }

@@ -1,0 +1,187 @@
+"""Two servers behind `vllm-router`, each with one engine: what the router adds, and what a server that ends costs.
+
+The load is that of `scale.py`. A server is ended (SIGTERM) under load: it drains, and no request may fail, whether it
+was open there or is sent while the router does not know yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from statistics import median
+from typing import Any
+
+from _common import Targets, note, print_table
+from _router_process import READINESS, RouterMissing, RouterProcess, find_router, start_router
+from _scale_load import (
+    BLOCK_SIZE,
+    CLIENTS,
+    MODEL,
+    NUM_PREFIXES,
+    POOL,
+    TOKENS,
+    first_requests,
+    load,
+    prefix,
+    processor_seconds,
+    request_of,
+)
+from _server_client import HOST, Address, BrokenAnswer, post, send
+from _server_probe import read_metrics, run_async
+from _server_process import ServerProcess, free_port, start_server
+
+NUM_DRAINED, DRAIN_CLIENTS, DRAIN_TOKENS = 70, 8, 60
+"""Requests of the load under which a server ends, how many at a time, and the tokens of each."""
+LONG_TOKENS = 900
+"""Of one that is open there and keeps the server from ending at once."""
+POLICIES = ("round_robin", "kv_aware", "cache_aware")
+"""Of the router; with the last one, a server is ended."""
+QUIET = ("--log-stats-interval", "0", "--no-warm-up", "--drain-timeout", "100")
+"""Further options of the servers; the long stream ends within the drain on a busy machine, too."""
+LEAST_HIT_RATE = 0.77
+"""With `cache_aware`. The router's rule spreads prefixes less evenly than ours: 0.79 to 0.83 in six runs."""
+HIT_RATE, FAILED = "hit rate of two servers behind a router", "requests that failed when a server behind it ended"
+
+
+class Routed:
+    """Two servers, and where they publish KV events.
+
+    Args:
+        stack: ends them.
+        start: starts one, as `start_server` does.
+    """
+
+    def __init__(self, stack: ExitStack, start: Callable[..., Any] = start_server) -> None:
+        self.servers: list[ServerProcess] = []
+        self.events: list[str] = []
+        sizes = ("--num-blocks", str(POOL), "--block-size", str(BLOCK_SIZE), "--max-model-len", "1024")
+        for _ in range(2):
+            port = free_port()
+            events = ("--kv-events-config", f'{{"endpoint": "tcp://*:{port}"}}')
+            self.servers.append(stack.enter_context(start("--model", MODEL, *sizes, *events, *QUIET)))
+            self.events.append(f"{self.servers[-1].url}=tcp://{HOST}:{port}")
+
+    @property
+    def addresses(self) -> list[Address]:
+        return [(HOST, server.port) for server in self.servers]
+
+    def router(self, policy: str) -> RouterProcess:
+        """Start a router in front of them."""
+        options = ["--policy", policy, *READINESS]
+        if policy == "kv_aware":
+            options += ["--kv-event-model", MODEL, "--kv-event-block-size", str(BLOCK_SIZE)]
+            for source in self.events:
+                options += ["--kv-event-source", source]
+        return start_router([server.url for server in self.servers], *options)
+
+    async def forget(self) -> None:
+        """Empty the prefix caches."""
+        for address in self.addresses:
+            answer = await send(address, post("/reset_prefix_cache", b"", {"User-Agent": "pointsman-benchmarks"}))
+            assert answer.answer().status == 200, answer.answer()
+
+    async def hits(self) -> tuple[float, float]:
+        """Tokens that were found in the prefix caches, and that were looked up."""
+        read = [await read_metrics(address) for address in self.addresses]
+        names = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
+        return sum(one[names[0]] for one in read), sum(one[names[1]] for one in read)
+
+
+async def prefixes(routed: Routed, router: RouterProcess, num_requests: int) -> dict[str, float]:
+    """A round of the load through a router, and lone requests through it and past it."""
+    through = (HOST, router.port)
+    generator = random.Random(1)
+    await routed.forget()
+    await load(through, first_requests())
+    before, cpu = await routed.hits(), processor_seconds(router.pid)
+    api = sum(processor_seconds(server.pid) for server in routed.servers)
+    await load(through, [request_of(generator.randrange(NUM_PREFIXES), own) for own in range(num_requests)])
+    router_cpu = processor_seconds(router.pid) - cpu
+    api_cpu = sum(processor_seconds(server.pid) for server in routed.servers) - api
+    after = await routed.hits()
+    lone: list[list[float]] = [[], []]
+    for number in range(16):
+        for times, address in zip(lone, (through, routed.addresses[0]), strict=True):
+            exchange = await send(address, request_of(0, num_requests + 2 * number + (times is lone[0])))
+            assert exchange.seconds_to_first_event is not None
+            times.append(exchange.seconds_to_first_event)
+    return {
+        "hit_rate": (after[0] - before[0]) / (after[1] - before[1]),
+        "router_ms_per_request": 1e3 * router_cpu / num_requests,
+        "api_ms_per_request": 1e3 * api_cpu / num_requests,
+        "lone_ttft_ms": 1e3 * median(lone[0]),
+        "lone_ttft_ms_without": 1e3 * median(lone[1]),
+    }
+
+
+async def drain(address: Address, ending: ServerProcess) -> dict[str, Any]:
+    """End one of the servers under load, while a long stream keeps it from ending at once; what became of the requests.
+
+    Args:
+        address: of the router.
+        ending: the server that is ended.
+    """
+    fields = {"model": MODEL, "ignore_eos": True, "temperature": 0, "stream": True}
+    left = [
+        post("/v1/completions", {"prompt": prefix(number)[:40], "max_tokens": DRAIN_TOKENS, **fields})
+        for number in range(NUM_DRAINED - 1)
+    ]
+    long = post("/v1/completions", {"prompt": prefix(0)[:40], "max_tokens": LONG_TOKENS, **fields})
+    failures: list[str] = []
+
+    async def ask(where: Address, request: bytes) -> None:
+        try:
+            answer = (await send(where, request)).answer()
+            if answer.status != 200:
+                failures.append(f"status {answer.status}: {answer.body[:200]!r}")
+            elif (reasons := answer.stream().finish_reasons) != {0: ["length"]}:
+                failures.append(f"it ended with {reasons}")
+        except (BrokenAnswer, OSError) as error:
+            failures.append(repr(error))
+
+    async def client() -> None:
+        while left:
+            if len(left) == NUM_DRAINED * 2 // 3:
+                ending.signal(signal.SIGTERM)
+            await ask(address, left.pop())
+
+    await asyncio.gather(ask((HOST, ending.port), long), *[client() for _ in range(DRAIN_CLIENTS)])
+    return {"requests": NUM_DRAINED, "failed": len(failures), "failures": failures, "exit_code": ending.wait(60)}
+
+
+def router_figures(num_requests: int, policies: Sequence[str] = POLICIES) -> dict[str, Any] | None:
+    """Everything measured with a router, by its policy, and of a server that ends; None: it is not installed."""
+    try:
+        find_router()
+    except RouterMissing as missing:
+        note(f"\nno router: {missing}")
+        return None
+    figures: dict[str, Any] = {}
+    with ExitStack() as stack:
+        routed = Routed(stack)
+        for policy in policies:
+            with routed.router(policy) as router:
+                figures[policy] = run_async(prefixes(routed, router, num_requests))
+                if policy == policies[-1]:
+                    figures["drain"] = run_async(drain((HOST, router.port), routed.servers[0]))
+    header = ("policy", "hit rate", "router ms/request", "API ms/request", "TTFT of one alone, ms", "without router")
+    rows = [(policy, *figures[policy].values()) for policy in policies]
+    print_table(f"Two servers behind vllm-router, {CLIENTS} clients, {TOKENS} tokens", header, rows)
+    print_table("A server behind it is ended under load", tuple(figures["drain"]), [tuple(figures["drain"].values())])
+    return figures
+
+
+def check_router(targets: Targets, figures: dict[str, Any] | None, skipped: str | None = None) -> None:
+    """The targets of these figures; without them, why there are none."""
+    if figures is None:
+        why = skipped or "vllm-router is not installed: python benchmarks/router_env.py"
+        targets.skip(HIT_RATE, why)
+        targets.skip(FAILED, why)
+        return
+    targets.at_least(HIT_RATE, figures["cache_aware"]["hit_rate"], LEAST_HIT_RATE)
+    drained = figures["drain"]
+    targets.at_most(FAILED, drained["failed"], 0)
+    targets.holds(f"its exit code is {drained['exit_code']}; wanted: 0", drained["exit_code"] == 0)

@@ -1,0 +1,80 @@
+"""The servers that `scale.py` compares, and what it reads of them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from time import monotonic
+
+from _scale_load import BLOCK_SIZE, MODEL
+from _server_client import HOST, Address
+from _server_process import ServerProcess, start_server
+
+SECONDS_TO_START = 300.0
+
+
+@dataclass
+class Side:
+    """One server and what was measured of it."""
+
+    name: str
+    server: ServerProcess
+    seconds_to_start: float
+    rates: list[float] = field(default_factory=list)
+    """Requests a second, of each round."""
+    api_cpu: float = 0.0
+    engine_cpu: float = 0.0
+    requests: int = 0
+    hits: float = 0.0
+    queries: float = 0.0
+
+    @property
+    def address(self) -> Address:
+        return (HOST, self.server.port)
+
+    @property
+    def hit_rate(self) -> float:
+        """Of the tokens of prompts, those that were found in the prefix cache."""
+        return self.hits / self.queries
+
+    @property
+    def api_milliseconds(self) -> float:
+        """Processor time of the API process for a request."""
+        return self.api_cpu / self.requests * 1e3
+
+    @property
+    def engine_milliseconds(self) -> float:
+        """Processor time of the engine processes for a request."""
+        return self.engine_cpu / self.requests * 1e3
+
+
+def serve(name: str, num_blocks: int, *options: str, crowded: bool = False) -> Side:
+    """Start a server.
+
+    Args:
+        name: of the side.
+        num_blocks: of all its engines together.
+        options: of `pointsman serve`.
+        crowded: whether several engines may share a core, which `pointsman serve` refuses; times say nothing then.
+    """
+    began = monotonic()
+    sizes = ("--num-blocks", str(num_blocks), "--block-size", str(BLOCK_SIZE), "--max-model-len", "1024")
+    program = (__file__,) if crowded else ("-m", "pointsman", "serve")
+    options = ("--model", MODEL, *sizes, "--log-stats-interval", "0", "--no-warm-up", *options)
+    return Side(name, start_server(*options, program=program, timeout=SECONDS_TO_START), monotonic() - began)
+
+
+def serve_crowded(arguments: list[str]) -> None:
+    """`pointsman serve` in this process, as on a machine with more cores: engines share those that it has."""
+    from pointsman.cli import main
+    from pointsman.engine.machine import own_cores
+    from pointsman.server import shares
+
+    cores = own_cores()
+    shares.own_cores = lambda: [core for core in cores for _ in range(4)]
+    shares.num_cores = lambda: 4 * len(cores)
+    main(["serve", *arguments])
+
+
+if __name__ == "__main__":
+    serve_crowded(sys.argv[1:])

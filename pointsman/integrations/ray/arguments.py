@@ -1,0 +1,222 @@
+"""The arguments of `build_app`: options of `pointsman serve` by their names there, and of the deployments.
+
+    model=demo num_blocks=512 order=priority               each replica's; the same checks as on the command line
+    num_replicas=2 ray_actor_options='{"num_cpus": 2}'     of the deployment of engines, as Serve calls them
+
+`serve run` passes text: numbers and yes/no are read from it, and what is a mapping, or a list, is JSON. A configuration
+file of Serve passes values with their types.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pointsman.cli.config_file import KINDS, option_type, typed
+from pointsman.cli.errors import CommandError
+from pointsman.cli.serve import FILE_OPTIONS, ServeSettings, serve_settings
+
+NO_MEANING = {
+    "host": "Serve's proxies listen; give http_options in a configuration file of Serve, or serve start --http-host",
+    "port": "Serve's proxies listen; give http_options in a configuration file of Serve, or serve start --http-port",
+}
+"""Options of `pointsman serve` without a meaning here, and the remedy."""
+SERVE_OPTIONS: dict[str, Any] = {
+    "num_replicas": int,
+    "autoscaling_config": dict,
+    "ray_actor_options": dict,
+    "max_replicas_per_node": int,
+    "placement_group_bundles": list,
+    "placement_group_strategy": str,
+    "health_check_period_s": float,
+    "health_check_timeout_s": float,
+    "api_ray_actor_options": dict,
+    "check_resources": bool,
+}
+"""Options of the deployments: those of Serve, and two more."""
+WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+class RayError(ValueError):
+    """An argument or the cluster is wrong: one line with the value, the limit and the remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaySettings:
+    """What `build_app` was asked for, checked as far as possible without a cluster."""
+
+    serve: ServeSettings
+    """Of each replica, and of the API."""
+    num_replicas: int = 1
+    """Replicas of engines; of those that autoscaling may start, the most."""
+    autoscaling: dict[str, Any] | None = None
+    """Serve's `autoscaling_config` without what this application sets itself; None: a fixed number of replicas."""
+    target_ongoing_requests: float | None = None
+    """Open requests for each replica, from `autoscaling_config`; None: as many as its engines run at once."""
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the deployment of engines."""
+    api_actor_options: dict[str, Any] = field(default_factory=dict)
+    """`ray_actor_options` of the API."""
+    check_resources: bool = True
+    """Whether it is an error that the cluster has not the nodes for all replicas."""
+
+    @property
+    def engines_per_replica(self) -> int:
+        """Engine processes in each replica."""
+        return int(self.serve.options.get("data_parallel_size", 1))
+
+    @property
+    def num_engines(self) -> int:
+        """All that there may be at once."""
+        return self.num_replicas * self.engines_per_replica
+
+
+def read_arguments(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> RaySettings:
+    """The settings of arguments by name.
+
+    Args:
+        arguments: as Serve passes them.
+        environment: environment variables, which may hold secrets.
+
+    Raises:
+        RayError: an argument is unknown, has another type, or is out of range.
+    """
+    values: dict[str, Any] = {}
+    for given, value in arguments.items():
+        name = str(given).replace("-", "_")
+        if name in NO_MEANING:
+            raise RayError(f"{given} has no meaning on Ray: {NO_MEANING[name]}")
+        if name in values:
+            raise RayError(f"{given} is given twice; leave one out")
+        if name in SERVE_OPTIONS:
+            values[name] = read_value(name, value, SERVE_OPTIONS[name])
+        elif name == "config":
+            values[name] = read_value(name, value, str)
+        elif name in FILE_OPTIONS:
+            kind = option_type(FILE_OPTIONS[name])
+            try:
+                values[name] = typed("arguments", name, read_value(name, value, kind), FILE_OPTIONS[name])
+            except CommandError as error:
+                raise RayError(str(error)) from None
+        else:
+            close = difflib.get_close_matches(name, [*FILE_OPTIONS, *SERVE_OPTIONS], n=1)
+            hint = f"; did you mean {close[0]}?" if close else "; pointsman serve --help lists those of the server"
+            raise RayError(f"{given} is no argument of build_app{hint}")
+    own = {name: values.pop(name) for name in SERVE_OPTIONS if name in values}
+    config = values.pop("config", None)
+    try:
+        serve = serve_settings(values, config, environment)
+    except CommandError as error:
+        raise RayError(str(error)) from None
+    return with_deployments(serve, own)
+
+
+def read_value(name: str, value: Any, kind: Any) -> Any:
+    """A value of an argument. Text is read as the kind of value that is wanted.
+
+    Raises:
+        RayError: the text is no such value, or the value has another type.
+    """
+    if not isinstance(value, str) or kind is str:
+        read = value
+    elif kind is bool:
+        read = WORDS.get(value.lower(), value)
+    elif kind in (int, float):
+        try:
+            read = kind(value)
+        except ValueError:
+            read = value
+    elif kind == list[str]:
+        read = _json_or(value, value) if value.startswith("[") else value
+    else:
+        read = _json_or(value, value)
+    if kind is float and isinstance(read, int) and not isinstance(read, bool):
+        read = float(read)
+    if kind in (bool, int, float, dict, list) and (
+        not isinstance(read, kind) or (kind is not bool and isinstance(read, bool))
+    ):
+        raise RayError(f"{name} is {value!r}; it must be {NAMES.get(kind) or KINDS[kind]}")
+    return read
+
+
+NAMES: dict[Any, str] = {dict: "a mapping, in text as JSON, like '{\"num_cpus\": 2}'", list: "a list, in text as JSON"}
+
+
+def _json_or(text: str, otherwise: Any) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return otherwise
+
+
+def with_deployments(serve: ServeSettings, own: dict[str, Any]) -> RaySettings:
+    """The settings with options of the deployments.
+
+    Raises:
+        RayError: one is out of range, or two contradict each other.
+    """
+    own = dict(own)
+    engines = int(serve.options.get("data_parallel_size", 1))
+    if engines < 1:
+        raise RayError(f"data_parallel_size is {engines}; it must be at least 1, one engine in each replica")
+    num_replicas = own.pop("num_replicas", None)
+    autoscaling = own.pop("autoscaling_config", None)
+    target = None
+    if autoscaling is not None:
+        if num_replicas is not None:
+            raise RayError("num_replicas and autoscaling_config both say how many replicas there are; give one of them")
+        autoscaling, target = _autoscaling(autoscaling)
+        num_replicas = autoscaling["max_replicas"]
+    elif num_replicas is None:
+        num_replicas = 1
+    if num_replicas < 1:
+        raise RayError(f"num_replicas is {num_replicas}; it must be at least 1")
+    actor_options = dict(own.pop("ray_actor_options", {}))
+    if "placement_group_bundles" not in own:
+        num_cpus = actor_options.setdefault("num_cpus", engines)
+        if isinstance(num_cpus, bool) or not isinstance(num_cpus, (int, float)) or num_cpus < 0:
+            raise RayError(f"ray_actor_options: num_cpus is {num_cpus!r}; it must be a number, 0 or more")
+        if 0 < num_cpus < engines:
+            raise RayError(
+                f"data_parallel_size is {engines} and num_cpus of ray_actor_options {num_cpus:g}; each engine needs a "
+                f"core, so raise num_cpus to {engines}, or lower data_parallel_size"
+            )
+    own.setdefault("health_check_period_s", HEALTH_CHECK_PERIOD)
+    return RaySettings(
+        serve=serve,
+        num_replicas=num_replicas,
+        autoscaling=autoscaling,
+        target_ongoing_requests=target,
+        api_actor_options={"num_cpus": 0, **own.pop("api_ray_actor_options", {})},
+        check_resources=own.pop("check_resources", True),
+        engine_options={"ray_actor_options": actor_options, **own},
+    )
+
+
+HEALTH_CHECK_PERIOD = 1.0
+"""Seconds between questions whether the engines of a replica live; Serve replaces it after three bad answers."""
+
+
+def _autoscaling(config: dict[str, Any]) -> tuple[dict[str, Any], float | None]:
+    """Serve's configuration without the target, and the target."""
+    config = dict(config)
+    if "policy" in config:
+        raise RayError("autoscaling_config: policy is this application's own, by requests that wait; leave it out")
+    target = config.pop("target_ongoing_requests", None)
+    if target is not None and (isinstance(target, bool) or not isinstance(target, (int, float)) or not target > 0):
+        raise RayError(f"autoscaling_config: target_ongoing_requests is {target!r}; it must be a number above 0")
+    config.setdefault("min_replicas", 1)
+    config.setdefault("max_replicas", max(1, config["min_replicas"]))
+    for name in ("min_replicas", "max_replicas"):
+        value = config[name]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise RayError(f"autoscaling_config: {name} is {value!r}; it must be an integer of at least 1")
+    if config["max_replicas"] < config["min_replicas"]:
+        raise RayError(
+            f"autoscaling_config: max_replicas is {config['max_replicas']}, less than min_replicas, "
+            f"{config['min_replicas']}; raise it"
+        )
+    return config, target

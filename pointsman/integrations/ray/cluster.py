@@ -1,0 +1,218 @@
+"""What is checked before anything starts: the cluster answers, has room for the replicas, and its nodes the model."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pointsman.engine.machine import num_cores
+from pointsman.engine.text.tokenizer import model_directory
+from pointsman.integrations.ray.arguments import RayError, RaySettings
+
+SECONDS_TO_CONNECT = 10.0
+SECONDS_TO_LOOK = 60.0
+"""In which each node says whether it has the model; a process starts there first."""
+AMOUNTS = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
+"""Names of resources in actors' options, and of nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node that is up."""
+
+    id: str
+    """None of Ray's: "", where the cluster is not started yet."""
+    address: str
+    resources: Mapping[str, float]
+
+
+def check_cluster(settings: RaySettings) -> None:
+    """Raise where the replicas could not start.
+
+    Raises:
+        RayError: the cluster cannot be reached, has not enough for the replicas, or a node has not the model.
+    """
+    with nodes_of(wanted_address()) as nodes:
+        needs = replica_needs(settings.engine_options)
+        if settings.check_resources:
+            check_room(nodes, needs, settings)
+        model = settings.serve.engine["model"]
+        if model_directory(model).is_absolute() and str(model) != "demo":
+            api = replica_needs({"ray_actor_options": settings.api_actor_options})
+            check_model(str(model), [one for one in nodes if room(one, needs) or room(one, api)])
+        elif str(model) != "demo":
+            raise RayError(f"model is {model!r}; nodes do not share a working directory, so give an absolute path")
+
+
+def wanted_address() -> str | None:
+    """The cluster that `serve run` will use: its --address, or RAY_ADDRESS; None: the one of this machine, or a new
+    one.
+    """
+    import click
+
+    context = click.get_current_context(silent=True)
+    given = None if context is None else context.params.get("address")
+    return given or os.environ.get("RAY_ADDRESS") or None
+
+
+@contextmanager
+def nodes_of(address: str | None) -> Iterator[list[Node]]:
+    """The nodes of a cluster, to which this process is connected meanwhile, if there is one.
+
+    Raises:
+        RayError: it cannot be reached.
+    """
+    import ray
+
+    connects = not ray.is_initialized()
+    if connects and address == "local":
+        yield [this_machine()]
+        return
+    if connects:
+        try:
+            if address is not None:
+                check_that_it_answers(address)
+            ray.init(address or "auto", log_to_driver=False, logging_level="ERROR", namespace="serve")
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            if address is None:  # serve run starts one
+                yield [this_machine()]
+                return
+            reason = " ".join(str(error).split())
+            raise RayError(
+                f"cannot reach a Ray cluster at {address!r}: {reason}; give the host:port that ray start --head printed"
+            ) from None
+    try:
+        yield [
+            Node(one["NodeID"], one["NodeManagerAddress"], one.get("Resources", {}))
+            for one in ray.nodes()
+            if one["Alive"]
+        ]
+    finally:
+        if connects:
+            ray.shutdown()
+
+
+def this_machine() -> Node:
+    """As it is, if Ray is started here without options."""
+    return Node("", "this machine", {"CPU": float(num_cores())})
+
+
+def check_that_it_answers(address: str) -> None:
+    """Ray itself tries for minutes to reach an address, and prints a line every few seconds.
+
+    Raises:
+        ConnectionError: nothing answers there.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not (host and port.isdecimal()):  # a word, such as auto
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=SECONDS_TO_CONNECT).close()
+    except (OSError, OverflowError) as error:
+        raise ConnectionError(str(error)) from None
+
+
+# ---------------------------------------------------------------------------------------------------- resources
+
+
+def replica_needs(options: Mapping[str, Any]) -> dict[str, float]:
+    """What a replica takes of a node, by Ray's names; of one with a placement group, what all its bundles take."""
+    needs: dict[str, float] = {}
+    for bundle in options.get("placement_group_bundles") or ():
+        for name, amount in bundle.items():
+            needs[name] = needs.get(name, 0.0) + amount
+    if needs:
+        return needs
+    actor = options.get("ray_actor_options", {})
+    amounts = {AMOUNTS[name]: actor[name] for name in AMOUNTS if actor.get(name)}
+    return {**amounts, **actor.get("resources", {})}
+
+
+def room(node: Node, needs: Mapping[str, float]) -> float:
+    """Replicas for which a node has all that each needs; infinity where they need nothing."""
+    return min(
+        (node.resources.get(name, 0.0) // amount for name, amount in needs.items() if amount), default=float("inf")
+    )
+
+
+def check_room(nodes: Sequence[Node], needs: Mapping[str, float], settings: RaySettings) -> None:
+    """Raise where the nodes, empty, have not enough for the replicas that are to start.
+
+    Raises:
+        RayError: with what each replica needs, and what there is.
+    """
+    options = settings.engine_options
+    if options.get("placement_group_bundles"):  # may spread over nodes
+        everything: dict[str, float] = {}
+        for node in nodes:
+            for name, amount in node.resources.items():
+                everything[name] = everything.get(name, 0.0) + amount
+        fitting = room(Node("", "", everything), needs)
+    else:
+        most = options.get("max_replicas_per_node") or float("inf")
+        fitting = sum(min(room(node, needs), most) for node in nodes)
+    scaling = settings.autoscaling
+    name, wanted = (
+        ("num_replicas", settings.num_replicas) if scaling is None else ("min_replicas", scaling["min_replicas"])
+    )
+    if fitting >= wanted:
+        return
+    each = ", ".join(f"{resource} {amount:g}" for resource, amount in needs.items()) or "nothing"
+    have = "; ".join(
+        f"{node.address}: "
+        + ", ".join(f"{resource} {node.resources.get(resource, 0.0):g}" for resource in needs or ["CPU"])
+        for node in nodes
+    )
+    limit = options.get("max_replicas_per_node")
+    at_most = "" if limit is None else f", at most {limit} on a node"
+    raise RayError(
+        f"{name} is {wanted} and the cluster has room for {fitting:g}: each replica takes {each}{at_most}, and there "
+        f"is {have}; lower {name} or what each takes (ray_actor_options), add nodes, or give check_resources=false "
+        "where the cluster adds nodes by itself"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- the model
+
+
+def check_model(model: str, nodes: Sequence[Node]) -> None:
+    """Raise where a node has no such directory.
+
+    Raises:
+        RayError: with the nodes that lack it.
+    """
+    if all(not node.id for node in nodes):
+        lacking = [] if Path(model).is_dir() else [node.address for node in nodes]
+    else:
+        lacking = nodes_without(model, nodes)
+    if lacking:
+        raise RayError(
+            f"model is {model}, and there is no such directory on {', '.join(lacking)}; copy it there, give a path "
+            "that all nodes share, or keep replicas off these nodes with a resource that they lack (ray_actor_options, "
+            "api_ray_actor_options)"
+        )
+
+
+def nodes_without(path: str, nodes: Sequence[Node]) -> list[str]:
+    """The addresses of the nodes that have no directory of this name, or do not say in time."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    def has_directory(path: str) -> bool:  # sent by value: it needs nothing but Python there
+        import os
+
+        return os.path.isdir(path)
+
+    look = ray.remote(num_cpus=0, max_retries=0)(has_directory)
+    asked = {
+        look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote(path): node
+        for node in nodes
+    }
+    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=SECONDS_TO_LOOK)
+    having = {asked[one].id for one in answered if ray.get(one)}
+    return [node.address for node in nodes if node.id not in having]

@@ -1,0 +1,235 @@
+"""`advance_past_finishes` leaves the state of single steps, whatever finishes among them: two schedulers with the same
+calls, one stepping and one advancing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pointsman.core import (
+    Listener,
+    Request,
+    Scheduler,
+    SchedulerConfig,
+    StepOrderError,
+    StepResult,
+    StepResultError,
+)
+from pointsman.core.kv.events import BlockRemoved, KVEvent
+from pointsman.core.state import batch
+from pointsman.core.state.numbers import MAX_INT
+from tests.core.helpers import Host
+from tests.property.twin import state_of
+from tests.soak import short_or_long
+
+EOS, OTHER_STOP = 5, 6
+NUM_ROUNDS = short_or_long(25, 400)
+CASES: dict[str, dict[str, Any]] = {
+    "blank": {"enable_prefix_caching": False},
+    "cached": {},
+    "evictions": {"num_blocks": 72},
+    "duplicates": {"num_blocks": 72, "share_within_step": False},
+    "retention": {"num_blocks": 72, "eviction": "retention:share=0.5"},
+    "few seats": {"max_num_seqs": 3, "order": "priority"},
+    "long outputs": {"num_blocks": 400, "max_model_len": 1500},
+    "prefill-first": {"batching": "prefill-first", "shortage": "look-ahead"},
+    "little room": {"max_model_len": 200},
+    "events": {"enable_kv_cache_events": True, "num_blocks": 72},
+}
+
+
+class Pair:
+    """Two schedulers; `stepping` is where the tokens of the requests are looked up."""
+
+    def __init__(self, seed: int, **overrides: Any) -> None:
+        values = {
+            "num_blocks": 80,
+            "block_size": 2,
+            "max_model_len": 64,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 64,
+            "num_reserved_blocks": 1,
+        }
+        self.config = SchedulerConfig(**{**values, **overrides})
+        self.stepping, self.advancing = Scheduler(self.config), Scheduler(self.config)
+        self.rng = np.random.default_rng(seed)
+        self.now = 0.0
+        self.lengths: dict[str, int] = {}  # of outputs
+        self.num_passed = 0
+        """Finishes before the last step of their run."""
+
+    def add(self) -> None:
+        rng, name = self.rng, f"r{len(self.lengths)}"
+        prompt = [int(rng.integers(10, 13)) for _ in range(int(rng.integers(1, 12)))]
+        most = int(rng.integers(1, min(self.config.max_model_len - 12, 600)))
+        self.lengths[name] = most if rng.random() < 0.3 else int(rng.integers(1, most + 1))
+        stops = (EOS,) if rng.random() < 0.8 else (EOS, OTHER_STOP)
+        fields: dict[str, Any] = {"priority": int(rng.integers(3)), "eos_token_ids": stops}
+        fields |= {"retention": float(rng.integers(1, 50)), "tenant": f"t{rng.integers(2)}"}
+        for scheduler in (self.stepping, self.advancing):
+            scheduler.add(Request(name, prompt, arrival_time=self.now, max_tokens=most, **fields), self.now)
+
+    def token(self, request: Request, number: int) -> int:
+        """Its `number`th output token: what stops it, or a token of its own."""
+        ends = number >= self.lengths[request.request_id]
+        return EOS if ends and request.max_tokens > number else 100 + int(request.request_id[1:])
+
+    def step(self) -> None:
+        """A step of both."""
+        for scheduler in (self.stepping, self.advancing):
+            output = scheduler.schedule(self.now)
+            sampled = [request for request, samples in zip(output.requests, output.samples, strict=True) if samples]
+            tokens = [self.token(request, request.num_output_tokens + 1) for request in sampled]
+            scheduler.update(output, StepResult(tokens), self.now + 1)
+        self.now += 1
+
+    def run(self) -> None:
+        """Decodes, past finishes where that is sure; one by one in the other scheduler."""
+        scheduler, rng = self.advancing, self.rng
+        running = scheduler.running
+        left = [self.lengths[request.request_id] - request.num_output_tokens for request in running]
+        limit = MAX_INT if rng.random() < 0.6 else int(rng.integers(1, 40))
+        sure = scheduler.horizon_past_finishes(limit, left) if left else 0
+        if not sure:
+            self.step()
+            return
+        first, rows = min(left), scheduler.running_rows
+        times = self.now + np.arange(sure + 1.0)
+        lengths = np.minimum(left, sure)
+        tokens = [100 + int(request.request_id[1:]) for request in running]
+        last = [
+            self.token(request, request.num_output_tokens + length)
+            for request, length in zip(running, lengths.tolist(), strict=True)
+        ]
+        if sure <= first and rng.random() < 0.5:
+            scheduler.advance(times, tokens, last)
+        elif sure > first or not scheduler.num_queued:
+            finishes = scheduler.advance_past_finishes(times, tokens, last, lengths)
+            self.num_passed += sum(len(each.requests) for each in finishes if each.num_steps < sure)
+            names = [request.request_id for each in finishes for request in each.requests]
+            ended = [request.request_id for request in running if request.is_finished]
+            assert sorted(names) == sorted(ended)
+        else:
+            scheduler.advance(times, tokens, last)
+        assert len(rows) == len(running)
+        for _ in range(sure):
+            output = self.stepping.schedule(self.now)
+            assert output.num_rows == output.total_num_scheduled_tokens
+            tokens = [self.token(request, request.num_output_tokens + 1) for request in output.requests]
+            self.now += 1
+            self.stepping.update(output, StepResult(tokens), self.now)
+
+    def compare(self) -> None:
+        self.advancing.check_invariants()
+        one, other = state_of(self.stepping), state_of(self.advancing)
+        for name, value in one.items():
+            assert value == other[name], name
+        assert _single(self.stepping.take_kv_events()) == _single(self.advancing.take_kv_events())
+
+
+def _single(events: list[KVEvent]) -> list[KVEvent]:
+    """Blocks that are removed together as blocks that are removed one after the other."""
+    found: list[KVEvent] = []
+    for event in events:
+        removed = isinstance(event, BlockRemoved)
+        found += [BlockRemoved((key,)) for key in event.block_hashes] if removed else [event]
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_single_steps(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case == "little room":  # for recent tokens: rows are flushed between runs, and runs end before
+        monkeypatch.setattr(batch, "RECENT", 24)
+    passed = 0
+    for seed in range(short_or_long(2, 30)):
+        pair = Pair(seed, **CASES[case])
+        for _ in range(NUM_ROUNDS):
+            for _ in range(int(pair.rng.integers(4))):
+                pair.add()
+            pair.step()
+            for _ in range(int(pair.rng.integers(1, 6))):
+                pair.run()
+            pair.compare()
+        while pair.advancing.has_unfinished_requests():
+            pair.run()
+        pair.compare()
+        passed += pair.num_passed
+    assert passed
+
+
+def decoding(**overrides: Any) -> Host:
+    """A host with three requests that decode; "short" reaches its limit of tokens after 4 more."""
+    host = Host(**{"num_blocks": 64, **overrides})
+    for name, most in (("a", 30), ("short", 5), ("b", 30)):
+        host.add(name, 4, max_tokens=most, eos_token_ids=(EOS,))
+    host.step()
+    return host
+
+
+def test_a_token_limit_or_a_stop_token_ends_a_request_within_a_run() -> None:
+    host = decoding()
+    scheduler = host.scheduler
+    assert scheduler.horizon() == 4
+    assert scheduler.horizon_past_finishes(100, [12, 4, 7]) == 12
+    assert scheduler.horizon_past_finishes(100, [12, 9, 7]) == 4, "it ends sooner than the host says"
+    finishes = scheduler.advance_past_finishes(np.arange(11.0), [1, 2, 3], [1, 2, EOS], [10, 4, 7])
+    assert [(each.num_steps, [request.request_id for request in each.requests]) for each in finishes] == [
+        (4, ["short"]),
+        (7, ["b"]),
+    ]
+    usages = [each.kv_cache_usage for each in finishes]
+    assert usages == [4 / 64, 3 / 64], "of a and b after 8 computed tokens, of a after 11"
+    assert [request.request_id for request in scheduler.running] == ["a"]
+    assert scheduler.running[0].num_output_tokens == 11
+    assert scheduler.stats().num_steps == 11
+    assert scheduler.stats().num_generated_tokens == 3 + 10 + 4 + 7
+    assert not scheduler.has_unreported_ends
+    scheduler.check_invariants()
+
+
+def test_only_up_to_the_first_finish_where_something_follows_it() -> None:
+    class Follows(Listener):
+        def on_finished(self, request: Request, now: float) -> None: ...
+
+    host = decoding()
+    host.scheduler.add_listener(listener := Follows())
+    assert host.scheduler.horizon_past_finishes(100, [12, 4, 7]) == 4
+    with pytest.raises(StepOrderError, match=r"use advance\(\)"):
+        host.scheduler.advance_past_finishes(np.arange(13.0), [1, 2, 3], [EOS, 2, EOS], [12, 4, 7])
+    host.scheduler.remove_listener(listener)
+    host.add("waits")
+    assert host.scheduler.horizon_past_finishes(100, [12, 4, 7]) == 0
+    logged = decoding(log_request_events=True)
+    assert logged.scheduler.horizon_past_finishes(100, [12, 4, 7]) == 4
+
+
+def test_not_beyond_the_end_of_a_part_of_a_prompt() -> None:
+    host = Host(num_blocks=64)
+    host.add("a", 4, max_tokens=30)
+    host.add("part", 4, max_tokens=5, more_input=True)
+    host.step()
+    assert host.scheduler.horizon_past_finishes(100, [12, 4]) == 4
+
+
+@pytest.mark.parametrize(
+    ("last", "lengths", "error", "message"),
+    [
+        ([1, 2, 3], [10, 4, 7], StepResultError, "token 3 does not stop request 'b' after 7 of 10 steps"),
+        ([1, 2, EOS], [10, 4], StepResultError, "lengths has 2 value"),
+        ([1, 2, EOS], [10, 0, 7], StepResultError, "at least 1 step"),
+        ([1, 2, EOS], [9, 4, 7], StepOrderError, "the longest of the lengths is 9"),
+        ([1, 2, EOS], [10, 5, 7], StepOrderError, "4 are sure"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(
+    last: list[int], lengths: list[int], error: type[Exception], message: str
+) -> None:
+    host = decoding()
+    before = state_of(host.scheduler)
+    with pytest.raises(error, match=message):
+        host.scheduler.advance_past_finishes(np.arange(11.0), [1, 2, 3], last, lengths)
+    with pytest.raises(StepResultError, match="stops request 'a' before the last of 10 steps"):
+        host.scheduler.advance_past_finishes(np.arange(11.0), [EOS, 2, 3], [1, 2, EOS], [10, 4, 7])
+    assert state_of(host.scheduler) == before

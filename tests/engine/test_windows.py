@@ -1,0 +1,252 @@
+"""Real models with sliding windows, whose layers are in groups: what a request holds, reads and finds again.
+
+`test_equality.py` compares the tokens of every such family with those of transformers.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pointsman.core.recording import Recorder
+from pointsman.core.replay import replay
+from pointsman.engine import Engine, EngineStepError, SamplingParams
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import wrap_model
+from pointsman.engine.warming import warm_up
+from tests.engine.tiny_models import FAMILIES, HEAD16, VOCAB_SIZE, build
+from tests.soak import SOAK
+
+pytestmark = pytest.mark.e2e
+
+WINDOW, SIZE = 20, 4
+"""The window is a multiple of the block size."""
+KNOBS: dict[str, Any] = {"block_size": SIZE, "max_num_seqs": 6, "max_num_batched_tokens": 14, "num_blocks": 200}
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+TIGHT = 56
+
+
+@cache
+def gemma(num_windows: int = 2, window: int = WINDOW, max_model_len: int = 256, attention: str = "auto") -> LoadedModel:
+    """Gemma 3 with some windows to one layer of full attention: so many groups, and one more, of a layer."""
+    layers = {
+        "num_hidden_layers": num_windows + 1,
+        "layer_types": ["sliding_attention"] * num_windows + ["full_attention"],
+        "sliding_window": window,
+        "max_position_embeddings": max_model_len,
+    }
+    config = FAMILIES["gemma3"]()
+    return wrap_model(build(type(config)(**{**config.to_dict(), **HEAD16, **layers}), seed=3), attention=attention)
+
+
+def prompts() -> list[list[int]]:
+    """Of many lengths; the last ones continue earlier ones, whose beginning has fallen behind the window."""
+    draw = np.random.default_rng(2)
+    some = [draw.integers(3, VOCAB_SIZE, count).tolist() for count in (70, 5, 33, 21, 48)]
+    return [*some, some[0] + some[1], some[0][:41] + some[2], [*some[4][:30], 7]]
+
+
+def tokens_of(engine: Engine, after: Callable[[], object] = lambda: None) -> list[list[int]]:
+    """Run the prompts, the last three when the others have finished. `after` is called after each step."""
+    found: dict[str, list[int]] = {}
+    for first, last in ((0, 5), (5, 8)):
+        for index in range(first, last):
+            engine.add_request(str(index), prompts()[index], GREEDY)
+        while engine.has_unfinished_requests():
+            try:
+                outputs = engine.step()
+            except EngineStepError:
+                outputs = []
+            engine.scheduler.check_invariants()
+            after()
+            found.update((output.request_id, output.token_ids) for output in outputs if output.finished)
+    return [found[str(index)] for index in range(8)]
+
+
+@cache
+def expected() -> list[list[int]]:
+    """Tokens without groups."""
+    engine = Engine(gemma(), disable_hybrid_kv_cache_manager=True, **KNOBS)
+    assert not engine.scheduler.config.kv_groups
+    return tokens_of(engine)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        {"num_blocks": TIGHT},
+        {"max_steps_in_flight": 2},
+        {"num_draft_tokens": 3, "prompt_lookup_min": 1},
+        {"max_num_batched_tokens": 256, "disable_hybrid_kv_cache_manager": False},
+        {"attention": "torch", "enable_prefix_caching": False},
+    ],
+    ids=str,
+)
+def test_tokens_are_those_without_groups(knobs: dict[str, Any]) -> None:
+    engine = Engine(gemma(attention=knobs.get("attention", "auto")), **{**KNOBS, **knobs})
+    assert [group.kind for group in engine.scheduler.config.kv_groups] == ["window", "window", "full"]
+    assert tokens_of(engine) == expected()
+    stats = engine.scheduler.stats()
+    assert stats.num_free_blocks == stats.num_blocks
+    assert (stats.num_preemptions > 0) == (knobs.get("num_blocks") == TIGHT)
+    if not stats.num_preemptions:
+        assert (stats.prefix_hits > 0) == engine.scheduler.config.enable_prefix_caching
+
+
+# ------------------------------------------------------------------------------------------------- what is read
+
+
+class Checked:
+    """A backend that compares, before each layer attends, all keys in its reach with those of the same tokens.
+
+    Keys are known by layer and by the tokens up to theirs, from when they were written first. Blocks that no request
+    holds and no lookup can find hold NaN.
+    """
+
+    def __init__(self, loaded: LoadedModel, engine_of: Callable[[], Engine], further: int = 0) -> None:
+        self.backend, self.engine_of = loaded.attention, engine_of
+        self.further = further  # tokens behind the window that are compared, too
+        self.windows, self.layer = loaded.windows, 0
+        self.known: dict[tuple[int, bytes], torch.Tensor] = {}
+        self.num_read = self.num_reused = self.num_failures = 0
+        self.fails = lambda: False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+    def attend(self, plan: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **options: Any) -> Any:
+        layer, self.layer = self.layer, (self.layer + 1) % len(self.windows)
+        batch, output = plan.batch, self.engine_of().last_output
+        assert output is not None and options["window"] == self.windows[layer]
+        for row, (request, end, count) in enumerate(
+            zip(output.requests, batch.kv_lens.tolist(), batch.query_lens.tolist(), strict=True)
+        ):
+            tokens = np.concatenate([request.prompt_token_ids, request._state.output_token_ids])[:end]
+            start = 0 if self.windows[layer] is None else max(0, end - count - self.windows[layer] + 1 - self.further)
+            at = np.arange(start, end)
+            found = keys[batch.block_tables[row, at // SIZE], :, at % SIZE]
+            self.num_read += len(at)
+            for position, key in zip(at.tolist(), found, strict=True):
+                name = layer, tokens[: position + 1].tobytes()
+                if position >= end - count:
+                    self.known.setdefault(name, key.clone())
+                assert torch.allclose(self.known[name], key, atol=1e-4), f"layer {layer}, {request}, {position}"
+        if self.fails():
+            self.num_failures += 1
+            self.layer = 0
+            raise RuntimeError("planted")
+        return self.backend.attend(plan, query, keys, values, **options)
+
+    def spoil(self) -> None:
+        """Write NaN to all that nobody may read any more."""
+        engine = self.engine_of()
+        pool = engine.scheduler._kv.pool
+        free = ((pool.num_references == 0) & ~pool.is_cached).nonzero()[0]
+        for tensor in (*engine.kv_pool.keys, *engine.kv_pool.values):
+            tensor[free] = torch.nan
+
+
+@pytest.mark.parametrize("num_blocks", [200, TIGHT])
+def test_what_a_layer_reads_is_what_was_written_for_the_same_tokens(num_blocks: int) -> None:
+    """Also where steps fail in the middle of a forward pass, and are computed again."""
+    engines: list[Engine] = []
+    checked = Checked(gemma(), lambda: engines[0])
+    draw = np.random.default_rng(num_blocks)
+    checked.fails = lambda: bool(draw.random() < 0.02)
+    engines.append(Engine(gemma(), attention=checked, **{**KNOBS, "num_blocks": num_blocks}))
+    assert tokens_of(engines[0], checked.spoil) == expected()
+    assert checked.num_failures > 2 and checked.num_read > 5000
+    assert (engines[0].scheduler.stats().num_preemptions > 0) == (num_blocks < 100)
+
+
+def test_a_read_of_another_block_is_noticed() -> None:
+    """The control of the test above."""
+    engines: list[Engine] = []
+    checked = Checked(gemma(), lambda: engines[0], further=SIZE)
+    engines.append(Engine(gemma(), attention=checked, **{**KNOBS, "enable_prefix_caching": False}))
+    with pytest.raises(EngineStepError, match="AssertionError: layer"):
+        engines[0].add_request("0", prompts()[0], GREEDY)
+        while engines[0].has_unfinished_requests():
+            engines[0].step()
+            checked.spoil()
+
+
+# ------------------------------------------------------------------------------------------------- what is held
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_no_block_stays_behind_its_window_for_longer_than_a_step(steps_in_flight: int) -> None:
+    engine = Engine(gemma(), enable_prefix_caching=False, max_steps_in_flight=steps_in_flight, **KNOBS)
+    groups = engine.scheduler.config.kv_groups
+    before: list[dict[str, int]] = [{}] * steps_in_flight
+    largest = 0
+
+    def check() -> None:
+        nonlocal largest
+        output = engine.last_output
+        assert output is not None
+        ends = output.num_computed_tokens + output.num_scheduled_tokens
+        now = dict(zip((each.request_id for each in output.requests), output.num_computed_tokens.tolist(), strict=True))
+        running = {each.request_id for each in output.requests if not each.is_finished}
+        held = sum(
+            -(-end // SIZE) - group.num_skipped(before[0].get(each.request_id, 0)) // SIZE
+            for each, end in zip(output.requests, ends.tolist(), strict=True)
+            if each.request_id in running
+            for group in groups
+        )
+        stats = engine.scheduler.stats()
+        in_use = stats.num_blocks - stats.num_free_blocks
+        if stats.num_running == len(running):
+            assert in_use <= held
+            largest = max(largest, in_use)
+        before.pop(0)
+        before.append(now)
+
+    assert tokens_of(engine, check) == expected()
+    assert largest > 50
+
+
+def test_more_requests_fit() -> None:
+    """Of five windows to one layer of full attention, in the memory that 8 requests of full length take without."""
+    window, length, size = (512, 4096, 32) if SOAK else (32, 256, 4)
+    running: dict[bool, int] = {}
+    for disable in (True, False):
+        engine = Engine(
+            gemma(5, window, length),
+            disable_hybrid_kv_cache_manager=disable,
+            num_blocks=8 * length // size * (1 if disable else 6),
+            block_size=size,
+            max_num_seqs=64,
+            max_num_batched_tokens=length,
+        )
+        assert engine.kv_pool.num_bytes == 8 * length * 6 * 2 * 2 * 16 * 4
+        params = SamplingParams(temperature=0, max_tokens=length // 8, ignore_eos=True)
+        draw = np.random.default_rng(1)
+        for index in range(48):
+            prompt = draw.integers(3, VOCAB_SIZE, length - length // 8).tolist()
+            engine.add_request(str(index), prompt, params)
+        running[disable] = 0
+        while engine.scheduler.stats().num_preemptions == 0 and engine.has_unfinished_requests():
+            engine.step()
+            running[disable] = max(running[disable], engine.scheduler.stats().num_running)
+        assert running[disable] >= int(engine.scheduler.config.num_full_length)
+    assert running[True] <= 9 and running[False] >= 2.5 * running[True]
+
+
+# ------------------------------------------------------------------------------------------------- around it
+
+
+def test_a_warm_engine_and_a_replay() -> None:
+    file = io.StringIO()
+    engine = Engine(gemma(), recorder=Recorder(file), **{**KNOBS, "num_blocks": TIGHT})
+    warm_up(engine)
+    assert tokens_of(engine) == expected()
+    report = replay(file.getvalue().splitlines())
+    assert report.num_preemptions == engine.scheduler.stats().num_preemptions > 0

@@ -1,0 +1,151 @@
+"""What `build_app` of the Ray application makes of its arguments, and when it wants more replicas; without Ray."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pointsman.cli.serve import serve_settings
+from pointsman.integrations.ray.arguments import RayError, RaySettings, read_arguments
+from pointsman.integrations.ray.autoscaling import METRIC, Load, policy, replicas_wanted
+from pointsman.integrations.ray.cluster import Node, check_model, check_room, replica_needs
+
+NODES = [Node("a", "10.0.0.1", {"CPU": 4.0}), Node("b", "10.0.0.2", {"CPU": 2.0, "GPU": 1.0})]
+
+
+def read(environment: dict[str, str] | None = None, /, **arguments: Any) -> RaySettings:
+    return read_arguments(arguments, environment or {})
+
+
+def test_options_of_the_server_are_those_of_its_command() -> None:
+    """As text, from `serve run`, and with their types, from a configuration file of Serve."""
+    given = {
+        "model": "demo",
+        "num_blocks": 512,
+        "order": "priority",
+        "displace": False,
+        "watermark": 0.05,
+        "kv_offload_bytes": "64MiB",
+        "served_model_name": ["a", "b"],
+        "max_request_bytes": "1MiB",
+        "data_parallel_size": 2,
+        "log_stats_interval": 0.0,
+        "seed": 3,
+    }
+    text = {**{name: str(value) for name, value in given.items()}, "served_model_name": '["a", "b"]'}
+    hyphens = {name.replace("_", "-"): value for name, value in text.items()}
+    expected = serve_settings(given, None, {})
+    assert read(**given).serve == read(**text).serve == read(**hyphens).serve == expected
+    assert read(served_model_name="a").serve.server.served_model_name == ("a",)
+    assert read({"POINTSMAN_API_KEY": "secret"}).serve.server.api_keys == ("secret",)
+
+
+def test_a_configuration_file_of_the_server_is_read(tmp_path: Any) -> None:
+    (tmp_path / "serve.yaml").write_text("num-blocks: 64\n")
+    assert read(config=str(tmp_path / "serve.yaml"), max_n=3).serve.engine["num_blocks"] == 64
+
+
+def test_each_replica_takes_a_core_for_each_engine_unless_told_otherwise() -> None:
+    assert read().engine_options["ray_actor_options"] == {"num_cpus": 1}
+    two = read(data_parallel_size="2", num_replicas="3")
+    assert two.engine_options["ray_actor_options"] == {"num_cpus": 2} and two.num_engines == 6
+    given = read(ray_actor_options='{"num_cpus": 4, "num_gpus": 1}', max_replicas_per_node="1")
+    assert given.engine_options["ray_actor_options"] == {"num_cpus": 4, "num_gpus": 1}
+    assert given.engine_options["max_replicas_per_node"] == 1
+    assert read().api_actor_options == {"num_cpus": 0}
+    scaled = read(autoscaling_config='{"min_replicas": 2, "max_replicas": 5, "target_ongoing_requests": 12}')
+    assert scaled.autoscaling == {"min_replicas": 2, "max_replicas": 5} and scaled.target_ongoing_requests == 12
+    assert scaled.num_engines == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"num_block": "3"}, ["num_block", "did you mean num_blocks?"]),
+        ({"zzz": "3"}, ["zzz", "pointsman serve --help"]),
+        ({"num_blocks": "many"}, ["num_blocks", "'many'", "a whole number"]),
+        ({"num_blocks": True}, ["num_blocks", "True"]),
+        ({"enable_prefix_caching": "perhaps"}, ["enable_prefix_caching", "true or false"]),
+        ({"watermark": "2"}, ["watermark", "2"]),
+        ({"num-blocks": "3", "num_blocks": "3"}, ["num_blocks", "twice"]),
+        ({"host": "0.0.0.0"}, ["host", "Serve's proxies listen", "http_options"]),
+        ({"num_replicas": "0"}, ["num_replicas is 0", "at least 1"]),
+        ({"num_replicas": "auto"}, ["num_replicas", "'auto'", "a whole number"]),
+        ({"num_replicas": "2", "autoscaling_config": "{}"}, ["num_replicas", "autoscaling_config", "one of them"]),
+        ({"autoscaling_config": "[]"}, ["autoscaling_config", "JSON"]),
+        ({"autoscaling_config": {"min_replicas": 0}}, ["min_replicas is 0", "at least 1"]),
+        ({"autoscaling_config": {"min_replicas": 3, "max_replicas": 2}}, ["max_replicas is 2", "min_replicas, 3"]),
+        ({"autoscaling_config": {"policy": {}}}, ["policy", "leave it out"]),
+        ({"autoscaling_config": {"target_ongoing_requests": 0}}, ["target_ongoing_requests is 0", "above 0"]),
+        ({"data_parallel_size": "0"}, ["data_parallel_size is 0", "at least 1"]),
+        ({"data_parallel_size": "4", "ray_actor_options": '{"num_cpus": 2}'}, ["4", "num_cpus", "2", "raise"]),
+        ({"ray_actor_options": '{"num_cpus": "two"}'}, ["num_cpus is 'two'"]),
+        ({"ray_actor_options": "num_cpus=2"}, ["ray_actor_options", "JSON"]),
+        ({"max_engine_restarts": "-1"}, ["max-engine-restarts is -1"]),
+        ({"preset": "fast"}, ["fast", "low-latency"]),
+    ],
+)
+def test_a_wrong_argument_is_one_line_with_the_remedy(arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(RayError) as found:
+        read_arguments(arguments, {})
+    message = str(found.value)
+    assert "\n" not in message and all(word in message for word in words), message
+
+
+def test_a_cluster_has_room_for_the_replicas_that_are_to_start() -> None:
+    def check(**arguments: Any) -> None:
+        settings = read(**arguments)
+        check_room(NODES, replica_needs(settings.engine_options), settings)
+
+    check(num_replicas=6)
+    check(num_replicas=3, data_parallel_size=2)
+    check(ray_actor_options={"num_cpus": 0, "num_gpus": 1})
+    check(num_replicas=100, ray_actor_options={"num_cpus": 0})
+    check(autoscaling_config={"min_replicas": 6, "max_replicas": 60})
+    check(placement_group_bundles=[{"CPU": 3}, {"CPU": 3}])
+    with pytest.raises(RayError, match=r"num_replicas is 7 .* room for 6: .*CPU 1.*10.0.0.1: CPU 4; 10.0.0.2: CPU 2"):
+        check(num_replicas=7)
+    with pytest.raises(RayError, match=r"room for 2: .*CPU 1, at most 1 on a node"):
+        check(num_replicas=3, max_replicas_per_node=1)
+    with pytest.raises(RayError, match=r"room for 0: .*CPU 5"):
+        check(ray_actor_options={"num_cpus": 5})
+    with pytest.raises(RayError, match=r"room for 1: .*GPU 1.*check_resources=false"):
+        check(num_replicas=2, ray_actor_options={"num_gpus": 1})
+    with pytest.raises(RayError, match="min_replicas is 7"):
+        check(autoscaling_config={"min_replicas": 7})
+    with pytest.raises(RayError, match="room for 1"):
+        check(num_replicas=2, placement_group_bundles=[{"CPU": 3}, {"CPU": 3}])
+    needs = replica_needs({"ray_actor_options": {"num_cpus": 1, "memory": 10, "resources": {"a": 1}}})
+    assert needs == {"CPU": 1, "memory": 10, "a": 1}
+
+
+def test_a_machine_without_the_model_is_named(tmp_path: Any) -> None:
+    check_model(str(tmp_path), [Node("", "this machine", {"CPU": 1.0})])
+    with pytest.raises(RayError, match=r"nowhere.*no such directory on this machine; copy it there"):
+        check_model(str(tmp_path / "nowhere"), [Node("", "this machine", {"CPU": 1.0})])
+
+
+def test_replicas_are_wanted_for_the_requests_that_wait() -> None:
+    def wanted(*loads: tuple[int, int], unsent: int = 0, engines: int = 1, target: float | None = None) -> int:
+        return replicas_wanted([Load(*load) for load in loads], unsent, engines, 64, target)
+
+    assert wanted((0, 0)) == wanted((64, 0)) == wanted() == 1
+    assert wanted((64, 1)) == 2 and wanted((64, 64)) == 2 and wanted((64, 65)) == 3
+    assert wanted((8, 4)) == 2 and wanted((8, 17)) == 4  # they wait for blocks, not for slots
+    assert wanted((40, 0), (40, 0)) == 2 and wanted((30, 0), (30, 0)) == 1
+    assert wanted((64, 0), (64, 0), engines=2) == 1 and wanted((64, 1), (64, 0), engines=2) == 2
+    assert wanted((10, 0), target=4) == 3 and wanted((3, 0), (1, 0), target=4) == 1
+    assert wanted(unsent=65) == 2
+
+
+def test_the_policy_follows_the_mean_of_what_was_wanted() -> None:
+    def decided(*reported: float) -> int:
+        values = {f"replica {number}": value for number, value in enumerate(reported)}
+        context = SimpleNamespace(aggregated_metrics={METRIC: values} if reported else {}, target_num_replicas=7)
+        return policy(context)[0]
+
+    assert decided() == 7
+    assert decided(1.0, 1.1) == 1  # a request waited for a step or two
+    assert decided(2.6, 2.4) == 3

