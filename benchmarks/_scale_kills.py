@@ -49,6 +49,12 @@ def whole(exchange: Exchange) -> Stream | None:
     return stream if is_whole else None
 
 
+def text_of(exchange: Exchange) -> str | None:
+    """The text of a stream, if it is a whole one."""
+    stream = whole(exchange)
+    return None if stream is None else stream.text
+
+
 class Killing:
     """Kills under load, on one server.
 

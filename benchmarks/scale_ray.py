@@ -30,20 +30,13 @@ from typing import Any
 import ray_env
 from _common import Targets, argument_parser, at_least_one, finish, print_table, run
 from _ray_cluster import SECONDS_TO_START, Cluster, application, cluster
+from _scale_kills import SECONDS_TO_RETURN, text_of
+from _scale_kills import request_of as long_request
+from _scale_load import NUM_PREFIXES, POOL, first_requests, load, processor_seconds, request_of
 from _server_client import HOST, Address, send, start
 from _server_probe import read_metrics, run_async
 from _server_process import start_server
-from scale import (
-    LEAST_HIT_RATE,
-    NUM_PREFIXES,
-    POOL,
-    SECONDS_TO_RETURN,
-    load,
-    long_request,
-    processor_seconds,
-    request_of,
-    text_of,
-)
+from scale import LEAST_HIT_RATE, LONG
 
 TOGETHER = 8
 """Streams that run when something is killed."""
@@ -95,7 +88,7 @@ async def measure(side: Side, requests: Sequence[bytes]) -> None:
     before, parts, engines = await read_metrics(side.address), side.parts(), side.engines()
     used = {name: sum(map(processor_seconds, pids)) for name, pids in parts.items()}
     by_engines, began = sum(map(processor_seconds, engines)), monotonic()
-    await load(side, requests)  # type: ignore[arg-type]  # it reads the address alone
+    await load(side.address, requests)
     side.rates.append(len(requests) / (monotonic() - began))
     for name, pids in parts.items():
         side.cpu[name] = side.cpu.get(name, 0.0) + sum(map(processor_seconds, pids)) - used[name]
@@ -116,7 +109,7 @@ async def compare(sides: Sequence[Side], rounds: int, num_requests: int) -> None
     """The sides take turns; the prefixes are there before the first round."""
     generator = random.Random(1)
     for side in sides:
-        await load(side, [request_of(number, -1 - number) for number in range(NUM_PREFIXES)])  # type: ignore[arg-type]
+        await load(side.address, first_requests())
     for turn in range(rounds):
         numbers = [(generator.randrange(NUM_PREFIXES), turn * num_requests + own) for own in range(num_requests)]
         for side in sides if turn % 2 == 0 else reversed(sides):
@@ -131,7 +124,7 @@ async def kill(side: Side, victims: Callable[[], list[int]], count: int) -> dict
     generator = random.Random(2)
 
     async def together() -> list[Any]:
-        return [await start(side.address, long_request(number)) for number in range(TOGETHER)]
+        return [await start(side.address, long_request(number, LONG)) for number in range(TOGETHER)]
 
     undisturbed = await together()
     for exchange in undisturbed:
@@ -149,8 +142,8 @@ async def kill(side: Side, victims: Callable[[], list[int]], count: int) -> dict
         for exchange in exchanges:
             await exchange.end()
         while (await read_metrics(side.address))["pointsman:engine_up"] < 2:
-            if monotonic() - killed > 4 * SECONDS_TO_RETURN:
-                raise TimeoutError(f"the engine is not back within {4 * SECONDS_TO_RETURN:g} s")
+            if monotonic() - killed > 2 * SECONDS_TO_RETURN:
+                raise TimeoutError(f"the engine is not back within {2 * SECONDS_TO_RETURN:g} s")
             await asyncio.sleep(0.1)
         back.append(monotonic() - killed)
         texts = [text_of(exchange) for exchange in exchanges]
@@ -171,7 +164,7 @@ def main() -> int:
     parser.add_argument("--kills", type=at_least_one, help="how often each is killed [default: 3, quick: 1]")
     arguments = parser.parse_args()
     if ray_env.make([]) != 0:
-        return finish("scale_ray", {}, Targets(not_measured=["all (Ray cannot be installed)"]), False)
+        return finish("scale_ray", {}, Targets(not_measured=["all (Ray cannot be installed)"]), arguments.check)
     python, targets = ray_env.python_of(), Targets()
     rounds, num_requests = arguments.rounds or (2 if arguments.quick else 5), 48 if arguments.quick else 120
     kills = arguments.kills or (1 if arguments.quick else 3)

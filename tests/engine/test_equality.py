@@ -221,7 +221,7 @@ thorough = pytest.mark.parametrize("case", THOROUGH, indirect=True)
 @thorough
 def test_alone(case: Case, backend: str) -> None:
     for prompt, expected in zip(case.prompts[::2], case.expected[::2], strict=True):
-        engine = case.engine(backend, num_blocks=32, block_size=4)
+        engine = case.engine(backend, num_blocks=64, block_size=4)
         assert tokens(run(engine, [prompt], greedy(case))) == [expected]
 
 

@@ -20,10 +20,13 @@ import httpx2 as httpx
 import pytest
 import ray_env
 from _ray_cluster import BUILD_APP, Cluster, application, cluster, environment, is_ready
+from _scale_kills import request_of as long_request
+from _scale_kills import text_of
+from _scale_load import NUM_PREFIXES, request_of
 from _server_client import HOST, Exchange, send, start
 from _server_probe import read_metrics, run_async
 from _server_process import ServerProcess, free_port, wait_until
-from scale import LEAST_HIT_RATE, NUM_PREFIXES, long_request, request_of, text_of
+from scale import LEAST_HIT_RATE, LONG
 
 from tests.forked_engines import start_server
 
@@ -92,7 +95,7 @@ def undisturbed_and_disturbed(port: int, disturb: Callable[[], None]) -> tuple[l
 
     async def run() -> tuple[list[str | None], list[str | None]]:
         def together() -> Any:
-            return asyncio.gather(*[start(address, long_request(number)) for number in range(6)])
+            return asyncio.gather(*[start(address, long_request(number, LONG)) for number in range(6)])
 
         first = await together()
         for exchange in first:
@@ -163,7 +166,7 @@ class TestTwoReplicas:
 
     def test_a_client_that_hangs_up_stops_its_request(self, port: int) -> None:
         async def hang_up() -> None:
-            exchange = Exchange(long_request(1), hang_up_after=3)
+            exchange = Exchange(long_request(1, LONG), hang_up_after=3)
             loop = asyncio.get_running_loop()
             await loop.create_connection(lambda: exchange, HOST, port)
             await exchange.end()
@@ -223,7 +226,7 @@ def test_replicas_come_and_go_with_the_requests_that_wait(running: Cluster) -> N
             async def client(number: int) -> None:
                 deadline = time.monotonic() + SECONDS_TO_HEAL
                 while await up(port) < 2 and time.monotonic() < deadline:
-                    exchange = await send((HOST, port), long_request(number))
+                    exchange = await send((HOST, port), long_request(number, LONG))
                     texts.append(text_of(exchange))
 
             await asyncio.gather(*map(client, range(8)))
