@@ -55,6 +55,13 @@ def text_of(exchange: Exchange) -> str | None:
     return None if stream is None else stream.text
 
 
+def compared(exchanges: Sequence[Exchange], expected: Sequence[str | None]) -> tuple[int, int]:
+    """How many streams failed, and how many are whole and not as expected."""
+    texts = [text_of(exchange) for exchange in exchanges]
+    differing = sum(text is not None and text != wanted for text, wanted in zip(texts, expected, strict=True))
+    return texts.count(None), differing
+
+
 class Killing:
     """Kills under load, on one server.
 
@@ -128,6 +135,16 @@ class Killing:
             self.gaps_of_resumed.append(max(by_engine.values()))
         return exchanges, had
 
+    async def counts(self, num_kills: int, num_failed: int) -> dict[str, Any]:
+        """What is reported of all kills, and whether the blocks came back after the last."""
+        return {
+            "kills": num_kills,
+            "requests": num_kills * len(self._requests),
+            "open_at_a_kill": self.num_open,
+            "failed": num_failed,
+            "blocks_back": await wait_until_idle(self._side.address) is not None,
+        }
+
     async def _together(self) -> list[Exchange]:
         return [await start(self._side.address, request) for request in self._requests]
 
@@ -141,22 +158,15 @@ def longest_gap(exchange: Exchange, since: float) -> float:
 async def kills(side: Side, count: int, num_tokens: int) -> dict[str, Any]:
     """Kill one of the engines `count` times under load, in float32: every answer must be the undisturbed one."""
     killing = Killing(side, [request_of(number, num_tokens) for number in range(KILLED_TOGETHER)], seed=2)
-    expected = [stream and stream.text for stream in map(whole, await killing.undisturbed())]
+    expected = [text_of(exchange) for exchange in await killing.undisturbed()]
     failed = differing = 0
     for _ in range(count):
         exchanges, _ = await killing.killed()
-        streams = [whole(exchange) for exchange in exchanges]
-        failed += sum(stream is None for stream in streams)
-        pairs = zip(streams, expected, strict=True)
-        differing += sum(stream is not None and stream.text != text for stream, text in pairs)
-    idle = await wait_until_idle(side.address)
+        lost, changed = compared(exchanges, expected)
+        failed, differing = failed + lost, differing + changed
     return {
-        "kills": count,
-        "requests": count * KILLED_TOGETHER,
-        "open_at_a_kill": killing.num_open,
-        "failed": failed,
+        **await killing.counts(count, failed),
         "differing": differing,
-        "blocks_back": idle is not None,
         "seconds_until_back": round(max(killing.back), 3),
         "median_seconds_until_back": round(median(killing.back), 3),
         "seconds_to_start": round(side.seconds_to_start, 3),
@@ -171,7 +181,6 @@ async def kills(side: Side, count: int, num_tokens: int) -> dict[str, Any]:
 
 def tokens_of(pieces: Sequence[bytes]) -> list[int]:
     """The token ids of a stream as far as its pieces go."""
-
     found: list[int] = []
     for line in b"".join(pieces).split(b"\n"):
         if line.startswith(b"data: {") and line.endswith(b"}"):
@@ -212,15 +221,10 @@ async def rounded_kills(side: Side, count: int, num_tokens: int) -> dict[str, An
             equal_before += before == expected[: len(before)]
             equal += tokens == expected
             worst = max(worst, await shortfall(side, number, tokens))
-    idle = await wait_until_idle(side.address)
     return {
-        "kills": count,
-        "requests": count * KILLED_TOGETHER,
-        "open_at_a_kill": killing.num_open,
-        "failed": failed,
+        **await killing.counts(count, failed),
         "equal_up_to_the_death": equal_before,
         "equal": equal,
-        "blocks_back": idle is not None,
         "worst_shortfall": round(worst, 4),
         "worst_shortfall_undisturbed": round(allowed, 4),
     }

@@ -30,7 +30,7 @@ from typing import Any
 import ray_env
 from _common import Targets, argument_parser, at_least_one, finish, print_table, run
 from _ray_cluster import SECONDS_TO_START, Cluster, application, cluster
-from _scale_kills import SECONDS_TO_RETURN, text_of
+from _scale_kills import SECONDS_TO_RETURN, compared, text_of
 from _scale_kills import request_of as long_request
 from _scale_load import NUM_PREFIXES, POOL, first_requests, load, processor_seconds, request_of
 from _server_client import HOST, Address, send, start
@@ -146,9 +146,8 @@ async def kill(side: Side, victims: Callable[[], list[int]], count: int) -> dict
                 raise TimeoutError(f"the engine is not back within {2 * SECONDS_TO_RETURN:g} s")
             await asyncio.sleep(0.1)
         back.append(monotonic() - killed)
-        texts = [text_of(exchange) for exchange in exchanges]
-        failed += sum(text is None for text in texts)
-        differing += sum(text is not None and text != wanted for text, wanted in zip(texts, expected, strict=True))
+        lost, changed = compared(exchanges, expected)
+        failed, differing = failed + lost, differing + changed
     return {
         "kills": count,
         "requests": count * TOGETHER,
