@@ -21,6 +21,12 @@ POOL = 400
 IDEAL_HIT_RATE = PREFIX_TOKENS / (PREFIX_TOKENS + OWN_TOKENS)
 
 
+def server_options(num_blocks: int) -> tuple[str, ...]:
+    """Of `pointsman serve`, in all arrangements; with so many blocks for all its engines together."""
+    sizes = ("--num-blocks", str(num_blocks), "--block-size", str(BLOCK_SIZE), "--max-model-len", "1024")
+    return ("--model", MODEL, *sizes, "--log-stats-interval", "0", "--no-warm-up")
+
+
 def prefix(number: int) -> list[int]:
     """The tokens of a shared prefix."""
     return random.Random(number).choices(range(300, 2000), k=PREFIX_TOKENS)

@@ -28,6 +28,7 @@ from _scale_load import (
     prefix,
     processor_seconds,
     request_of,
+    server_options,
 )
 from _server_client import HOST, Address, BrokenAnswer, post, send
 from _server_probe import read_metrics, run_async
@@ -39,7 +40,7 @@ LONG_TOKENS = 900
 """Of one that is open there and keeps the server from ending at once."""
 POLICIES = ("round_robin", "kv_aware", "cache_aware")
 """Of the router; with the last one, a server is ended."""
-QUIET = ("--log-stats-interval", "0", "--no-warm-up", "--drain-timeout", "100")
+DRAIN = ("--drain-timeout", "100")
 """Further options of the servers; the long stream ends within the drain on a busy machine, too."""
 LEAST_HIT_RATE = 0.77
 """With `cache_aware`. The router's rule spreads prefixes less evenly than ours: 0.79 to 0.83 in six runs."""
@@ -57,11 +58,10 @@ class Routed:
     def __init__(self, stack: ExitStack, start: Callable[..., Any] = start_server) -> None:
         self.servers: list[ServerProcess] = []
         self.events: list[str] = []
-        sizes = ("--num-blocks", str(POOL), "--block-size", str(BLOCK_SIZE), "--max-model-len", "1024")
         for _ in range(2):
             port = free_port()
             events = ("--kv-events-config", f'{{"endpoint": "tcp://*:{port}"}}')
-            self.servers.append(stack.enter_context(start("--model", MODEL, *sizes, *events, *QUIET)))
+            self.servers.append(stack.enter_context(start(*server_options(POOL), *events, *DRAIN)))
             self.events.append(f"{self.servers[-1].url}=tcp://{HOST}:{port}")
 
     @property

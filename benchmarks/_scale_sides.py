@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from time import monotonic
 
-from _scale_load import BLOCK_SIZE, MODEL
+from _scale_load import server_options
 from _server_client import HOST, Address
 from _server_process import ServerProcess, start_server
 
@@ -58,10 +58,9 @@ def serve(name: str, num_blocks: int, *options: str, crowded: bool = False) -> S
         crowded: whether several engines may share a core, which `pointsman serve` refuses; times say nothing then.
     """
     began = monotonic()
-    sizes = ("--num-blocks", str(num_blocks), "--block-size", str(BLOCK_SIZE), "--max-model-len", "1024")
     program = (__file__,) if crowded else ("-m", "pointsman", "serve")
-    options = ("--model", MODEL, *sizes, "--log-stats-interval", "0", "--no-warm-up", *options)
-    return Side(name, start_server(*options, program=program, timeout=SECONDS_TO_START), monotonic() - began)
+    server = start_server(*server_options(num_blocks), *options, program=program, timeout=SECONDS_TO_START)
+    return Side(name, server, monotonic() - began)
 
 
 def serve_crowded(arguments: list[str]) -> None:

@@ -32,7 +32,7 @@ from _common import Targets, argument_parser, at_least_one, finish, print_table,
 from _ray_cluster import SECONDS_TO_START, Cluster, application, cluster
 from _scale_kills import SECONDS_TO_RETURN, compared, text_of
 from _scale_kills import request_of as long_request
-from _scale_load import NUM_PREFIXES, POOL, first_requests, load, processor_seconds, request_of
+from _scale_load import NUM_PREFIXES, POOL, first_requests, load, processor_seconds, request_of, server_options
 from _server_client import HOST, Address, send, start
 from _server_probe import read_metrics, run_async
 from _server_process import start_server
@@ -169,9 +169,8 @@ def main() -> int:
     kills = arguments.kills or (1 if arguments.quick else 3)
     killed: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
-        sizes = ("--num-blocks", str(2 * POOL), "--block-size", "16", "--max-model-len", "1024", "--no-warm-up")
-        options = ("--data-parallel-size", "2", "--log-stats-interval", "0")
-        two = stack.enter_context(start_server("--model", "demo", *sizes, *options, timeout=SECONDS_TO_START))
+        options = (*server_options(2 * POOL), "--data-parallel-size", "2")
+        two = stack.enter_context(start_server(*options, timeout=SECONDS_TO_START))
         sides = [Side("one server", two.port, lambda: {"API": [two.pid]}, lambda: two.engine_pids)]
         for name, variables in (("Ray", {}), ("Ray, HAProxy", {"RAY_SERVE_ENABLE_HA_PROXY": "1"})):
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ray")))

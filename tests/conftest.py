@@ -49,6 +49,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+@pytest.fixture(scope="session")
+def ray_python() -> Path:
+    """The interpreter of an environment with Ray."""
+    import ray_env
+
+    if ray_env.make([]) != 0:
+        pytest.skip("Ray cannot be installed here; python benchmarks/ray_env.py says why")
+    return ray_env.python_of()
+
+
 _rules: Counter[str] = Counter()  # executed by the workers of pytest-xdist
 
 

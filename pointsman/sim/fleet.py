@@ -63,7 +63,8 @@ class PrefixAffinity:
     def choose(self, request: SimRequest, replicas: Sequence[Routed]) -> int:
         if self._router is None:
             config = replicas[0].config
-            self._router = Router(len(replicas), config.block_size, config.num_blocks)
+            num_blocks = max(1, config.num_full_length_tokens // config.block_size)
+            self._router = Router(len(replicas), config.block_size, num_blocks)
         prompt = prompt_tokens(request, request.index, VOCAB_SIZE)
         return self._router.choose(prompt, "", [replica.num_unfinished for replica in replicas])
 

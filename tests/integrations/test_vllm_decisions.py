@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import json
-
-from tests.integrations.vllm_process import NEEDS_VLLM, run_in_vllm
+from tests.integrations.vllm_process import NEEDS_VLLM, decided_alike
 from tests.soak import short_or_long
 
 NUM_WORKLOADS = short_or_long(40, 1000)
@@ -31,10 +29,6 @@ pytestmark = NEEDS_VLLM
 
 
 def test_every_decision_is_that_of_vllms_own_scheduler() -> None:
-    found = run_in_vllm("vllm_decisions.py", 0, NUM_WORKLOADS, timeout=900)
-    assert not found["differences"], json.dumps(found["differences"][0], indent=1)
-    tally = found["tally"]
-    for what, least in MET_PER_100.items():
-        assert tally[what] >= least * NUM_WORKLOADS // 100, f"{what}: {tally[what]}"
+    tally = decided_alike(NUM_WORKLOADS, met_per_100=MET_PER_100, timeout=900)
     for what in ("resumed in chunks", "gave up drafts"):
         assert tally.get(what, 0) <= NUM_WORKLOADS // 10, "the comparison of these workloads ends there"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pointsman.core import replay
-from tests.integrations.vllm_process import NEEDS_VLLM, ONE_MODEL, run_in_vllm, vllm_parent
+from tests.integrations.vllm_process import NEEDS_VLLM, ONE_MODEL, decided_alike, run_in_vllm, vllm_parent
 from tests.soak import short_of, short_or_long
 
 pytestmark = NEEDS_VLLM
@@ -172,11 +172,7 @@ def test_it_is_said_which_prompts_find_nothing(tmp_path: Path) -> None:
 
 def test_decisions_are_those_of_vllms_own_scheduler() -> None:
     """On random workloads and layouts, step by step; and every row reads its own KV, in every group."""
-    found = run_in_vllm("vllm_decisions.py", 0, NUM_WORKLOADS, "groups", timeout=1800)
-    assert not found["differences"], json.dumps(found["differences"][0], indent=1)
-    tally = found["tally"]
-    for what, least in MET_PER_100.items():
-        assert tally[what] >= least * NUM_WORKLOADS // 100, f"{what}: {tally[what]}"
+    tally = decided_alike(NUM_WORKLOADS, "groups", met_per_100=MET_PER_100)
     ended_early = tally.get("found otherwise", 0) + tally.get("did more", 0)
     assert ended_early <= NUM_WORKLOADS * 15 // 100, tally
 
@@ -184,9 +180,7 @@ def test_decisions_are_those_of_vllms_own_scheduler() -> None:
 def test_decisions_about_drafts_over_states_are_those_of_vllms_own_scheduler() -> None:
     """Each draft has a state of its own."""
     count = short_or_long(6, 500)
-    found = run_in_vllm("vllm_decisions.py", 0, count, "states", timeout=1800)
-    assert not found["differences"], json.dumps(found["differences"][0], indent=1)
-    tally = found["tally"]
+    tally = decided_alike(count, "states")
     assert tally["with drafts"] == count and tally["drafts"] >= 20 * count, tally
     assert tally.get("gave up drafts", 0) <= count // 4 + 1, tally
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm_env import TORCHVISION
 
-from tests.integrations.vllm_process import NEEDS_VLLM, ONE_MODEL, run_in_vllm
+from tests.integrations.vllm_process import NEEDS_VLLM, ONE_MODEL, decided_alike, run_in_vllm
 from tests.soak import short_of, short_or_long
 
 pytestmark = NEEDS_VLLM
@@ -66,11 +66,7 @@ ENCODER_DECODERS: dict[str, dict[str, Any]] = {
 
 def test_decisions_are_those_of_vllms_own_scheduler() -> None:
     """On random workloads, step by step: which images are computed too; and no row reads embeddings that are gone."""
-    found = run_in_vllm("vllm_decisions.py", 0, NUM_WORKLOADS, "images", timeout=1800)
-    assert not found["differences"], json.dumps(found["differences"][0], indent=1)
-    tally = found["tally"]
-    for what, least in MET_PER_100.items():
-        assert tally[what] >= least * NUM_WORKLOADS // 100, f"{what}: {tally[what]}"
+    tally = decided_alike(NUM_WORKLOADS, "images", met_per_100=MET_PER_100)
     ended_early = [tally.get(why, 0) for why in ENDS]
     assert sum(ended_early) <= NUM_WORKLOADS // 4, tally
 
@@ -87,11 +83,7 @@ def test_decisions_differ_for_a_reason_that_is_documented(seed: int, why: str) -
 
 def test_decisions_for_encoder_decoders_are_those_of_vllms_own_scheduler() -> None:
     """On random workloads, step by step, with the same embeddings computed and dropped; each row reads its own KV."""
-    found = run_in_vllm("vllm_decisions.py", 0, NUM_OF_ENCODERS, "encoder", timeout=1800)
-    assert not found["differences"], json.dumps(found["differences"][0], indent=1)
-    tally = found["tally"]
-    for what, least in MET_WITH_ENCODERS_PER_100.items():
-        assert tally[what] >= least * NUM_OF_ENCODERS // 100, f"{what}: {tally[what]}"
+    tally = decided_alike(NUM_OF_ENCODERS, "encoder", met_per_100=MET_WITH_ENCODERS_PER_100)
     ended_early = [tally.get(why, 0) for why in ("resumed in chunks", "gave up drafts")]
     assert sum(ended_early) <= NUM_OF_ENCODERS // 5, tally
 

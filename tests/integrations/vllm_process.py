@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -77,3 +79,22 @@ def run_in_vllm(script: str, *arguments: object, sources: Path | None = None, ti
     done = vllm_parent(sources).run(path, *arguments, timeout=timeout)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1]) if done.stdout else None
+
+
+def decided_alike(
+    count: int, *kind: str, met_per_100: Mapping[str, int] = MappingProxyType({}), timeout: float = 1800
+) -> dict[str, int]:
+    """Random workloads on which our decisions must be those of vLLM's own scheduler; what they met, and how often.
+
+    Args:
+        count: of workloads.
+        kind: of them, see `vllm_decisions.py`.
+        met_per_100: what so many of 100 workloads meet at least, so that they cannot pass by meeting nothing.
+        timeout: seconds.
+    """
+    found = run_in_vllm("vllm_decisions.py", 0, count, *kind, timeout=timeout)
+    assert not found["differences"], json.dumps(found["differences"][0], indent=1)
+    tally: dict[str, int] = found["tally"]
+    for what, least in met_per_100.items():
+        assert tally[what] >= least * count // 100, f"{what}: {tally[what]}"
+    return tally

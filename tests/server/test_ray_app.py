@@ -18,7 +18,6 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-import ray_env
 from _ray_cluster import BUILD_APP, Cluster, application, cluster, environment, is_ready
 from _scale_kills import request_of as long_request
 from _scale_kills import text_of
@@ -27,30 +26,22 @@ from _server_client import HOST, Exchange, send, start
 from _server_probe import read_metrics, run_async
 from _server_process import ServerProcess, free_port, wait_until
 from scale import LEAST_HIT_RATE, LONG
+from scale_ray import SIZES
 
 from tests.forked_engines import start_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.soak]
 
 ROOT = Path(__file__).resolve().parents[2]
-SIZES = ("num_blocks=400", "block_size=16", "max_model_len=1024", "log_stats_interval=0", "warm_up=no")
 QUESTION = {"model": "demo", "prompt": "The import statement", "max_tokens": 24, "temperature": 0.7, "seed": 3}
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "What is a list?"}], "max_tokens": 24, "seed": 5}
 SECONDS_TO_HEAL = 240.0
 
 
 @pytest.fixture(scope="module")
-def python() -> Path:
-    """The interpreter of an environment with Ray."""
-    if ray_env.make([]) != 0:
-        pytest.skip("Ray cannot be installed here; python benchmarks/ray_env.py says why")
-    return ray_env.python_of()
-
-
-@pytest.fixture(scope="module")
-def running(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def running(ray_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A cluster of one node."""
-    with cluster(python, tmp_path_factory.mktemp("r"), 1, num_cpus=2) as running:
+    with cluster(ray_python, tmp_path_factory.mktemp("r"), 1, num_cpus=2) as running:
         yield running
 
 
@@ -242,8 +233,8 @@ async def up(port: int) -> float:
     return (await read_metrics((HOST, port)))["pointsman:engine_up"]
 
 
-def test_no_request_is_lost_with_a_node(python: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    with cluster(python, tmp_path_factory.mktemp("r"), 2) as running:
+def test_no_request_is_lost_with_a_node(ray_python: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with cluster(ray_python, tmp_path_factory.mktemp("r"), 2) as running:
         head_only = 'api_ray_actor_options={"resources": {"node:__internal_head__": 0.001}}'
         with application(running, "model=demo", "num_replicas=2", head_only, *SIZES) as (port, _):
             wait_for_engines(port, 2)
@@ -266,7 +257,7 @@ def commands(text: str) -> list[str]:
     return [line.partition("  #")[0].strip() for line in text.splitlines() if line]
 
 
-def test_the_commands_of_the_documentation(python: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_commands_of_the_documentation(ray_python: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Each as it stands there, with ports of its own."""
     folder = tmp_path_factory.mktemp("r")
     (config,) = [text for language, text in BLOCKS if language == "yaml"]
@@ -293,7 +284,7 @@ def test_the_commands_of_the_documentation(python: Path, tmp_path_factory: pytes
                         variables = dict(one.split("=") for one in before.split())
                         assert not options
                         running = stack.enter_context(
-                            cluster(python, tmp_path_factory.mktemp("r"), 1, num_cpus=2, **variables)
+                            cluster(ray_python, tmp_path_factory.mktemp("r"), 1, num_cpus=2, **variables)
                         )
                     elif line.startswith(RUN):
                         assert running is not None
@@ -332,9 +323,9 @@ def refused(python: Path, *arguments: str, address: str | None = None) -> str:
     return str(error)
 
 
-def test_an_address_that_does_not_answer(python: Path) -> None:
+def test_an_address_that_does_not_answer(ray_python: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
-    error = refused(python, "model=demo", address=address)
+    error = refused(ray_python, "model=demo", address=address)
     assert address in error and "ray start --head" in error
 
 
@@ -347,7 +338,7 @@ def test_more_than_the_cluster_has_and_a_node_without_the_model(running: Cluster
     assert f"{tmp_path}/nowhere" in error and "no such directory" in error and "copy it there" in error
 
 
-def test_wrong_arguments(python: Path) -> None:
+def test_wrong_arguments(ray_python: Path) -> None:
     address = "local"
-    assert "did you mean num_blocks?" in refused(python, "num_block=3", address=address)
-    assert "Serve's proxies listen" in refused(python, "port=80", address=address)
+    assert "did you mean num_blocks?" in refused(ray_python, "num_block=3", address=address)
+    assert "Serve's proxies listen" in refused(ray_python, "port=80", address=address)

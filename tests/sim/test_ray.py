@@ -10,7 +10,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import ray_env
 from _ray_cluster import Cluster, cluster, environment
 from _server_process import free_port, wait_until
 
@@ -23,17 +22,9 @@ ENVIRONMENT = environment()
 
 
 @pytest.fixture(scope="module")
-def python() -> Path:
-    """The interpreter of an environment with Ray."""
-    if ray_env.make([]) != 0:
-        pytest.skip("Ray cannot be installed here; python benchmarks/ray_env.py says why")
-    return ray_env.python_of()
-
-
-@pytest.fixture(scope="module")
-def alone(python: Path) -> str:
+def alone(ray_python: Path) -> str:
     """What the search prints without a cluster."""
-    found = tuned(python, "--workers", "1")
+    found = tuned(ray_python, "--workers", "1")
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout)["num_trials"] >= 10
     return found.stdout
@@ -50,33 +41,35 @@ def num_workers(running: Cluster) -> int:
 
 
 def test_a_cluster_of_two_nodes_finds_the_same(
-    python: Path, alone: str, tmp_path_factory: pytest.TempPathFactory
+    ray_python: Path, alone: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Also with fewer workers than it has CPUs."""
-    with cluster(python, tmp_path_factory.mktemp("r"), num_nodes=2) as running:
-        found = tuned(python, "--ray", running.address)
+    with cluster(ray_python, tmp_path_factory.mktemp("r"), num_nodes=2) as running:
+        found = tuned(ray_python, "--ray", running.address)
         assert found.returncode == 0, found.stderr
         assert found.stdout == alone
-        assert tuned(python, "--ray", running.address, "--workers", "1").stdout == alone
+        assert tuned(ray_python, "--ray", running.address, "--workers", "1").stdout == alone
 
 
-def test_a_cluster_of_this_machine_finds_the_same(python: Path, alone: str) -> None:
-    found = tuned(python, "--ray", "local", "--workers", "2")
+def test_a_cluster_of_this_machine_finds_the_same(ray_python: Path, alone: str) -> None:
+    found = tuned(ray_python, "--ray", "local", "--workers", "2")
     assert found.returncode == 0, found.stderr
     assert found.stdout == alone
 
 
-def test_an_address_that_does_not_answer_is_an_error(python: Path) -> None:
+def test_an_address_that_does_not_answer_is_an_error(ray_python: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
-    found = tuned(python, "--ray", address)
+    found = tuned(ray_python, "--ray", address)
     assert found.returncode == 2
     assert address in found.stderr and "ray start --head" in " ".join(found.stderr.split())
     assert "Traceback" not in found.stderr
 
 
-def test_a_node_that_dies_ends_the_search_with_an_error(python: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    with cluster(python, tmp_path_factory.mktemp("r"), num_nodes=2) as running:
-        command = [python, "-m", "pointsman", "tune", *SERVICE, "--trials", "3000", "--ray", running.address]
+def test_a_node_that_dies_ends_the_search_with_an_error(
+    ray_python: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with cluster(ray_python, tmp_path_factory.mktemp("r"), num_nodes=2) as running:
+        command = [ray_python, "-m", "pointsman", "tune", *SERVICE, "--trials", "3000", "--ray", running.address]
         search = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, cwd=ROOT, env=ENVIRONMENT)
         try:
             wait_until(lambda: num_workers(running) == 2, 120, "both nodes work")

@@ -41,6 +41,14 @@ _HANDLER = "pointsman_attention"  # the key under which a module's __dict__ carr
 
 
 @dataclass(slots=True)
+class Meanwhile:
+    """What the thread of a step can do while others compute for it; the batches of all groups have the same."""
+
+    do_part: Callable[[], bool] | None = None
+    """Does a part of it, and says whether there is a further one; None: there is nothing."""
+
+
+@dataclass(slots=True)
 class PagedBatch:
     """Where the tokens of one step belong. n rows (requests), T tokens.
 
@@ -65,7 +73,7 @@ class PagedBatch:
     tails: Int64Array
     """[T] slots behind the token that are to be zeroed: what remains of a block that its row begins and does not
     fill."""
-    meanwhile: Meanwhile = field(default_factory=lambda: Meanwhile())
+    meanwhile: Meanwhile = field(default_factory=Meanwhile)
     """What the step's thread can do while others compute for it."""
     of_lengths: dict[Any, Any] = field(default_factory=dict)
     """What a backend keeps that depends on nothing but the numbers of tokens, under keys of its own."""
@@ -136,14 +144,6 @@ class PagedBatch:
         while meanwhile.do_part is not None and is_computing():
             if not meanwhile.do_part():
                 meanwhile.do_part = None
-
-
-@dataclass(slots=True)
-class Meanwhile:
-    """What the thread of a step can do while others compute for it; the batches of all groups have the same."""
-
-    do_part: Callable[[], bool] | None = None
-    """Does a part of it, and says whether there is a further one; None: there is nothing."""
 
 
 class AttentionBackend(Protocol):
