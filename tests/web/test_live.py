@@ -205,7 +205,6 @@ def test_what_is_kept_is_bounded(visit: Callable[..., Any], tmp_path: Path) -> N
         try:
             host.add("old", max_tokens=5)
             page = visit(server.url)
-            page.evaluate("limits.seconds = 1")
             is_live(page)
             with stepping(Slowly(host)):
                 playwright.expect(page.locator("[data-part=finishedTitle]")).to_have_text("Finished: 1", timeout=10000)
@@ -213,6 +212,7 @@ def test_what_is_kept_is_bounded(visit: Callable[..., Any], tmp_path: Path) -> N
                 page.fill("[data-part=find]", "old")
                 page.press("[data-part=find]", "Enter")
                 playwright.expect(page.locator("[data-part=lifeTitle]")).to_have_text("The life of old")
+                page.evaluate("limits.seconds = 1")
                 playwright.expect(page.locator("#lost")).to_contain_text("let go", timeout=10000)
                 playwright.expect(page.locator("[data-part=life]")).to_be_hidden(timeout=10000)
                 page.keyboard.press("n")
