@@ -172,7 +172,8 @@ def test_many_hopeless_grammars_hold_up_the_others_for_a_slice_each(make: Callab
     for number in range(4):  # at once, and while the slow ones have their turn
         grammar = outcome(compiler, choice=["yes", f"no{number}"])
         assert isinstance(grammar, CompiledGrammar)
-        assert time.monotonic() - started < 4 * FIRST_SLICE + 1.0
+        # Four slices, with room for a busy machine; without them, the time limits of the slow ones as well.
+        assert time.monotonic() - started < 4 * FIRST_SLICE + 5.0
     assert compiler.num_waiting == 6
     for request in hopeless:
         compiler.forget(request)
