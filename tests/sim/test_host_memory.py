@@ -20,7 +20,7 @@ from pointsman.sim.simulator import Outcome, simulate
 from pointsman.sim.step_time import Efficiencies, LinearStepTime, RooflineStepTime
 from pointsman.sim.stretches import Stretch
 from tests.sim.test_simulator import STEP_TIME, config, same, workload
-from tests.soak import short_or_long
+from tests.soak import part_of_commit, short_or_long
 
 TOKEN_BYTES = 1000.0
 MEMORY = HostMemory(4_000_000, TOKEN_BYTES, 1e8)  # 500 blocks of 8 tokens, 80 microseconds each
@@ -29,7 +29,9 @@ SHORT = {"num_blocks": 33, "full_sequence_must_fit": False}
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap", "cheaper"])
-@pytest.mark.parametrize("memory", [MEMORY, MEMORY._replace(num_bytes=100_000), MEMORY._replace(bandwidth=2e7)])
+@pytest.mark.parametrize(
+    "memory", part_of_commit([MEMORY, MEMORY._replace(num_bytes=100_000), MEMORY._replace(bandwidth=2e7)], 3)
+)
 def test_decodes_at_once_change_nothing(mode: str, memory: HostMemory) -> None:
     """With ample memory, with little, and over a link so slow that it is not clear what is cheaper."""
     settings = config(**SHORT, preemption_mode=mode)

@@ -18,6 +18,7 @@ from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import wrap_model
 from tests.engine.kv_requests import PARAMS, TIGHT, add_round, break_passes, drain, make, prompt_of, run_rounds, settle
 from tests.engine.tiny_models import FAMILIES, build
+from tests.soak import part_of_commit
 
 AMPLE, SCARCE = 1 << 20, 1 << 16
 """Bytes of host memory for all blocks that the tests give up, and for some of them."""
@@ -162,7 +163,7 @@ def test_too_little_memory_for_a_block_is_refused() -> None:
 # ---------------------------------------------------------------------------------------------------- the engine
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("steps", part_of_commit([1, 2, 3], 3))
 @pytest.mark.parametrize("num_bytes", [AMPLE, SCARCE])
 def test_answers_are_the_same_and_less_is_computed(
     loaded: LoadedModel, expected: dict[str, list[int]], steps: int, num_bytes: int
