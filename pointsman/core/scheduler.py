@@ -41,11 +41,13 @@ from pointsman.core.state.events import Call, Events, Listener, Need, send
 from pointsman.core.state.inputs import EncoderInput
 from pointsman.core.state.numbers import MAX_INT, checked_priority
 from pointsman.core.state.output import Integers, SchedulerOutput, StepResult, StepUpdate
+from pointsman.core.state.reason import Reason
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import FinishReason, ParkReason, Pause, PauseMode, PreemptionCause, RequestStatus
 from pointsman.core.step.assembly import NEW, Start, assemble
 from pointsman.core.step.emit import input_token_ids
 from pointsman.core.step.in_flight import StepRecord
+from pointsman.core.step.opening import Opening
 from pointsman.core.step.past_finishes import Finishes
 from pointsman.core.step.request_table import End
 from pointsman.core.step.rewind import take_back
@@ -97,6 +99,7 @@ class Scheduler:
         "_max_seen_active_seqs",
         "_next_step_id",
         "_open_eviction",
+        "_openings",
         "_parts",
         "_past_finishes",
         "_recorder",
@@ -151,7 +154,7 @@ class Scheduler:
         self._swap = parts.swap
         self._update, self._encoder, self._load_followers = parts.update, parts.encoder, parts.gates.load_followers
         self._fast_forward, self._view, self._budget = parts.fast_forward, parts.view, parts.budget
-        self._past_finishes = parts.past_finishes
+        self._openings, self._past_finishes = parts.openings, parts.past_finishes
         self._fast_forward.checks_horizons = self._check_horizons
         self._open_eviction: Callable[[], None] | None = getattr(parts.kv.eviction, "open_step", None)
         self._max_seen_active_seqs = config.num_seats
@@ -358,7 +361,16 @@ class Scheduler:
             send(self._events.called, Call("advance", run.times[-1], {**arguments, "last_token_ids": last_token_ids}))
         return update
 
-    def horizon_past_finishes(self, limit: int, lengths: Integers) -> int:
+    def opening(self) -> Opening | None:
+        """What the next step does, looked at and not done, if that is sure and simple: it admits waiting requests or goes
+        on with a prompt beside rows that decode, and nothing follows the decisions. None: it must be scheduled, or is a
+        plain decode (`horizon`). An opening is void once any call has changed the scheduler.
+
+        With it a host that needs no output learns how long the step takes, and may do it with the decodes behind it.
+        """
+        return self._openings.find(self._next_step_id)
+
+    def horizon_past_finishes(self, limit: int, lengths: Integers, opening: Opening | None = None) -> int:
         """As `horizon`, where the host knows in which step a request stops: beyond the first of these steps, if no
         request waits and nothing follows the decisions (a listener, a recording, a policy that observes, the log of
         `log_request_events`). Otherwise at most up to that step.
@@ -366,11 +378,13 @@ class Scheduler:
         Args:
             lengths: [rows] steps until each running request, in admission order, stops; at least 1. What it has
                 generated then must be within its limits, else the horizon is cut.
+            opening: is the first of the steps; then lengths are [opening.num_samples]: of the running requests and
+                of those that it admits, without one whose prompt is still not computed.
 
         Raises:
             StepResultError: `lengths` is not that.
         """
-        return self._past_finishes.horizon(limit, lengths)
+        return self._past_finishes.horizon(self._next_step_id, limit, lengths, opening)
 
     def advance_past_finishes(
         self,
@@ -378,6 +392,7 @@ class Scheduler:
         token_ids: Integers,
         last_token_ids: Integers,
         lengths: Integers,
+        opening: Opening | None = None,
     ) -> list[Finishes]:
         """As `advance`, where requests finish in any of the steps.
 
@@ -387,21 +402,28 @@ class Scheduler:
             last_token_ids: [rows] what it samples in its last step of the run.
             lengths: [rows] the number of these steps, the greatest of them that of the run. A request with fewer than
                 that stops with its last token.
+            opening: is the first step, as for `horizon_past_finishes`; rows are those that sample in it. If none does,
+                the run has that one step.
 
         Returns:
-            For each step in which requests finished: which, and how full the pool is then.
+            For each step in which requests finished, and for an opening: which, and how full the pool is then.
 
         Raises:
-            StepOrderError: it is not sure that these steps are plain decodes, see `horizon_past_finishes`. Nothing has
-                changed.
+            StepOrderError: it is not sure that these steps are plain decodes, see `horizon_past_finishes`, or the
+                opening is void. Nothing has changed.
             StepResultError: the tokens or lengths do not fit, or one stops its request too early, or not at all.
                 Nothing has changed.
         """
         first = self._next_step_id
-        finishes, num_tokens = self._past_finishes.advance(first, times, token_ids, last_token_ids, lengths)
+        finishes, num_sampled = self._past_finishes.advance(first, times, token_ids, last_token_ids, lengths, opening)
         num_steps = len(times) - 1
         self._next_step_id += num_steps
-        self._statistics.count_decodes(num_steps, num_tokens)
+        if opening is None:
+            self._statistics.count_decodes(num_steps, num_sampled)
+        else:
+            num_scheduled = opening.num_tokens + num_sampled - opening.num_samples
+            blocked_by = Reason.BUDGET if opening.is_budget_spent else None
+            self._statistics.count_opened(num_steps, num_scheduled, num_sampled, blocked_by)
         return finishes
 
     # ------------------------------------------------------------------ parts of the step

@@ -141,7 +141,11 @@ class FastForward:
         size, batch, rows = self._block_size, self._batch, self._batch.members.rows
         if len(rows) * (limit // size + 1) <= free:
             return limit
-        room = batch.num_slots[rows] - batch.num_computed_tokens[rows]
+        return self.within_room(limit, free, batch.num_slots[rows] - batch.num_computed_tokens[rows], lengths)
+
+    def within_room(self, limit: int, free: int, room: Int64Array, lengths: Int64Array | None) -> int:
+        """As `within_blocks`; `room`: in how many of the steps each row lacks no block."""
+        size = self._block_size
         if free == 0 and lengths is None:
             return min(limit, room.item(room.argmin()))
 
@@ -174,7 +178,7 @@ class FastForward:
             )
         batch, kv, table, members = self._batch, self._kv, self._table, self._batch.members
         head = table.queue.peek() if self.checks_horizons and blocked is not None else None
-        tokens, last = checked_tokens(members, num_steps, token_ids, last_token_ids)
+        tokens, last = checked_tokens(len(members), num_steps, token_ids, last_token_ids)
         self.check_middle(members, num_steps, tokens)
         rows, last_step_id = members.rows, first_step_id + num_steps - 1
         table.now = float(times[-1])
@@ -279,10 +283,15 @@ class FastForward:
                 continue
             num_output = int(batch.num_tokens[members.rows[index]]) + number - request.num_prompt_tokens
             if token in request.stop_set and num_output >= request.min_tokens:
-                raise StepResultError(
-                    f"token {token} stops request {request.request_id!r} before the last of {length} steps; advance "
-                    "up to the step that stops it, with its token in last_token_ids"
-                )
+                raise stops_too_early(request, token, length)
+
+
+def stops_too_early(request: Request, token: int, length: int) -> StepResultError:
+    """A token stops its request before the last of its `length` steps."""
+    return StepResultError(
+        f"token {token} stops request {request.request_id!r} before the last of {length} steps; advance up to the step "
+        "that stops it, with its token in last_token_ids"
+    )
 
 
 def _no_horizon(num_steps: int) -> int:
@@ -290,15 +299,12 @@ def _no_horizon(num_steps: int) -> int:
     return 0
 
 
-def checked_tokens(
-    members: Members, num_steps: int, token_ids: Any, last_token_ids: Any
-) -> tuple[Int32Array, Int32Array]:
+def checked_tokens(num_rows: int, num_steps: int, token_ids: Any, last_token_ids: Any) -> tuple[Int32Array, Int32Array]:
     """The tokens of the steps, [rows] (the same in each) or [steps, rows], and those of the last step.
 
     Raises:
         StepResultError: another shape, or no token ids.
     """
-    num_rows = len(members)
     tokens = _token_array("token_ids", token_ids)
     if tokens.shape != (num_rows,) and tokens.shape != (num_steps, num_rows):
         raise StepResultError(
@@ -315,7 +321,7 @@ def checked_tokens(
 def _token_array(name: str, values: Any) -> Int32Array:
     given: npt.NDArray[Any] = values if isinstance(values, np.ndarray) else np.asarray(values)
     if given.dtype is not INT32:
-        if not np.issubdtype(given.dtype, np.integer):
+        if given.size and not np.issubdtype(given.dtype, np.integer):
             raise StepResultError(f"{name} has type {given.dtype}; it must be integers")
         wide = given.astype(INT64)
         if wide.size and wide.max() > MAX_INT:

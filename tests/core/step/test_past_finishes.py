@@ -13,6 +13,7 @@ from pointsman.core import (
     Request,
     Scheduler,
     SchedulerConfig,
+    SchedulerOutput,
     StepOrderError,
     StepResult,
     StepResultError,
@@ -59,6 +60,10 @@ class Pair:
         self.lengths: dict[str, int] = {}  # of outputs
         self.num_passed = 0
         """Finishes before the last step of their run."""
+        self.num_opened = 0
+        """Runs whose first step admitted requests, or computed part of a prompt."""
+        self.num_opened_runs = 0
+        """Of these, runs of more than one step."""
 
     def add(self) -> None:
         rng, name = self.rng, f"r{len(self.lengths)}"
@@ -78,12 +83,54 @@ class Pair:
 
     def step(self) -> None:
         """A step of both."""
-        for scheduler in (self.stepping, self.advancing):
-            output = scheduler.schedule(self.now)
-            sampled = [request for request, samples in zip(output.requests, output.samples, strict=True) if samples]
-            tokens = [self.token(request, request.num_output_tokens + 1) for request in sampled]
-            scheduler.update(output, StepResult(tokens), self.now + 1)
+        self.step_alone(self.stepping)
+        self.step_alone(self.advancing)
         self.now += 1
+
+    def step_alone(self, scheduler: Scheduler) -> SchedulerOutput:
+        """A step of one of them."""
+        output = scheduler.schedule(self.now)
+        sampled = [request for request, samples in zip(output.requests, output.samples, strict=True) if samples]
+        tokens = [self.token(request, request.num_output_tokens + 1) for request in sampled]
+        scheduler.update(output, StepResult(tokens), self.now + 1)
+        return output
+
+    def open(self) -> bool:
+        """A run that begins with the next step, whatever it admits, if that is sure; one by one in the other."""
+        scheduler, rng = self.advancing, self.rng
+        opening = scheduler.opening()
+        if opening is None:
+            return False
+        sampling = [*scheduler.running, *opening.admitted][: opening.num_samples]
+        left = [self.lengths[request.request_id] - request.num_output_tokens for request in sampling]
+        limit = MAX_INT if rng.random() < 0.6 else int(rng.integers(1, 40))
+        sure = scheduler.horizon_past_finishes(limit, left, opening)
+        assert sure >= 1
+        times = self.now + np.arange(sure + 1.0)
+        lengths = np.minimum(np.array(left, dtype=np.int64), sure)
+        tokens = [100 + int(request.request_id[1:]) for request in sampling]
+        pairs = list(zip(sampling, lengths.tolist(), strict=True))
+        last = [self.token(request, request.num_output_tokens + length) for request, length in pairs]
+        finishes = scheduler.advance_past_finishes(times, tokens, last, lengths, opening)
+        self.num_opened += 1
+        self.num_opened_runs += sure > 1
+        usages = {each.num_steps: each.kv_cache_usage for each in finishes}
+        for step in range(1, sure + 1):
+            output = self.step_alone(self.stepping)
+            if step == 1:
+                assert as_load(output) == opening[:5]
+                assert [request.request_id for request in output.admitted] == [
+                    request.request_id for request in opening.admitted
+                ]
+                assert output.num_cached_tokens.tolist() == [grant.num_cached_tokens for grant in opening.grants]
+            else:
+                assert output.num_rows == output.total_num_scheduled_tokens
+            assert usages.get(step, self.stepping.kv_cache_usage) == self.stepping.kv_cache_usage
+            self.now += 1
+        assert 1 in usages
+        names = [request.request_id for each in finishes for request in each.requests]
+        assert sorted(names) == sorted(request.request_id for request in sampling if request.is_finished)
+        return True
 
     def run(self) -> None:
         """Decodes, past finishes where that is sure; one by one in the other scheduler."""
@@ -157,6 +204,56 @@ def test_as_single_steps(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         pair.compare()
         passed += pair.num_passed
     assert passed
+
+
+def as_load(output: SchedulerOutput) -> tuple[int, ...]:
+    """The load of a step, as an `Opening` begins with it."""
+    computed, tokens = output.num_computed_tokens, output.num_scheduled_tokens
+    return (
+        output.total_num_scheduled_tokens,
+        output.num_rows,
+        int((computed + tokens).sum()),
+        output.num_attended_tokens,
+        int(output.samples.sum()),
+    )
+
+
+OPENED: dict[str, dict[str, Any]] = {
+    **{name: CASES[name] for name in ("blank", "cached", "evictions", "duplicates", "long outputs", "little room")},
+    "events": CASES["events"],
+    "small budget": {"max_num_batched_tokens": 11},
+    "small budget, cached within a step": {"max_num_batched_tokens": 15, "num_blocks": 72, "block_size": 1},
+    "few seats": {"max_num_seqs": 3},
+    "watermark": {"watermark": 0.2, "num_blocks": 50},
+    "decode reserve": {"decode_reserve": 20, "num_blocks": 60},
+    "as vLLM": {"shortage": "in-order", "num_blocks": 60},
+    "counted prefixes": {"count_common_prefix": True},
+}
+
+
+@pytest.mark.parametrize("case", OPENED)
+def test_openings_as_single_steps(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case == "little room":
+        monkeypatch.setattr(batch, "RECENT", 24)
+    opened = opened_runs = others = 0
+    for seed in range(100, 100 + short_or_long(3, 60)):
+        pair = Pair(seed, **OPENED[case])
+        for _ in range(NUM_ROUNDS):
+            for _ in range(int(pair.rng.integers(4))):
+                pair.add()
+            for _ in range(int(pair.rng.integers(1, 4))):
+                if not pair.open():
+                    pair.run()
+                    others += 1
+            pair.compare()
+        while pair.advancing.has_unfinished_requests():
+            if not pair.open():
+                pair.run()
+            pair.compare()
+        opened, opened_runs = opened + pair.num_opened, opened_runs + pair.num_opened_runs
+    assert opened > 20 * short_or_long(3, 60) / 10, (opened, others)
+    assert opened_runs, (opened, others)
+    print(case, opened, opened_runs, others)
 
 
 def decoding(**overrides: Any) -> Host:
