@@ -83,7 +83,7 @@ class Timings:
         self._steps.append((numbers, now))
 
     def tokens(self, numbers: Int64Array, times: FloatArray) -> None:
-        """Each of these requests, which had tokens before, got one at the end of each of some steps, `times[1:]`."""
+        """Each of these requests got a token at the end of each of some steps, `times[1:]`."""
         self._runs.append((numbers, times))
 
     def finished(self, number: int, request: Request) -> None:

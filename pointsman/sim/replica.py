@@ -1,15 +1,16 @@
 """One scheduler under a virtual clock: the same object as in every other host, with a step-time model as its device.
 
-    replica.plan()                       the next event: one step, or as many plain decodes as are sure; when it ends
-    replica.add(number, request, now)    a request arrives: of planned decodes only those remain that have begun
+    replica.plan()                       the next event: one step, or as many at once as are sure; when it ends
+    replica.add(number, request, now)    a request arrives: of a planned run only the steps remain that have begun
     replica.commit()                     the event has happened; which requests it finished
 
 With host memory (`host_memory.py`) a step begins with its copies, which add to its time.
 
 A step that decides anything is scheduled when it begins and updated when it ends. Between such steps every running
-request decodes, and `Scheduler.advance` does all of them at once, or `advance_past_finishes` where nothing outside
-asks or acts when a request finishes. The end of an output is known here alone: a request ends with an end-of-sequence
-token that the scheduler cannot foresee.
+request decodes, and `Scheduler.advance` does all of them at once. Where nothing outside asks or acts when a request
+finishes, `advance_past_finishes` does; and where it is sure what a step admits (`Scheduler.opening`), this step and the
+decodes behind it are one run. The end of an output is known here alone: a request ends with an end-of-sequence token that
+the scheduler cannot foresee.
 
 With asynchronous scheduling (`max_steps_in_flight=2`) a step is scheduled when the one before it begins, as vLLM does:
 what arrives meanwhile, or is known only at its end, counts one step later. Such steps are simulated one by one.
@@ -28,6 +29,7 @@ import numpy.typing as npt
 from pointsman.core import (
     Copies,
     Listener,
+    Opening,
     Request,
     RequestRefused,
     Scheduler,
@@ -49,57 +51,56 @@ MAX_STEPS_AT_ONCE = 4096
 LEAST_SECONDS = 1e-9
 """Of a step, where the number of steps until a time is estimated."""
 _ROWS = 64
+_NUMBER, _LAST, _FILLER, _TOKENS = range(4)
 _ONE: Int64Array = np.array(1)
 _NONE: list[int] = []
 
 
-class _Decodes(NamedTuple):
-    """Planned: steps that are sure to be plain decodes, whatever finishes among them."""
+class _Run(NamedTuple):
+    """Planned: steps that are sure, whatever finishes among them: an opening, if there is one, and plain decodes."""
 
     end: float
     times: FloatArray
     """[steps + 1] seconds: the start, and the end of each step."""
+    opening: Opening | None
     rows: Int64Array
-    """[rows] the running requests."""
-    known: Int64Array
-    """[rows] their tokens."""
+    """The running requests that get a token in each step."""
+    columns: Int64Array
+    """[4, requests] `Replica._columns` of these, and then of those that the opening admits."""
     num_left: Int64Array
-    """[rows] tokens that each will still generate."""
-    first_end: int
-    """The least of them."""
+    """[requests] tokens that each will still generate."""
     stretches: _Stretches | None
     """None: no request finishes before the last step."""
 
-    def cut(self, time: float) -> _Decodes:
+    def cut(self, time: float) -> _Run:
         """Only the steps that begin before `time`, and at least one."""
         if self.end <= time:
             return self
-        num_steps = self.times[1:].searchsorted(time) + 1
+        num_steps = self.times[1:].searchsorted(time).item() + 1
         return self._replace(end=self.times.item(num_steps), times=self.times[: num_steps + 1])
 
 
 class _Stretches(NamedTuple):
-    """Decodes by the requests that are left: stretch i goes up to step `ends[i]`, with `counts[i]` requests."""
+    """Steps by the requests that are left: stretch i goes up to step `ends[i]`, with `counts[i]` requests."""
 
     order: Int64Array
-    """[rows] indices of rows, the request that generates most first: the first `counts[i]` are those of stretch i."""
+    """[requests] indices, the request that generates most first: the first `counts[i]` are those of stretch i."""
     ends: list[int]
     counts: list[int]
 
     @classmethod
-    def of(cls, num_left: Int64Array) -> _Stretches:
-        """All of them, up to the last token of the last request."""
+    def of(cls, num_left: Int64Array, num_steps: int) -> _Stretches:
+        """Those of a number of steps."""
         order = (-num_left).argsort(kind="stable")
         ends, counts = [], []
         falling = num_left[order].tolist()
-        before = 0
-        for count in range(len(falling), 0, -1):
-            end = falling[count - 1]
-            if end > before:
-                ends.append(end)
-                counts.append(count)
-                before = end
-        return cls(order, ends, counts)
+        count = len(falling)
+        while count and (end := falling[count - 1]) < num_steps:
+            ends.append(end)
+            counts.append(count)
+            while count and falling[count - 1] == end:
+                count -= 1
+        return cls(order, [*ends, num_steps], [*counts, count])
 
 
 class _Known(NamedTuple):
@@ -167,17 +168,15 @@ class Replica:
         self._decode_seconds = LEAST_SECONDS  # of the last planned decode
         self._seed, self._vocab_size = seed, vocab_size
         self._has_content = config.enable_prefix_caching
-        self._planned: _Decodes | _Step | None = None
+        self._planned: _Run | _Step | None = None
         self._arrived: list[tuple[Request, float]] = []  # during planned decodes
         self.refused: list[tuple[int, str]] = []
         """Requests that can never run, by number, and why; the simulation takes them."""
         self._copies: dict[int, Copies] = {}  # of the steps in flight, by their ids
         self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()  # with the end of each
-        # By row of the scheduler's batch.
-        self._num_tokens = np.zeros(_ROWS, dtype=np.int64)  # known tokens
-        self._last_token = np.zeros(_ROWS, dtype=np.int64)  # the number of tokens with which it ends
-        self._filler = np.zeros(_ROWS, dtype=np.int32)  # the token id of its output
-        self._number = np.zeros(_ROWS, dtype=np.int64)  # of the request, in `timings`
+        self._columns = np.zeros((4, _ROWS), dtype=np.int64)
+        """By row of the scheduler's batch: the number of the request in `timings`, the number of tokens with which it
+        ends, the token id of its output, and its known tokens."""
         self._known: dict[Request, _Known] = {}  # of each unfinished request
 
     @property
@@ -212,7 +211,7 @@ class Replica:
         planned = self._planned
         if planned is None:
             self.now = max(self.now, now)
-        if isinstance(planned, _Decodes):
+        if isinstance(planned, _Run):
             self._planned = planned.cut(now)
             self._arrived.append((made, now))  # the scheduler gets it once it has done these steps
         else:
@@ -244,22 +243,26 @@ class Replica:
         self.now = planned.end
         if isinstance(planned, _Step):
             return self._finish_step(planned.output)
-        finished = self._finish_decodes(planned)
+        finished = self._finish_run(planned)
         if self._arrived:
-            for request, time in self._arrived:
-                self._submit(request, time)
-            self._arrived.clear()
+            self._submit_arrived()
         return finished
 
-    def _plan_next(self, until: float) -> _Decodes | _Step | None:
+    def _submit_arrived(self) -> None:
+        for request, time in self._arrived:
+            self._submit(request, time)
+        self._arrived.clear()
+
+    def _plan_next(self, until: float) -> _Run | _Step | None:
         scheduler = self.scheduler
         if self._max_in_flight > 1:
             return self._plan_ahead()
         if not scheduler.has_unfinished_requests():
             return None
         if not self._is_stepping:
+            if self.passes_finishes and (opening := scheduler.opening()) is not None:
+                return self._plan_opening(opening, until)
             rows = scheduler.running_rows
-            # Most often a request has arrived that the next step admits: then nothing else need be looked up.
             if len(rows) and (not scheduler.num_queued or scheduler.horizon(1)):
                 decodes = self._plan_decodes(rows, until)
                 if decodes is not None:
@@ -267,54 +270,84 @@ class Replica:
         output, seconds = self._schedule()
         return _Step(self.now + seconds, output)
 
-    def _plan_decodes(self, rows: Int64Array, until: float) -> _Decodes | None:
+    def _plan_decodes(self, rows: Int64Array, until: float) -> _Run | None:
         """As many plain decodes as are sure; None: none is."""
         scheduler = self.scheduler
-        known = self._num_tokens[rows]
-        num_left = self._last_token[rows] - known
-        first_end = num_left.item(num_left.argmin())
+        columns = self._columns[:, rows]
+        num_left = columns[_LAST] - columns[_TOKENS]
         if not self.passes_finishes:
-            num_steps = scheduler.horizon(min(first_end, MAX_STEPS_AT_ONCE))
+            num_steps = scheduler.horizon(min(num_left.item(num_left.argmin()), MAX_STEPS_AT_ONCE))
         else:
-            steps_until = min(MAX_STEPS_AT_ONCE, 2 + max(until - self.now, 0.0) / self._decode_seconds)
-            num_steps = scheduler.horizon_past_finishes(int(steps_until), num_left)
-        if not num_steps:
-            return None
-        stretches = None
-        if num_steps <= first_end:
-            times = self._times(self.now, len(rows), int(np.add.reduce(known)), num_steps)
-        else:
-            stretches = _Stretches.of(num_left)
-            times = self._times_of(stretches, known, num_steps, until)
-            num_steps = len(times) - 1
-        end = times.item(num_steps)
-        self._decode_seconds = max(end - times.item(num_steps - 1), LEAST_SECONDS)
-        return _Decodes(end, times, rows, known, num_left, first_end, stretches)
+            num_steps = scheduler.horizon_past_finishes(self._num_steps_until(until - self.now), num_left)
+        return self._run(None, 0.0, rows, columns, num_left, num_steps, until) if num_steps else None
 
-    def _times(self, start: float, num_rows: int, context: int, num_steps: int) -> FloatArray:
-        """[steps + 1] the start, and the end of each step, which first reads `context` positions."""
+    def _plan_opening(self, opening: Opening, until: float) -> _Run:
+        """The opening, and as many plain decodes behind it as are sure."""
+        seconds = self._step_time.of_step(StepLoad(*opening[:5]))
+        new, rows = opening.sampling, self.scheduler.running_rows
+        rows = rows[: opening.num_samples - len(new)]
+        columns = self._columns[:, rows]
+        if new:
+            more = [(*self._known[request], request.num_tokens) for request in new]
+            columns = np.concatenate([columns, np.array(more).T], axis=1)
+        num_left = columns[_LAST] - columns[_TOKENS]
+        num_steps, left = 1, until - self.now - seconds
+        if opening.may_go_on and left > 0.0:
+            limit = 1 + self._num_steps_until(left)
+            num_steps = self.scheduler.horizon_past_finishes(limit, num_left, opening)
+        return self._run(opening, seconds, rows, columns, num_left, num_steps, until)
+
+    def _num_steps_until(self, seconds: float) -> int:
+        """Decodes in that time, about."""
+        return int(min(MAX_STEPS_AT_ONCE, 2 + max(seconds, 0.0) / self._decode_seconds))
+
+    def _run(
+        self,
+        opening: Opening | None,
+        seconds: float,
+        rows: Int64Array,
+        columns: Int64Array,
+        num_left: Int64Array,
+        num_steps: int,
+        until: float,
+    ) -> _Run:
+        """A run with the times of its steps, of which the opening takes so many seconds; it may end sooner, where a
+        request finishes beyond `until`."""
+        stretches, known = None, columns[_TOKENS]
         times = np.empty(num_steps + 1)
-        times[0] = start
-        times[1:] = self._step_time.of_decodes(num_rows, context, num_steps)
-        np.add.accumulate(times, out=times)
-        return times
+        times[0] = start = self.now
+        done = 0
+        if opening is not None:
+            times[1] = start = start + seconds
+            done = 1
+        if not len(num_left) or num_left.item(num_left.argmin()) >= num_steps:
+            if done < num_steps:
+                self._fill(times, done, num_steps, len(num_left), int(np.add.reduce(known)))
+        else:
+            stretches = _Stretches.of(num_left, num_steps)
+            order, ends, counts = stretches
+            context = known[order].cumsum()
+            for end, count in zip(ends, counts, strict=True):
+                if end > done:
+                    self._fill(times, done, end, count, context.item(count - 1))
+                    done = end
+                if times.item(done) >= until:
+                    times = times[: done + 1]
+                    break
+        num_steps = len(times) - 1
+        end_time = times.item(num_steps)
+        if num_steps > 1 or opening is None:
+            self._decode_seconds = max(end_time - times.item(num_steps - 1), LEAST_SECONDS)
+        return _Run(end_time, times, opening, rows, columns, num_left, stretches)
 
-    def _times_of(self, stretches: _Stretches, known: Int64Array, num_steps: int, until: float) -> FloatArray:
-        """The times of the first `num_steps` steps, or of fewer if these go beyond `until`."""
-        order, ends, counts = stretches
-        context = known[order].cumsum()
-        parts: list[FloatArray] = []
-        done, start = 0, self.now
-        for end, count in zip(ends, counts, strict=True):
-            last = min(end, num_steps)
-            times = self._times(start, count, context.item(count - 1) + count * done, last - done)
-            parts.append(times[1:] if parts else times)
-            done, start = last, times.item(-1)
-            if done == num_steps or start >= until:
-                break
-        return np.concatenate(parts)
+    def _fill(self, times: FloatArray, done: int, end: int, num_rows: int, context: int) -> None:
+        """Set the ends of the steps after `done` up to `end`; the rows read `context` positions in the first step of the
+        run."""
+        part = times[done : end + 1]
+        part[1:] = self._step_time.of_decodes(num_rows, context + num_rows * done, end - done)
+        np.add.accumulate(part, out=part)
 
-    def _plan_ahead(self) -> _Decodes | _Step | None:
+    def _plan_ahead(self) -> _Step | None:
         """The oldest step in flight ends next; the one after it is scheduled as soon as the oldest begins."""
         steps = self._in_flight
         while len(steps) < self._max_in_flight and self.scheduler.can_advance():
@@ -337,7 +370,7 @@ class Replica:
             copying = copies.seconds
         num_rows, total = output.num_rows, output.total_num_scheduled_tokens
         if output.num_continued < num_rows:
-            self._place(output)
+            self._place_admitted(output)
         if not num_rows:
             return output, copying
         # Sums as products, which take a fraction of the time.
@@ -352,12 +385,11 @@ class Replica:
         scheduler, now, rows = self.scheduler, self.now, output.rows
         known, samples = output.num_computed_tokens + output.num_scheduled_tokens, output.samples
         if np.count_nonzero(samples) < len(rows):
-            self._num_tokens[rows] = known
             rows, known = rows[samples], known[samples]
         known += _ONE
-        self._num_tokens[rows] = known
-        tokens = self._filler[rows]
-        tokens[known >= self._last_token[rows]] = EOS_TOKEN
+        self._columns[_TOKENS, rows] = known
+        tokens = self._columns[_FILLER, rows]
+        tokens[known >= self._columns[_LAST, rows]] = EOS_TOKEN
         result = StepResult(tokens)
         if self._copies:
             result.copies = self._copies.pop(output.step_id, None)
@@ -365,67 +397,76 @@ class Replica:
         if self._max_in_flight > 1:  # requests may have finished since it was scheduled
             rows = output.rows[update.counts > 0]
         if len(rows):
-            self._timings.token(self._number[rows], now)
+            self._timings.token(self._columns[_NUMBER, rows], now)
         if output.num_rows:
             waiting, usage = scheduler.num_queued, scheduler.kv_cache_usage
             self._events.append(Event(now, 1, output.num_rows, output.total_num_scheduled_tokens, waiting, usage))
         return self._finished(update.finished) if update.finished else _NONE
 
-    def _finish_decodes(self, planned: _Decodes) -> list[int]:
-        scheduler, times, rows = self.scheduler, planned.times, planned.rows
-        num_steps, num_rows = len(times) - 1, len(rows)
-        if num_steps > planned.first_end:
-            return self._finish_decodes_past_finishes(planned)
-        tokens = last = self._filler[rows]
-        if num_steps == planned.first_end:
+    def _finish_run(self, run: _Run) -> list[int]:
+        _, times, opening, rows, columns, num_left, stretches = run
+        scheduler, num_steps, num_rows = self.scheduler, len(times) - 1, len(rows)
+        numbers = columns[_NUMBER]
+        tokens = last = columns[_FILLER].astype(np.int32)
+        is_over = num_left <= num_steps
+        if np.count_nonzero(is_over):
             last = tokens.copy()
-            last[planned.num_left == num_steps] = EOS_TOKEN
-        self._num_tokens[rows] = planned.known + num_steps
-        update = scheduler.advance(times, tokens, last)
-        self._timings.tokens(self._number[rows], times)
-        waiting, usage = scheduler.num_queued, scheduler.kv_cache_usage
-        self._events.append(Event(self.now, num_steps, num_rows, num_steps * num_rows, waiting, usage))
-        return self._finished(update.finished) if update.finished else _NONE
-
-    def _finish_decodes_past_finishes(self, planned: _Decodes) -> list[int]:
-        """As `_finish_decodes`, where requests finish before the last step."""
-        _, times, rows, known, num_left, _, stretches = planned
-        assert stretches is not None
-        num_steps = len(times) - 1
+            last[is_over] = EOS_TOKEN
         lengths = np.minimum(num_left, num_steps)
-        tokens = self._filler[rows]
-        last = tokens.copy()
-        last[num_left <= num_steps] = EOS_TOKEN
-        self._num_tokens[rows] = known + lengths
-        finishes = self.scheduler.advance_past_finishes(times, tokens, last, lengths)
-        usages = [each.kv_cache_usage for each in finishes]
-        order, ends, counts = stretches
-        numbers, done = self._number[rows[order]], 0
-        for index, (end, count) in enumerate(zip(ends, counts, strict=True)):
-            last_step = min(end, num_steps)
-            self._timings.tokens(numbers[:count], times[done : last_step + 1])
-            usage = usages[index] if index < len(usages) else self.scheduler.kv_cache_usage
-            run = last_step - done
-            self._events.append(Event(times.item(last_step), run, count, run * count, 0, usage))
-            done = last_step
-            if done == num_steps:
+        self._columns[_TOKENS, rows] = (columns[_TOKENS] + lengths)[:num_rows]
+        if opening is None and stretches is None:
+            update = scheduler.advance(times, tokens, last)
+            self._timings.tokens(numbers, times)
+            waiting, usage = scheduler.num_queued, scheduler.kv_cache_usage
+            self._events.append(Event(self.now, num_steps, num_rows, num_steps * num_rows, waiting, usage))
+            return self._finished(update.finished) if update.finished else _NONE
+        finishes = scheduler.advance_past_finishes(times, tokens, last, lengths, opening)
+        usages = {each.num_steps: each.kv_cache_usage for each in finishes}
+        opened = 0
+        if opening is not None:
+            self._note_admitted(opening, times.item(0))
+            if num_steps == 1:
+                self._submit_arrived()  # as during a step that is scheduled, they have joined the queue
+            waiting, opened = scheduler.num_queued, 1
+            self._events.append(Event(times.item(1), 1, opening.num_rows, opening.num_tokens, waiting, usages[1]))
+        ends, counts = [num_steps], [len(numbers)]
+        if stretches is not None:
+            order, ends, counts = stretches
+            numbers = numbers[order]
+        begin = 0
+        for each, count in zip(ends, counts, strict=True):
+            end = min(each, num_steps)  # it may have been cut
+            if count:
+                self._timings.tokens(numbers[:count], times[begin : end + 1])
+            size = end - max(begin, opened)
+            if size:
+                usage = usages[end] if end in usages else scheduler.kv_cache_usage
+                self._events.append(Event(times.item(end), size, count, size * count, 0, usage))
+            begin = end
+            if end == num_steps:
                 break
         return self._finished(request for each in finishes for request in each.requests)
 
-    def _place(self, output: SchedulerOutput) -> None:
-        """Note what is known of the requests that got a row."""
-        for index in range(output.num_continued, output.num_rows):
-            request, row = output.requests[index], int(output.rows[index])
-            while row >= len(self._number):
-                self._grow()
-            number, num_tokens, filler = self._known[request]
-            self._number[row], self._last_token[row], self._filler[row] = number, num_tokens, filler
-            self._timings.admitted(number, self.now, int(output.num_cached_tokens[index - output.num_continued]))
+    def _note_admitted(self, opening: Opening, now: float) -> None:
+        """Note what is known of the requests that an opening has admitted."""
+        for request, grant in zip(opening.admitted, opening.grants, strict=True):
+            known = self._known[request]
+            self._timings.admitted(known.number, now, grant.num_cached_tokens)
+            if request.row is not None:  # it has not finished since
+                self._place(request.row, known, request.num_tokens)
 
-    def _grow(self) -> None:
-        for name in ("_num_tokens", "_last_token", "_filler", "_number"):
-            column = getattr(self, name)
-            setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
+    def _place_admitted(self, output: SchedulerOutput) -> None:
+        """As `_note_admitted`, of a step that is scheduled."""
+        for index in range(output.num_continued, output.num_rows):
+            request = output.requests[index]
+            known = self._known[request]
+            self._timings.admitted(known.number, self.now, int(output.num_cached_tokens[index - output.num_continued]))
+            self._place(int(output.rows[index]), known, request.num_tokens)
+
+    def _place(self, row: int, known: _Known, num_tokens: int) -> None:
+        while row >= self._columns.shape[1]:
+            self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
+        self._columns[:, row] = (*known, num_tokens)
 
     def _finished(self, requests: Iterable[Request]) -> list[int]:
         numbers = []
