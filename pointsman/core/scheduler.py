@@ -362,29 +362,13 @@ class Scheduler:
         return update
 
     def opening(self) -> Opening | None:
-        """What the next step does, looked at and not done, if that is sure and simple: it admits waiting requests or goes
-        on with a prompt beside rows that decode, and nothing follows the decisions. None: it must be scheduled, or is a
-        plain decode (`horizon`). An opening is void once any call has changed the scheduler.
+        """What the next step does, looked at and not done, if that is sure and simple: it admits waiting requests or
+        goes on with a prompt, beside rows that decode, and nothing follows the decisions. None: it must be scheduled,
+        or is a plain decode. An opening is void once any call has changed the scheduler.
 
-        With it a host that needs no output learns how long the step takes, and may do it with the decodes behind it.
+        From it a host that needs no output knows how long the step takes, and may do it with the decodes behind it.
         """
         return self._openings.find(self._next_step_id)
-
-    def horizon_past_finishes(self, limit: int, lengths: Integers, opening: Opening | None = None) -> int:
-        """As `horizon`, where the host knows in which step a request stops: beyond the first of these steps, if no
-        request waits and nothing follows the decisions (a listener, a recording, a policy that observes, the log of
-        `log_request_events`). Otherwise at most up to that step.
-
-        Args:
-            lengths: [rows] steps until each running request, in admission order, stops; at least 1. What it has
-                generated then must be within its limits, else the horizon is cut.
-            opening: is the first of the steps; then lengths are [opening.num_samples]: of the running requests and
-                of those that it admits, without one whose prompt is still not computed.
-
-        Raises:
-            StepResultError: `lengths` is not that.
-        """
-        return self._past_finishes.horizon(self._next_step_id, limit, lengths, opening)
 
     def advance_past_finishes(
         self,
@@ -393,30 +377,35 @@ class Scheduler:
         last_token_ids: Integers,
         lengths: Integers,
         opening: Opening | None = None,
-    ) -> list[Finishes]:
-        """As `advance`, where requests finish in any of the steps.
+    ) -> tuple[int, list[Finishes]]:
+        """As `advance`, for a host that knows in which step a request stops: does as many of the steps as are sure to
+        be plain decodes, whatever finishes among them. None is while a request waits, or where something follows the
+        decisions: a listener, a recording, a policy that observes, the log of `log_request_events`.
+
+        The steps end sooner where blocks might run out, where a request reaches its token limit before the end of its
+        length, and before one ends a part of its prompt.
 
         Args:
             times: [steps + 1] seconds, as for `advance`.
-            token_ids: [rows] what each request samples in every step before its last one; stops no request.
-            last_token_ids: [rows] what it samples in its last step of the run.
-            lengths: [rows] the number of these steps, the greatest of them that of the run. A request with fewer than
-                that stops with its last token.
-            opening: is the first step, as for `horizon_past_finishes`; rows are those that sample in it. If none does,
-                the run has that one step.
+            lengths: [rows] the number of steps, from the first of these on, until each running request stops, in
+                admission order; at least 1, and more than there are steps if it goes on.
+            token_ids: [rows] what each request samples in every step before that; stops no request.
+            last_token_ids: [rows] what stops it then.
+            opening: is the first step. Rows are those that sample in it, running ones first, then admitted ones.
 
         Returns:
-            For each step in which requests finished, and for an opening: which, and how full the pool is then.
+            The number of steps that were done, and for each of them in which requests finished, and for an opening:
+            which finished, and how full the pool is then.
 
         Raises:
-            StepOrderError: it is not sure that these steps are plain decodes, see `horizon_past_finishes`, or the
-                opening is void. Nothing has changed.
-            StepResultError: the tokens or lengths do not fit, or one stops its request too early, or not at all.
+            StepOrderError: there is no step, or the opening is void. Nothing has changed.
+            StepResultError: the tokens or lengths do not fit, or a token stops its request, or a last one does not.
                 Nothing has changed.
         """
         first = self._next_step_id
-        finishes, num_sampled = self._past_finishes.advance(first, times, token_ids, last_token_ids, lengths, opening)
-        num_steps = len(times) - 1
+        num_steps, num_sampled, finishes = self._past_finishes.advance(
+            first, times, token_ids, last_token_ids, lengths, opening
+        )
         self._next_step_id += num_steps
         if opening is None:
             self._statistics.count_decodes(num_steps, num_sampled)
@@ -424,7 +413,7 @@ class Scheduler:
             num_scheduled = opening.num_tokens + num_sampled - opening.num_samples
             blocked_by = Reason.BUDGET if opening.is_budget_spent else None
             self._statistics.count_opened(num_steps, num_scheduled, num_sampled, blocked_by)
-        return finishes
+        return num_steps, finishes
 
     # ------------------------------------------------------------------ parts of the step
 
@@ -800,6 +789,11 @@ class Scheduler:
     def running_rows(self) -> npt.NDArray[np.int64]:
         """[num_running] int64, read-only: the rows of the running requests, in admission order."""
         return self._batch.members.rows
+
+    @property
+    def running_num_tokens(self) -> npt.NDArray[np.int64]:
+        """[num_running] int64: the known tokens of the running requests, in admission order."""
+        return self._batch.num_tokens[self._batch.members.rows]
 
     @property
     def num_queued(self) -> int:

@@ -1,16 +1,16 @@
 """One scheduler under a virtual clock: the same object as in every other host, with a step-time model as its device.
 
-    replica.plan()                       the next event: one step, or as many at once as are sure; when it ends
-    replica.add(number, request, now)    a request arrives: of a planned run only the steps remain that have begun
+    replica.plan(until)                  the next event: one step, or as many at once as are sure; when it ends
+    replica.add(number, request, now)    a request arrives: of planned decodes only those remain that have begun
     replica.commit()                     the event has happened; which requests it finished
 
 With host memory (`host_memory.py`) a step begins with its copies, which add to its time.
 
 A step that decides anything is scheduled when it begins and updated when it ends. Between such steps every running
 request decodes, and `Scheduler.advance` does all of them at once. Where nothing outside asks or acts when a request
-finishes, `advance_past_finishes` does; and where it is sure what a step admits (`Scheduler.opening`), this step and the
-decodes behind it are one run. The end of an output is known here alone: a request ends with an end-of-sequence token that
-the scheduler cannot foresee.
+finishes (`passes_finishes`), it is known until when nothing happens, and `Scheduler.advance_past_finishes` does the
+steps until then as they are planned, with the one before them if it is sure what that admits (`Scheduler.opening`).
+The end of an output is known here alone: a request ends with an end-of-sequence token that the scheduler cannot foresee.
 
 With asynchronous scheduling (`max_steps_in_flight=2`) a step is scheduled when the one before it begins, as vLLM does:
 what arrives meanwhile, or is known only at its end, counts one step later. Such steps are simulated one by one.
@@ -51,56 +51,38 @@ MAX_STEPS_AT_ONCE = 4096
 LEAST_SECONDS = 1e-9
 """Of a step, where the number of steps until a time is estimated."""
 _ROWS = 64
-_NUMBER, _LAST, _FILLER, _TOKENS = range(4)
 _ONE: Int64Array = np.array(1)
 _NONE: list[int] = []
 
 
-class _Run(NamedTuple):
-    """Planned: steps that are sure, whatever finishes among them: an opening, if there is one, and plain decodes."""
+class _Decodes(NamedTuple):
+    """Planned: steps that are sure to be plain decodes."""
 
     end: float
     times: FloatArray
     """[steps + 1] seconds: the start, and the end of each step."""
-    opening: Opening | None
     rows: Int64Array
-    """The running requests that get a token in each step."""
-    columns: Int64Array
-    """[4, requests] `Replica._columns` of these, and then of those that the opening admits."""
+    """[rows] the running requests."""
     num_left: Int64Array
-    """[requests] tokens that each will still generate."""
-    stretches: _Stretches | None
-    """None: no request finishes before the last step."""
+    """[rows] tokens that each will still generate."""
 
-    def cut(self, time: float) -> _Run:
+    def cut(self, time: float) -> _Decodes:
         """Only the steps that begin before `time`, and at least one."""
         if self.end <= time:
             return self
-        num_steps = self.times[1:].searchsorted(time).item() + 1
+        num_steps = int(self.times[1:].searchsorted(time)) + 1
         return self._replace(end=self.times.item(num_steps), times=self.times[: num_steps + 1])
 
 
-class _Stretches(NamedTuple):
-    """Steps by the requests that are left: stretch i goes up to step `ends[i]`, with `counts[i]` requests."""
+class _Done(NamedTuple):
+    """Planned, and done: steps until a time before which nothing else happens."""
 
-    order: Int64Array
-    """[requests] indices, the request that generates most first: the first `counts[i]` are those of stretch i."""
-    ends: list[int]
-    counts: list[int]
-
-    @classmethod
-    def of(cls, num_left: Int64Array, num_steps: int) -> _Stretches:
-        """Those of a number of steps."""
-        order = (-num_left).argsort(kind="stable")
-        ends, counts = [], []
-        falling = num_left[order].tolist()
-        count = len(falling)
-        while count and (end := falling[count - 1]) < num_steps:
-            ends.append(end)
-            counts.append(count)
-            while count and falling[count - 1] == end:
-                count -= 1
-        return cls(order, [*ends, num_steps], [*counts, count])
+    end: float
+    finished: list[int]
+    """Numbers of the requests that finish in them."""
+    alone: tuple[int, int, float] | None
+    """Of a single step that decided something: rows, tokens, and KV usage, for its entry in the timeline, which waits
+    for arrivals during the step; None: all entries are made."""
 
 
 class _Known(NamedTuple):
@@ -168,15 +150,17 @@ class Replica:
         self._decode_seconds = LEAST_SECONDS  # of the last planned decode
         self._seed, self._vocab_size = seed, vocab_size
         self._has_content = config.enable_prefix_caching
-        self._planned: _Run | _Step | None = None
+        self._planned: _Decodes | _Step | _Done | None = None
         self._arrived: list[tuple[Request, float]] = []  # during planned decodes
         self.refused: list[tuple[int, str]] = []
         """Requests that can never run, by number, and why; the simulation takes them."""
         self._copies: dict[int, Copies] = {}  # of the steps in flight, by their ids
         self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()  # with the end of each
-        self._columns = np.zeros((4, _ROWS), dtype=np.int64)
-        """By row of the scheduler's batch: the number of the request in `timings`, the number of tokens with which it
-        ends, the token id of its output, and its known tokens."""
+        # By row of the scheduler's batch.
+        self._last_token = np.zeros(_ROWS, dtype=np.int64)  # the number of tokens with which it ends
+        self._filler = np.zeros(_ROWS, dtype=np.int32)  # the token id of its output
+        self._number = np.zeros(_ROWS, dtype=np.int64)  # of the request, in `timings`
+        self._stops = np.full(_ROWS, EOS_TOKEN, dtype=np.int32)  # what each samples then
         self._known: dict[Request, _Known] = {}  # of each unfinished request
 
     @property
@@ -211,7 +195,7 @@ class Replica:
         planned = self._planned
         if planned is None:
             self.now = max(self.now, now)
-        if isinstance(planned, _Run):
+        if isinstance(planned, _Decodes):
             self._planned = planned.cut(now)
             self._arrived.append((made, now))  # the scheduler gets it once it has done these steps
         else:
@@ -243,26 +227,32 @@ class Replica:
         self.now = planned.end
         if isinstance(planned, _Step):
             return self._finish_step(planned.output)
-        finished = self._finish_run(planned)
+        if isinstance(planned, _Done):
+            if planned.alone is not None:
+                num_rows, num_tokens, usage = planned.alone
+                event = Event(planned.end, 1, num_rows, num_tokens, self.scheduler.num_queued, usage)
+                self._events.append(event)
+            return planned.finished
+        finished = self._finish_decodes(planned)
         if self._arrived:
-            self._submit_arrived()
+            for request, time in self._arrived:
+                self._submit(request, time)
+            self._arrived.clear()
         return finished
 
-    def _submit_arrived(self) -> None:
-        for request, time in self._arrived:
-            self._submit(request, time)
-        self._arrived.clear()
-
-    def _plan_next(self, until: float) -> _Run | _Step | None:
+    def _plan_next(self, until: float) -> _Decodes | _Step | _Done | None:
         scheduler = self.scheduler
         if self._max_in_flight > 1:
             return self._plan_ahead()
         if not scheduler.has_unfinished_requests():
             return None
         if not self._is_stepping:
-            if self.passes_finishes and (opening := scheduler.opening()) is not None:
-                return self._plan_opening(opening, until)
+            if self.passes_finishes:
+                done = self._run_until(until)
+                if done is not None:
+                    return done
             rows = scheduler.running_rows
+            # Most often a request has arrived that the next step admits: then nothing else need be looked up.
             if len(rows) and (not scheduler.num_queued or scheduler.horizon(1)):
                 decodes = self._plan_decodes(rows, until)
                 if decodes is not None:
@@ -270,79 +260,28 @@ class Replica:
         output, seconds = self._schedule()
         return _Step(self.now + seconds, output)
 
-    def _plan_decodes(self, rows: Int64Array, until: float) -> _Run | None:
+    def _plan_decodes(self, rows: Int64Array, until: float) -> _Decodes | None:
         """As many plain decodes as are sure; None: none is."""
-        scheduler = self.scheduler
-        columns = self._columns[:, rows]
-        num_left = columns[_LAST] - columns[_TOKENS]
-        if not self.passes_finishes:
-            num_steps = scheduler.horizon(min(num_left.item(num_left.argmin()), MAX_STEPS_AT_ONCE))
-        else:
-            num_steps = scheduler.horizon_past_finishes(self._num_steps_until(until - self.now), num_left)
-        return self._run(None, 0.0, rows, columns, num_left, num_steps, until) if num_steps else None
-
-    def _plan_opening(self, opening: Opening, until: float) -> _Run:
-        """The opening, and as many plain decodes behind it as are sure."""
-        seconds = self._step_time.of_step(StepLoad(*opening[:5]))
-        new, rows = opening.sampling, self.scheduler.running_rows
-        rows = rows[: opening.num_samples - len(new)]
-        columns = self._columns[:, rows]
-        if new:
-            more = [(*self._known[request], request.num_tokens) for request in new]
-            columns = np.concatenate([columns, np.array(more).T], axis=1)
-        num_left = columns[_LAST] - columns[_TOKENS]
-        num_steps, left = 1, until - self.now - seconds
-        if opening.may_go_on and left > 0.0:
-            limit = 1 + self._num_steps_until(left)
-            num_steps = self.scheduler.horizon_past_finishes(limit, num_left, opening)
-        return self._run(opening, seconds, rows, columns, num_left, num_steps, until)
+        known = self.scheduler.running_num_tokens
+        num_left = self._last_token[rows] - known
+        num_steps = min(num_left.item(num_left.argmin()), self._num_steps_until(until - self.now))
+        num_steps = self.scheduler.horizon(num_steps)
+        if not num_steps:
+            return None
+        times = np.empty(num_steps + 1)
+        times[0] = self.now
+        self._fill(times, 0, num_steps, len(rows), int(np.add.reduce(known)))
+        end = times.item(num_steps)
+        self._decode_seconds = max(end - times.item(num_steps - 1), LEAST_SECONDS)
+        return _Decodes(end, times, rows, num_left)
 
     def _num_steps_until(self, seconds: float) -> int:
-        """Decodes in that time, about."""
+        """About as many decodes as take that time, rather more."""
         return int(min(MAX_STEPS_AT_ONCE, 2 + max(seconds, 0.0) / self._decode_seconds))
 
-    def _run(
-        self,
-        opening: Opening | None,
-        seconds: float,
-        rows: Int64Array,
-        columns: Int64Array,
-        num_left: Int64Array,
-        num_steps: int,
-        until: float,
-    ) -> _Run:
-        """A run with the times of its steps, of which the opening takes so many seconds; it may end sooner, where a
-        request finishes beyond `until`."""
-        stretches, known = None, columns[_TOKENS]
-        times = np.empty(num_steps + 1)
-        times[0] = start = self.now
-        done = 0
-        if opening is not None:
-            times[1] = start = start + seconds
-            done = 1
-        if not len(num_left) or num_left.item(num_left.argmin()) >= num_steps:
-            if done < num_steps:
-                self._fill(times, done, num_steps, len(num_left), int(np.add.reduce(known)))
-        else:
-            stretches = _Stretches.of(num_left, num_steps)
-            order, ends, counts = stretches
-            context = known[order].cumsum()
-            for end, count in zip(ends, counts, strict=True):
-                if end > done:
-                    self._fill(times, done, end, count, context.item(count - 1))
-                    done = end
-                if times.item(done) >= until:
-                    times = times[: done + 1]
-                    break
-        num_steps = len(times) - 1
-        end_time = times.item(num_steps)
-        if num_steps > 1 or opening is None:
-            self._decode_seconds = max(end_time - times.item(num_steps - 1), LEAST_SECONDS)
-        return _Run(end_time, times, opening, rows, columns, num_left, stretches)
-
     def _fill(self, times: FloatArray, done: int, end: int, num_rows: int, context: int) -> None:
-        """Set the ends of the steps after `done` up to `end`; the rows read `context` positions in the first step of the
-        run."""
+        """Set the ends of the decodes after step `done` of a run up to step `end`. In the first step of the run these
+        rows read `context` positions, or would have."""
         part = times[done : end + 1]
         part[1:] = self._step_time.of_decodes(num_rows, context + num_rows * done, end - done)
         np.add.accumulate(part, out=part)
@@ -387,9 +326,8 @@ class Replica:
         if np.count_nonzero(samples) < len(rows):
             rows, known = rows[samples], known[samples]
         known += _ONE
-        self._columns[_TOKENS, rows] = known
-        tokens = self._columns[_FILLER, rows]
-        tokens[known >= self._columns[_LAST, rows]] = EOS_TOKEN
+        tokens = self._filler[rows]
+        tokens[known >= self._last_token[rows]] = EOS_TOKEN
         result = StepResult(tokens)
         if self._copies:
             result.copies = self._copies.pop(output.step_id, None)
@@ -397,76 +335,158 @@ class Replica:
         if self._max_in_flight > 1:  # requests may have finished since it was scheduled
             rows = output.rows[update.counts > 0]
         if len(rows):
-            self._timings.token(self._columns[_NUMBER, rows], now)
+            self._timings.token(self._number[rows], now)
         if output.num_rows:
             waiting, usage = scheduler.num_queued, scheduler.kv_cache_usage
             self._events.append(Event(now, 1, output.num_rows, output.total_num_scheduled_tokens, waiting, usage))
         return self._finished(update.finished) if update.finished else _NONE
 
-    def _finish_run(self, run: _Run) -> list[int]:
-        _, times, opening, rows, columns, num_left, stretches = run
-        scheduler, num_steps, num_rows = self.scheduler, len(times) - 1, len(rows)
-        numbers = columns[_NUMBER]
-        tokens = last = columns[_FILLER].astype(np.int32)
-        is_over = num_left <= num_steps
+    def _finish_decodes(self, planned: _Decodes) -> list[int]:
+        scheduler, (_, times, rows, num_left) = self.scheduler, planned
+        num_steps, num_rows = len(times) - 1, len(rows)
+        tokens = last = self._filler[rows]
+        is_over = num_left == num_steps
         if np.count_nonzero(is_over):
             last = tokens.copy()
             last[is_over] = EOS_TOKEN
-        lengths = np.minimum(num_left, num_steps)
-        self._columns[_TOKENS, rows] = (columns[_TOKENS] + lengths)[:num_rows]
-        if opening is None and stretches is None:
-            update = scheduler.advance(times, tokens, last)
-            self._timings.tokens(numbers, times)
-            waiting, usage = scheduler.num_queued, scheduler.kv_cache_usage
-            self._events.append(Event(self.now, num_steps, num_rows, num_steps * num_rows, waiting, usage))
-            return self._finished(update.finished) if update.finished else _NONE
-        finishes = scheduler.advance_past_finishes(times, tokens, last, lengths, opening)
-        usages = {each.num_steps: each.kv_cache_usage for each in finishes}
-        opened = 0
-        if opening is not None:
-            self._note_admitted(opening, times.item(0))
-            if num_steps == 1:
-                self._submit_arrived()  # as during a step that is scheduled, they have joined the queue
-            waiting, opened = scheduler.num_queued, 1
-            self._events.append(Event(times.item(1), 1, opening.num_rows, opening.num_tokens, waiting, usages[1]))
-        ends, counts = [num_steps], [len(numbers)]
-        if stretches is not None:
-            order, ends, counts = stretches
-            numbers = numbers[order]
-        begin = 0
-        for each, count in zip(ends, counts, strict=True):
-            end = min(each, num_steps)  # it may have been cut
-            if count:
-                self._timings.tokens(numbers[:count], times[begin : end + 1])
-            size = end - max(begin, opened)
-            if size:
-                usage = usages[end] if end in usages else scheduler.kv_cache_usage
-                self._events.append(Event(times.item(end), size, count, size * count, 0, usage))
-            begin = end
-            if end == num_steps:
-                break
-        return self._finished(request for each in finishes for request in each.requests)
+        update = scheduler.advance(times, tokens, last)
+        self._timings.tokens(self._number[rows], times)
+        waiting, usage = scheduler.num_queued, scheduler.kv_cache_usage
+        self._events.append(Event(self.now, num_steps, num_rows, num_steps * num_rows, waiting, usage))
+        return self._finished(update.finished) if update.finished else _NONE
 
-    def _note_admitted(self, opening: Opening, now: float) -> None:
-        """Note what is known of the requests that an opening has admitted."""
+    # ------------------------------------------------------------------ what runs past finishes do
+
+    def _run_until(self, until: float) -> _Done | None:
+        """Do the steps that are sure, up to the one in which the time `until` falls; None: none is."""
+        scheduler = self.scheduler
+        opening = scheduler.opening()
+        if opening is not None:
+            seconds = self._step_time.of_step(StepLoad._make(opening[:5]))
+            self._place_opened(opening)
+            rows, known = opening.rows[: opening.num_samples], opening.num_known_tokens
+            context = opening.num_context_tokens
+        elif scheduler.num_queued:
+            return None
+        else:
+            seconds = None
+            rows, known = scheduler.running_rows, scheduler.running_num_tokens
+            context = int(np.add.reduce(known))
+        lengths = self._last_token[rows] - known
+        goes_on = opening is None or opening.may_go_on
+        times, stretches = self._times(seconds, goes_on, lengths, known, context, until)
+        num_rows = len(rows)
+        if num_rows > len(self._stops):
+            self._stops = np.full(2 * num_rows, EOS_TOKEN, dtype=np.int32)
+        num_steps, finishes = scheduler.advance_past_finishes(
+            times, self._filler[rows], self._stops[:num_rows], lengths, opening
+        )
+        if not num_steps:
+            return None
+        end = times.item(num_steps)
+        if num_steps > 1 or opening is None:
+            self._decode_seconds = max(end - times.item(num_steps - 1), LEAST_SECONDS)
+        usages = {each.num_steps: each.kv_cache_usage for each in finishes}
+        opened, alone = 0, None
+        if opening is not None:
+            self._note_admitted(opening)
+            opened = 1
+            if num_steps == 1:
+                alone = opening.num_rows, opening.num_tokens, usages[1]
+            else:
+                event = Event(times.item(1), 1, opening.num_rows, opening.num_tokens, 0, usages[1])
+                self._events.append(event)
+        numbers = left = self._number[rows]
+        begin = 0
+        for stretch_end in stretches:
+            stop = min(stretch_end, num_steps)
+            if len(left):
+                self._timings.tokens(left, times[begin : stop + 1])
+            size, count = stop - max(begin, opened), len(left)
+            if size:
+                usage = usages.get(stop, scheduler.kv_cache_usage)
+                self._events.append(Event(times.item(stop), size, count, size * count, 0, usage))
+            begin = stop
+            if stop == num_steps:
+                break
+            left = numbers[lengths > stop]
+        return _Done(end, self._finished([request for each in finishes for request in each.requests]), alone)
+
+    def _times(
+        self,
+        seconds: float | None,
+        goes_on: bool,
+        lengths: Int64Array,
+        known: Int64Array,
+        context: int,
+        until: float,
+    ) -> tuple[FloatArray, list[int]]:
+        """[steps + 1] the times of the steps up to that in which `until` falls, or about, and the steps after which
+        other requests go on: those in which some finish, and the last.
+
+        Args:
+            seconds: of the first step; None: it is a decode as the others.
+            goes_on: whether there are others.
+            lengths: [rows] the number of steps after which each request finishes.
+            known: [rows] its tokens.
+            context: their sum.
+        """
+        start, done, num_steps = self.now, 0, 0
+        if seconds is not None:
+            done = num_steps = 1
+            start += seconds
+            goes_on = goes_on and start < until
+        if goes_on:
+            num_steps += self._num_steps_until(until - start)
+        times = np.empty(num_steps + 1)
+        times[0], times[done] = self.now, start
+        finishing: list[tuple[int, int]] = []
+        if num_steps > 1 and lengths.item(lengths.argmin()) < num_steps:
+            finishing = [(lengths.item(index), index) for index in (lengths < num_steps).nonzero()[0].tolist()]
+            finishing.sort()
+        count, ends = len(lengths), list[int]()
+        for end, index in finishing:
+            if end > done:
+                self._fill(times, done, end, count, context)
+                done = end
+            if times.item(done) >= until:
+                break
+            if not ends or end > ends[-1]:
+                ends.append(end)
+            count -= 1
+            context -= known.item(index)
+        else:
+            if count and num_steps > done:
+                self._fill(times, done, num_steps, count, context)
+                done = num_steps
+        if times.item(done) > until:
+            done = int(times[1 : done + 1].searchsorted(until)) + 1
+        ends.append(done)
+        return times[: done + 1], ends
+
+    def _place_opened(self, opening: Opening) -> None:
+        """Note what is known of the requests that the opening will admit, by the rows that they will get."""
+        for row, request in zip(opening.rows[opening.num_continued :].tolist(), opening.admitted, strict=True):
+            self._place(row, self._known[request])
+
+    def _note_admitted(self, opening: Opening) -> None:
         for request, grant in zip(opening.admitted, opening.grants, strict=True):
-            known = self._known[request]
-            self._timings.admitted(known.number, now, grant.num_cached_tokens)
-            if request.row is not None:  # it has not finished since
-                self._place(request.row, known, request.num_tokens)
+            self._timings.admitted(self._known[request].number, self.now, grant.num_cached_tokens)
 
     def _place_admitted(self, output: SchedulerOutput) -> None:
-        """As `_note_admitted`, of a step that is scheduled."""
+        """Note what is known of the requests that got a row."""
         for index in range(output.num_continued, output.num_rows):
-            request = output.requests[index]
-            known = self._known[request]
-            self._timings.admitted(known.number, self.now, int(output.num_cached_tokens[index - output.num_continued]))
-            self._place(int(output.rows[index]), known, request.num_tokens)
+            known = self._known[output.requests[index]]
+            self._place(int(output.rows[index]), known)
+            cached = int(output.num_cached_tokens[index - output.num_continued])
+            self._timings.admitted(known.number, self.now, cached)
 
-    def _place(self, row: int, known: _Known, num_tokens: int) -> None:
-        while row >= self._columns.shape[1]:
-            self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
-        self._columns[:, row] = (*known, num_tokens)
+    def _place(self, row: int, known: _Known) -> None:
+        while row >= len(self._number):
+            for name in ("_last_token", "_filler", "_number"):
+                column = getattr(self, name)
+                setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
+        self._number[row], self._last_token[row], self._filler[row] = known
 
     def _finished(self, requests: Iterable[Request]) -> list[int]:
         numbers = []

@@ -1,27 +1,27 @@
 """What does the next step do, if it admits requests or computes a prompt, and is that sure? The opening of a run.
 
-    opening = scheduler.opening()                                      looked at, not done
-    k = scheduler.horizon_past_finishes(limit, lengths, opening)       it, and the decodes that are sure behind it
-    scheduler.advance_past_finishes(times, ..., lengths, opening)      all of them at once
+    opening = scheduler.opening()                                    looked at, not done
+    scheduler.advance_past_finishes(times, ..., lengths, opening)    done, with the decodes behind it that are sure
 
 In a simulation most steps that decide anything decide the same: the waiting requests fit and are admitted, or a long
-prompt gets what the budget leaves beside the rows that decode. Such a step needs no output and no result, only its load,
-from which follows how long it takes. `Openings.find` says what `schedule` would do, without doing it; where a part of
-the scheduler would have to be asked that may answer otherwise, it finds nothing, and the host schedules the step.
+prompt gets what the budget leaves beside the rows that decode. Such a step needs no output and no result, only its
+load, from which follows how long it takes. `Openings.find` says what `schedule` would do, without doing it; where a
+part of the scheduler would have to be asked that may answer otherwise, it finds nothing, and the step is scheduled.
 
 It is sure if
 
-    - nothing follows the decisions, and no step is in flight, no pause, no connector, encoder, group of KV, draft, limit,
-      policy that observes, no order but first come, first served: what `Openings.__init__` and `find` test;
+    - nothing follows the decisions, and no step is in flight, no pause, no connector, encoder, group of KV, draft,
+      limit, policy that observes, no order but first come, first served: see `Openings.__init__` and `find`;
     - all running requests decode, but for the last one, which may have a partial prefill;
     - their blocks, those of the waiting requests and every reserve fit into the free blocks together;
     - every waiting request is admitted, or those that are take the whole budget;
-    - what they found in the prefix cache is still there when they are admitted, and no more of it: nothing that the step
-      evicts before, and nothing that it publishes.
+    - what they found in the prefix cache is still there when they are admitted, and no more of it: nothing that the
+      step evicts before, and nothing that it publishes.
 
-`Openings.begin` then does what the parts of a step do, with the same operations in the same order: rows grow, the partial
-prefill goes on and is published, requests are admitted. The tokens that the step samples are the first of the run: a row
-that has computed its prompt is like one that decoded its last known token. See `past_finishes.py` for what follows.
+The step is then done with the operations of a step in their order: `place` gives the admitted requests rows, the rows
+that decode get their blocks (`KVCacheManager.grow_in_turn`), and `fill` gives blocks to the partial prefill and to the
+admitted requests, and publishes their prompts. The tokens that the step samples are the first of the run: a row that
+has computed its prompt is like one that decoded its last known token. What follows is in `past_finishes.py`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import StepOrderError
-from pointsman.core.kv.block_pool import NO_BLOCKS
 from pointsman.core.kv.cache import KVCache
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.policy.fcfs import FirstComeFirstServed
 from pointsman.core.policy.reserve import Demand
 from pointsman.core.policy.view import SchedulerView
-from pointsman.core.state.batch import PREFILLING, Batch
+from pointsman.core.state.batch import PREFILLING, Batch, Members
 from pointsman.core.state.events import Events
+from pointsman.core.state.numbers import ONE
 from pointsman.core.state.request import Request
 from pointsman.core.step.admission import Admission
 from pointsman.core.step.emit import Emission
@@ -78,7 +78,7 @@ class Opening(NamedTuple):
     num_attended_tokens: int
     """Over the computed tokens: positions that each attends to, its own included."""
     num_samples: int
-    """Rows that sample a token: running ones first, in admission order, then admitted ones. All, or all but the last."""
+    """Rows that sample a token: all, or all but the last."""
     num_continued: int
     """Rows that run already."""
     admitted: tuple[Request, ...]
@@ -91,8 +91,10 @@ class Opening(NamedTuple):
     """Whether requests remain in the queue, for lack of budget."""
     chunk: Chunk | None
     """None: all running requests decode."""
-    lacking: Int64Array
-    """Rows that decode and lack a block."""
+    rows: Int64Array
+    """[num_rows] rows of the running requests, and those that the admitted ones get."""
+    num_known_tokens: Int64Array
+    """[num_samples] known tokens of the rows that sample."""
     num_blocks: int
     """Free blocks that admitted requests and the chunk take."""
     seen: tuple[Any, ...]
@@ -123,8 +125,8 @@ class Openings:
         *,
         has_others: bool,
     ) -> None:
-        """`has_others`: whether there are parts that a step would ask: a displacement, an encoder cache, a connector, or
-        swaps."""
+        """`has_others`: whether there are parts that a step would ask: a displacement, an encoder cache, a connector,
+        or swaps."""
         gates, queue = admission.gates, table.queue
         self._batch, self._table, self._steps, self._running = batch, table, steps, running
         self._admission, self._emission, self._view, self._events = admission, emission, view, events
@@ -168,31 +170,34 @@ class Openings:
             or self._emission.is_resync_due
             or not self._events.is_unwatched
             or self._events.deferred
+            or len(self._events.admitted) > 1  # than the statistics
         ):
             return None
         pool, budget = kv.pool, admission.budget.full
-        rows, lacking = members.rows, NO_BLOCKS
-        num_blocks = context = attended = num_tokens = num_samples = 0
+        rows = members.rows
+        num_lacking = num_blocks = context = attended = num_tokens = num_samples = 0
         chunk = None
         if num_prefilling:
             chunk = self._chunk(kv, rows.item(num_rows - 1), budget - num_rows + 1)
             if chunk is None:
                 return None
             rows = rows[: num_rows - 1]
+        known_tokens = []  # of those that sample beside the rows that decode
+        num_known_tokens = batch.zeros[:0]
         if len(rows):
             computed = batch.num_computed_tokens[rows]
-            short = (computed >= batch.num_slots[rows]).nonzero()[0]
-            if len(short):
-                lacking = rows[short]
+            num_lacking = int(np.count_nonzero(computed >= batch.num_slots[rows]))
             num_tokens = num_samples = len(rows)
             context = attended = int(computed.dot(batch.ones[:num_tokens])) + num_tokens
             budget -= num_tokens
+            num_known_tokens = computed + ONE
         if chunk is not None:
             start, end, num_blocks, is_last = chunk
             size = end - start
             num_tokens, context, budget = num_tokens + size, context + end, budget - size
             attended += size * start + size * (size + 1) // 2
-            num_samples += is_last
+            if is_last:
+                known_tokens.append(end)
         grants: list[Grant] = []
         admitted: list[Request] = []
         is_budget_spent = False
@@ -217,7 +222,7 @@ class Openings:
                 ):
                     return None
                 match = kv.look_up(request)
-                start, known, taken = match.num_tokens, state.num_tokens, len(lacking) + num_blocks
+                start, known, taken = match.num_tokens, state.num_tokens, num_lacking + num_blocks
                 shared = 0
                 if start:
                     shared = pool.num_in_use(match.blocks)
@@ -238,14 +243,24 @@ class Openings:
                 num_blocks += first
                 num_tokens, context, budget, seats = num_tokens + size, context + end, budget - size, seats - 1
                 attended += size * start + size * (size + 1) // 2
-                num_samples += end == known
+                if end == known:
+                    known_tokens.append(end)
                 grants.append(Grant(match, size, start, size))
                 admitted.append(request)
                 publishers.append(request)
             if not is_budget_spent and len(admitted) < num_queued:
                 return None
-        if len(lacking) + num_blocks > pool.num_free:
+        if num_lacking + num_blocks > pool.num_free:
             return None
+        rows = members.rows
+        if admitted:
+            free = batch.next_rows(len(admitted))
+            if free is None:
+                return None
+            rows = np.concatenate([rows, free])
+        if known_tokens:
+            num_known_tokens = np.concatenate([num_known_tokens, known_tokens])
+            num_samples += len(known_tokens)
         num_rows += len(admitted)
         return Opening(
             num_tokens,
@@ -259,7 +274,8 @@ class Openings:
             num_samples == num_rows and not is_budget_spent,
             is_budget_spent,
             chunk,
-            lacking,
+            rows,
+            num_known_tokens,
             num_blocks,
             self._seen(kv, step_id),
         )
@@ -286,15 +302,12 @@ class Openings:
         changes = (table.num_arrivals, table.num_departures, kv.num_publications, kv.pool.num_free)
         return (step_id, self._batch.members, admission.max_num_active_seqs, *changes)
 
-    def is_still_so(self, opening: Opening, step_id: int) -> bool:
-        """Whether nothing has happened since it was found."""
-        kv, events = self._kv, self._events
-        is_open = events.is_unwatched and not events.deferred and self._admission.pause is None
-        return kv is not None and is_open and not self._steps.records and opening.seen == self._seen(kv, step_id)
-
     def require(self, opening: Opening, step_id: int) -> None:
         """Raises StepOrderError: something has happened since it was found."""
-        if not self.is_still_so(opening, step_id):
+        kv, events = self._kv, self._events
+        is_open = events.is_unwatched and not events.deferred and len(events.admitted) == 1
+        is_open = is_open and self._admission.pause is None and not self._steps.records
+        if kv is None or not is_open or opening.seen != self._seen(kv, step_id):
             raise StepOrderError("the scheduler has changed since opening() was called; call it again")
 
     def room(self, opening: Opening) -> Int64Array:
@@ -310,27 +323,42 @@ class Openings:
 
     # ------------------------------------------------------------------ done
 
-    def begin(self, opening: Opening, step_id: int, now: float) -> None:
-        """Decide what was looked at, as step `step_id`: every row has its blocks and, if it does not sample, its computed tokens."""
+    def place(self, opening: Opening, now: float) -> None:
+        """Give the admitted requests their rows, which have slots for the blocks that they get in `fill`, as has the
+        row of the chunk."""
         batch, kv, table = self._batch, self._kv, self._table
         assert kv is not None
         table.now = now
-        if len(opening.lacking):
-            kv.grow_by_one(batch, opening.lacking, 1)
-        if opening.chunk is not None:
-            self._go_on(kv, opening.chunk)
-        rows = []
+        size, members = kv.block_size, batch.members
+        chunk = opening.chunk
+        if chunk is not None:
+            row = members.rows.item(-1)
+            batch.num_slots[row] += chunk.num_blocks * size
+            batch.num_computed_tokens[row] = chunk.end
+            if chunk.is_last:
+                batch.clear_flags(row, PREFILLING)
         for request, grant in zip(opening.admitted, opening.grants, strict=True):
-            blocks = kv.admit(request, grant.match, grant.end, now)
             table.queue.pop()
-            row = table.admit(request, grant, kv.num_slots(request, blocks))
-            kv.place(batch, row, blocks)
+            row = table.admit(request, grant, kv.blocks_for(grant.end) * size)
             if grant.end < request._state.num_tokens:
                 batch.set_prefilling(row)
+        if opening.admitted:
+            batch.members = Members(batch, opening.rows, members.requests + opening.admitted)
+
+    def fill(self, opening: Opening, step_id: int, now: float) -> None:
+        """Allocate the blocks of the chunk and of the admitted requests, and publish their prompts, in turn."""
+        batch, kv = self._batch, self._kv
+        assert kv is not None
+        chunk, num_old = opening.chunk, opening.num_continued
+        if chunk is not None:
+            end = kv.blocks_for(chunk.end)
+            row, new = opening.rows.item(num_old - 1), slice(end - chunk.num_blocks, end)
+            batch.block_table[row, new] = kv.take(chunk.num_blocks)
+            kv.publish_prompt(batch, batch.members.requests[num_old - 1])
+        for index, request in enumerate(opening.admitted):
+            grant = opening.grants[index]
+            kv.place(batch, opening.rows.item(num_old + index), kv.admit(request, grant.match, grant.end, now))
             kv.publish_prompt(batch, request)
-            rows.append(row)
-        if rows:
-            batch.join(rows, list(opening.admitted))
         if kv.unpublished:
             kv.publish_deferred(batch)
         self._emission.last_output = None
@@ -347,15 +375,3 @@ class Openings:
         computed[num_old:] = [grant.num_cached_tokens for grant in opening.grants]
         num_tokens[num_old:] = [grant.num_tokens for grant in opening.grants]
         self._emission.keep_opening(step_id, num_old, computed, num_tokens)
-
-    def _go_on(self, kv: KVCacheManager, chunk: Chunk) -> None:
-        """The last row computes its chunk."""
-        batch, members = self._batch, self._batch.members
-        rows = members.rows[-1:]
-        row = rows.item(0)
-        if chunk.num_blocks:
-            kv.grow(batch, rows, np.array([chunk.num_blocks]), np.array([chunk.end]))
-        batch.num_computed_tokens[row] = chunk.end
-        if chunk.is_last:
-            batch.clear_flags(row, PREFILLING)
-        kv.publish_prompt(batch, members.requests[-1])
