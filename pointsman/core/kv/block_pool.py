@@ -128,6 +128,11 @@ class BlockPool:
         if num_cached:
             self._append(freed[num_blank:])
 
+    def release_unshared(self, blocks: Int64Array) -> None:
+        """As `release`, of a table whose blocks no other names, and none of which was ever cached."""
+        self.num_references[blocks] = ZERO
+        self._push_blank(blocks[::-1])
+
     def release_any(self, blocks: Int64Array, *, evict_first: bool = False) -> None:
         """Drop one reference for each entry, in the order in which they are to be evicted. Any may be cached, and
         several may name one block. `evict_first`: before all that are cached now."""

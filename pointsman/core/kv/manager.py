@@ -384,6 +384,11 @@ class KVCacheManager(KVCache):
         row = state.row
         assert row is not None
         table = self.table(batch, row)
+        if self.prefix is None and not self.has_connector:
+            self.pool.release_unshared(table)
+            if self.returned is not None:
+                self.returned.append(table)
+            return
         full = num_valid_tokens // self.block_size
         if publish and full > state.num_published_blocks and self.prefix is not None:
             num_final = num_final_tokens // self.block_size
