@@ -234,18 +234,29 @@ class KVCacheManager(KVCache):
         return blocks.astype(INT32), owners, steps
 
     def grow_in_turn(
-        self, batch: Batch, rows: Int64Array, num_tokens: Int64Array, lengths: Int64Array | int, num_steps: int
+        self,
+        batch: Batch,
+        rows: Int64Array,
+        num_tokens: Int64Array,
+        lengths: Int64Array | int,
+        num_steps: int,
+        placed: Sequence[Int64Array] = (),
     ) -> Callable[[int], None]:
         """As `grow_for_steps`, where row i, which has `num_tokens[i]` and lacks the last of them, decodes in the first
         `lengths[i]` of the steps, and blocks are released between them.
 
-        Returns what allocates the blocks of all steps before a given one; to be called with rising numbers.
+        Args:
+            placed: further places in the flat block table, whose blocks are allocated in the first step, after those of
+                the rows.
+
+        Returns:
+            What allocates the blocks of all steps before a given one; to be called with rising numbers.
         """
         slots = batch.num_slots[rows]
         room = slots - num_tokens
         room += ONE
         lacking = (room < lengths).nonzero()[0]
-        if not len(lacking):
+        if not len(lacking) and not placed:
             return _grown
         steps, short_rows, slots = room[lacking], rows[lacking], slots[lacking]
         if num_steps <= self.block_size:  # a block for each
@@ -257,6 +268,10 @@ class KVCacheManager(KVCache):
             short = (lengths if isinstance(lengths, int) else lengths[lacking]) - steps
             _, places, steps = self._places_in_order(batch, rows, lacking, slots, steps, short)
         numbers, done = steps.tolist(), 0
+        if placed:
+            at = bisect_left(numbers, 1)
+            places = np.concatenate([places[:at], *placed, places[at:]])
+            numbers[at:at] = [0] * (len(places) - len(numbers))
 
         def grow(before: int) -> None:
             nonlocal done

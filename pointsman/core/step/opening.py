@@ -228,7 +228,7 @@ class Openings:
                     shared = pool.num_in_use(match.blocks)
                     if shared < len(match.blocks) and taken > pool.num_blank:
                         return None  # what it found may be evicted
-                if kv.caches and publishers and self._may_find_more(kv, request, start, publishers):
+                if publishers and kv.prefix is not None and self._may_find_more(kv, request, start, publishers):
                     return None
                 size = min(known - start, budget)
                 end = start + size
@@ -345,7 +345,21 @@ class Openings:
         if opening.admitted:
             batch.members = Members(batch, opening.rows, members.requests + opening.admitted)
 
-    def fill(self, opening: Opening, step_id: int, now: float) -> None:
+    def places(self, opening: Opening) -> list[Int64Array]:
+        """The places in the flat block table of the blocks that `fill` would allocate, where nothing is cached."""
+        batch, kv, num_old = self._batch, self._kv, opening.num_continued
+        assert kv is not None
+        tables = [(num_old + index, 0, grant.end) for index, grant in enumerate(opening.grants)]
+        chunk = opening.chunk
+        if chunk is not None:
+            tables.insert(0, (num_old - 1, kv.blocks_for(chunk.end) - chunk.num_blocks, chunk.end))
+        starts = [opening.rows.item(index) * batch.max_blocks for index, _, _ in tables]
+        return [
+            np.arange(start + first, start + kv.blocks_for(end))
+            for start, (_, first, end) in zip(starts, tables, strict=True)
+        ]
+
+    def fill(self, opening: Opening, now: float) -> None:
         """Allocate the blocks of the chunk and of the admitted requests, and publish their prompts, in turn."""
         batch, kv = self._batch, self._kv
         assert kv is not None
@@ -361,12 +375,12 @@ class Openings:
             kv.publish_prompt(batch, request)
         if kv.unpublished:
             kv.publish_deferred(batch)
-        self._emission.last_output = None
-        if opening.is_budget_spent:
-            self._keep_output(opening, step_id)
 
-    def _keep_output(self, opening: Opening, step_id: int) -> None:
-        """For explanations of the requests that still wait."""
+    def keep_output(self, opening: Opening, step_id: int) -> None:
+        """Keep what explanations of the requests that still wait need; nothing, if none does."""
+        self._emission.last_output = None
+        if not opening.is_budget_spent:
+            return
         computed, num_old = self._batch.num_computed_tokens[self._batch.members.rows], opening.num_continued
         num_tokens = np.ones_like(computed)
         if opening.chunk is not None:
