@@ -9,8 +9,8 @@ With host memory (`host_memory.py`) a step begins with its copies, which add to 
 A step that decides anything is scheduled when it begins and updated when it ends. Between such steps every running
 request decodes, and `Scheduler.advance` does all of them at once. Where nothing outside asks or acts when a request
 finishes (`passes_finishes`), it is known until when nothing happens, and `Scheduler.advance_past_finishes` does the
-steps until then as they are planned, with the one before them if it is sure what that admits (`Scheduler.opening`).
-The end of an output is known here alone: a request ends with an end-of-sequence token that the scheduler cannot foresee.
+steps until then as they are planned, with the one before them if it is sure what that admits (`Scheduler.opening`). The
+end of an output is known here alone: a request ends with an end-of-sequence token that the scheduler cannot foresee.
 
 With asynchronous scheduling (`max_steps_in_flight=2`) a step is scheduled when the one before it begins, as vLLM does:
 what arrives meanwhile, or is known only at its end, counts one step later. Such steps are simulated one by one.
@@ -48,6 +48,8 @@ Int32Array = npt.NDArray[np.int32]
 
 MAX_STEPS_AT_ONCE = 4096
 """Bounds the arrays of one run of decodes."""
+MORE_STEPS = 1.2
+"""Of these, times of so many times as many as the last one says are computed; another run costs more."""
 LEAST_SECONDS = 1e-9
 """Of a step, where the number of steps until a time is estimated."""
 _ROWS = 64
@@ -276,8 +278,8 @@ class Replica:
         return _Decodes(end, times, rows, num_left)
 
     def _num_steps_until(self, seconds: float) -> int:
-        """About as many decodes as take that time, rather more."""
-        return int(min(MAX_STEPS_AT_ONCE, 2 + max(seconds, 0.0) / self._decode_seconds))
+        """About as many decodes as take that time, rather more: those behind a finish are shorter."""
+        return int(min(MAX_STEPS_AT_ONCE, 2 + MORE_STEPS * max(seconds, 0.0) / self._decode_seconds))
 
     def _fill(self, times: FloatArray, done: int, end: int, num_rows: int, context: int) -> None:
         """Set the ends of the decodes after step `done` of a run up to step `end`. In the first step of the run these

@@ -401,11 +401,6 @@ class Batch:
                 self._make_room(requests, rows, num_tokens)
         self.least_left -= num_steps
 
-    @property
-    def num_steps_kept(self) -> int:
-        """Steps whose tokens fit the space for recent tokens of every row, beside its newest one."""
-        return self._num_recent - self.max_drafts - 2
-
     def repeat(
         self,
         requests: Sequence[Request],
@@ -416,21 +411,19 @@ class Batch:
         num_steps: int,
         last: Sequence[tuple[int, int]],
     ) -> None:
-        """Row i, which has `before[i]` tokens, gets `token_ids[i]` again and again until it has `after[i]`: in all of
-        `num_steps` steps, or in the first of them, if these are at most `num_steps_kept`. `last` are pairs of an index
-        i and the token that row i gets as its last one. Nothing of these rows is in flight.
+        """Row i, which has `before[i]` tokens, gets `token_ids[i]` again and again until it has `after[i]`, at most
+        `num_steps` more. `last` are pairs of an index i and the token that row i gets as its last one. Nothing of these
+        rows is in flight.
 
         The places behind a row's newest token are filled with its token once, and then hold it already.
         """
-        if num_steps > self.num_steps_kept:
-            newest = token_ids.copy()
-            for index, token in last:
-                newest[index] = token
-            self.append_steps(requests, rows, token_ids, newest, num_steps)
-            return
-        if num_steps >= self._least_room:  # rows may not be flushed between these steps
+        if num_steps >= self._least_room:
             self._flush_rows(requests, rows, before)
-            self._least_room = self.num_steps_kept + 1
+            self._least_room = most = self._num_recent - self.max_drafts - 1
+            if num_steps >= most:
+                self._repeat_long(requests, rows, token_ids, before, after, last)
+                self.least_left -= num_steps
+                return
         for index in (self.recent_fill[rows] != token_ids).nonzero()[0].tolist():
             row = rows.item(index)
             start = self.recent_offset.item(row) + before.item(index) - row * self._num_recent
@@ -440,6 +433,26 @@ class Batch:
         self.num_tokens[rows] = after
         self._least_room -= num_steps
         self.least_left -= num_steps
+
+    def _repeat_long(
+        self,
+        requests: Sequence[Request],
+        rows: Int64Array,
+        token_ids: Int32Array,
+        before: Int64Array,
+        after: Int64Array,
+        last: Sequence[tuple[int, int]],
+    ) -> None:
+        """As `repeat`, of rows that are flushed: their tokens go where these are."""
+        newest = token_ids.copy()
+        for index, token in last:
+            newest[index] = token
+        for index, count in enumerate((after - before).tolist()):
+            piece = np.full(count, token_ids[index])
+            piece[-1:] = newest[index]
+            requests[index]._state.take(piece)
+        self.num_tokens[rows] = after
+        self._keep_recent(rows, after, newest)
 
     def append_runs(self, requests: Sequence[Request], rows: Int64Array, runs: Runs, num_tokens: Int64Array) -> None:
         """The tokens of run i for `rows[i]` (distinct rows), which then has `num_tokens[i]`.

@@ -109,7 +109,7 @@ class PastFinishes:
         counts, tokens, last = _checked(len(rows), lengths, token_ids, last_token_ids)
         self._check_tokens(requests, tokens, num_old)
         first = counts.item(counts.argmin()) if len(counts) else 1
-        limit = self._limit(num_steps, rows, counts, first, opening)
+        limit = self._limit(num_steps, rows, counts, opening)
         if limit:
             limit, ends = self._ends(requests, rows, tokens, last, counts, limit, first, num_old)
         if not limit:
@@ -121,8 +121,8 @@ class PastFinishes:
 
     # ------------------------------------------------------------------ how many
 
-    def _limit(self, num_steps: int, rows: Int64Array, counts: Int64Array, first: int, opening: Opening | None) -> int:
-        """How many of the steps are sure as far as blocks, the queue and the space for tokens are concerned."""
+    def _limit(self, num_steps: int, rows: Int64Array, counts: Int64Array, opening: Opening | None) -> int:
+        """How many of the steps are sure as far as blocks and the queue are concerned."""
         batch, kv, free = self._batch, self._kv, 0
         if opening is not None:
             if num_steps == 1 or not opening.may_go_on:
@@ -133,11 +133,10 @@ class PastFinishes:
             return 0
         else:
             num_steps, free, _ = self._fast_forward.bound(num_steps)
-        limit = min(num_steps, max(first, batch.num_steps_kept))
-        if len(rows) * (limit // kv.block_size + 1) <= free:
-            return limit
+        if len(rows) * (num_steps // kv.block_size + 1) <= free:
+            return num_steps
         room = batch.num_slots[rows] - batch.num_tokens[rows] + 1 if opening is None else self._openings.room(opening)
-        return self._fast_forward.within_room(limit, free, room, counts)
+        return self._fast_forward.within_room(num_steps, free, room, counts)
 
     def _ends(
         self,
