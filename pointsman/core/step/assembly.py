@@ -165,7 +165,7 @@ def assemble(
     openings = Openings(
         config, batch, kv, table, steps, running, admission, emission, view, events, has_others=has_others
     )
-    past_finishes = PastFinishes(fast_forward, openings, batch, kv, table, drafts, admission, events)
+    past_finishes = PastFinishes(fast_forward, openings, batch, kv, table, drafts, admission, emission, events)
     return Parts(
         batch,
         kv,

@@ -205,7 +205,7 @@ class Openings:
             publishers = [] if chunk is None else [members.requests[-1]]
             seats = admission.max_num_active_seqs - num_rows
             for request in [queue.peek()] if num_queued == 1 else queue.first(MOST_ADMITTED + 1):
-                if not seats:
+                if seats <= 0:
                     return None
                 if not budget:
                     is_budget_spent = True
@@ -377,10 +377,7 @@ class Openings:
             kv.publish_deferred(batch)
 
     def keep_output(self, opening: Opening, step_id: int) -> None:
-        """Keep what explanations of the requests that still wait need; nothing, if none does."""
-        self._emission.last_output = None
-        if not opening.is_budget_spent:
-            return
+        """For explanations of the requests that still wait."""
         computed, num_old = self._batch.num_computed_tokens[self._batch.members.rows], opening.num_continued
         num_tokens = np.ones_like(computed)
         if opening.chunk is not None:

@@ -31,6 +31,7 @@ from pointsman.core.state.output import Integers
 from pointsman.core.state.request import Request
 from pointsman.core.step.admission import Admission
 from pointsman.core.step.drafts import Drafts
+from pointsman.core.step.emit import Emission
 from pointsman.core.step.fast_forward import FastForward, token_array
 from pointsman.core.step.opening import Opening, Openings
 from pointsman.core.step.request_table import End, RequestTable
@@ -76,11 +77,12 @@ class PastFinishes:
         table: RequestTable,
         drafts: Drafts,
         admission: Admission,
+        emission: Emission,
         events: Events,
     ) -> None:
         self._fast_forward, self._openings = fast_forward, openings
         self._batch, self._table = batch, table
-        self._drafts, self._admission, self._events = drafts, admission, events
+        self._drafts, self._admission, self._emission, self._events = drafts, admission, emission, events
         own = kv if isinstance(kv, KVCacheManager) else None
         opens = own is None or hasattr(own.eviction, "open_step")
         self._kv = None if opens or admission.gates.load_followers else own
@@ -238,6 +240,7 @@ class PastFinishes:
         last_step_id = first_step_id + num_steps - 1
         kv.open_step(last_step_id, [], last_step_id)
         kv.journal = None
+        self._emission.last_output = None
         if opening is not None:
             self._openings.place(opening, float(times[0]))
         # A row of an opening has computed its last known token as one that decodes has.
@@ -252,7 +255,8 @@ class PastFinishes:
             grow(1)
             self._openings.fill(opening, float(times[0]))
         if opening is not None:
-            self._openings.keep_output(opening, first_step_id)
+            if opening.is_budget_spent:
+                self._openings.keep_output(opening, first_step_id)
             if not ends.by_step or ends.by_step[0][0] > 1:
                 grow(1)
                 finishes.append(Finishes(1, (), kv.pool.usage))

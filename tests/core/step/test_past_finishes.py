@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 from pointsman.core import (
+    FinishReason,
     Listener,
+    ParkReason,
+    PauseMode,
     Request,
     Scheduler,
     SchedulerConfig,
@@ -20,7 +23,6 @@ from pointsman.core import (
 )
 from pointsman.core.kv.events import BlockRemoved, KVEvent
 from pointsman.core.state import batch
-from pointsman.core.state.numbers import MAX_INT
 from tests.core.helpers import Host
 from tests.property.twin import state_of
 from tests.soak import short_or_long
@@ -60,6 +62,8 @@ class Pair:
         self.lengths: dict[str, int] = {}  # of outputs
         self.opens = False
         """Whether runs begin with what `opening` finds."""
+        self.sort = 0
+        """Of tokens: another one in other runs."""
         self.num_passed = 0
         """Finishes before the last step of their run."""
         self.num_opened = 0
@@ -81,7 +85,7 @@ class Pair:
     def token(self, request: Request, number: int) -> int:
         """Its `number`th output token: what stops it, or a token of its own."""
         ends = number >= self.lengths[request.request_id]
-        return EOS if ends and request.max_tokens > number else 100 + int(request.request_id[1:])
+        return EOS if ends and request.max_tokens > number else 100 + 1000 * self.sort + int(request.request_id[1:])
 
     def step(self) -> None:
         """A step of both."""
@@ -100,6 +104,7 @@ class Pair:
     def run(self) -> None:
         """Steps at once, past finishes, or up to the first one, where that is sure; one by one in the other one."""
         scheduler, rng = self.advancing, self.rng
+        self.sort = int(rng.integers(2))
         opening = scheduler.opening() if self.opens else None
         running = scheduler.running
         requests = running if opening is None else [*running, *opening.admitted][: opening.num_samples]
@@ -146,6 +151,41 @@ class Pair:
     def ends_by_limit(self, request: Request) -> bool:
         """Whether its output is as long as its limit allows."""
         return self.lengths[request.request_id] == request.max_tokens
+
+    def disturb(self) -> None:
+        """A call from outside, of both."""
+        rng = self.rng
+        names = [*self.advancing._parts.table.requests]
+        name = names[int(rng.integers(len(names)))] if names else "none"
+        limit = int(rng.integers(1, self.config.max_num_seqs + 1))
+        mode = PauseMode.ALL if rng.random() < 0.5 else PauseMode.ADMISSIONS
+        number, priority = int(rng.integers(8)), int(rng.integers(3))
+        for scheduler in (self.stepping, self.advancing):
+            request = scheduler.get_request(name)
+            if number == 0:
+                scheduler.abort(name, self.now)
+            elif number == 1:
+                scheduler.set_max_num_active_seqs(limit, self.now)
+            elif number == 2:
+                scheduler.pause(self.now, mode)
+            elif number == 3:
+                scheduler.resume(self.now)
+            elif number == 4:
+                scheduler.reset_prefix_cache(self.now)
+            elif request is not None and number == 5:
+                scheduler.set_priority(name, priority, self.now)
+            elif request is not None and request.status.is_parked:
+                scheduler.ready(name, self.now)
+            elif request is not None:
+                scheduler.park(name, ParkReason.GRAMMAR, self.now)
+
+    def settle(self) -> None:
+        """Nothing holds a request up."""
+        for scheduler in (self.stepping, self.advancing):
+            scheduler.resume(self.now)
+            scheduler.set_max_num_active_seqs(None, self.now)
+            for name in [*scheduler._parts.table.parked]:
+                scheduler.ready(name, self.now)
 
     def compare(self) -> None:
         self.advancing.check_invariants()
@@ -246,15 +286,18 @@ def test_a_token_limit_or_a_stop_token_ends_a_request_within_a_run() -> None:
     host = decoding()
     scheduler = host.scheduler
     assert scheduler.horizon() == 4
-    assert scheduler.horizon_past_finishes(100, [12, 4, 7]) == 12
-    assert scheduler.horizon_past_finishes(100, [12, 9, 7]) == 4, "it ends sooner than the host says"
-    finishes = scheduler.advance_past_finishes(np.arange(11.0), [1, 2, 3], [1, 2, EOS], [10, 4, 7])
+    num_steps, finishes = scheduler.advance_past_finishes(np.arange(11.0), [1, 2, 3], [EOS] * 3, [12, 9, 7])
+    assert num_steps == 4, "one ends sooner than the host says"
     assert [(each.num_steps, [request.request_id for request in each.requests]) for each in finishes] == [
-        (4, ["short"]),
-        (7, ["b"]),
+        (4, ["short"])
     ]
-    usages = [each.kv_cache_usage for each in finishes]
-    assert usages == [4 / 64, 3 / 64], "of a and b after 8 computed tokens, of a after 11"
+    assert finishes[0].requests[0].finish_reason is FinishReason.LENGTH
+    assert finishes[0].requests[0].output_token_ids[1:].tolist() == [2, 2, 2, 2]
+    num_steps, finishes = scheduler.advance_past_finishes(np.arange(4.0, 11.0), [1, 3], [EOS] * 2, [8, 3])
+    assert num_steps == 6
+    assert [(each.num_steps, [request.request_id for request in each.requests]) for each in finishes] == [(3, ["b"])]
+    assert finishes[0].requests[0].output_token_ids[1:].tolist() == [3, 3, 3, 3, 3, 3, EOS]
+    assert finishes[0].kv_cache_usage == 3 / 64, "of a after 11 computed tokens"
     assert [request.request_id for request in scheduler.running] == ["a"]
     assert scheduler.running[0].num_output_tokens == 11
     assert scheduler.stats().num_steps == 11
@@ -263,47 +306,109 @@ def test_a_token_limit_or_a_stop_token_ends_a_request_within_a_run() -> None:
     scheduler.check_invariants()
 
 
-def test_only_up_to_the_first_finish_where_something_follows_it() -> None:
+def test_no_further_than_the_last_request() -> None:
+    host = decoding()
+    assert host.scheduler.advance_past_finishes(np.arange(11.0), [1, 2, 3], [EOS] * 3, [3, 1, 2])[0] == 3
+    assert not host.scheduler.num_running
+    assert host.scheduler.has_unreported_ends
+
+
+def test_nothing_is_sure_where_something_follows_it() -> None:
     class Follows(Listener):
         def on_finished(self, request: Request, now: float) -> None: ...
 
+    class FollowsAdmissions(Listener):
+        def on_admitted(self, event: Any) -> None: ...
+
     host = decoding()
-    host.scheduler.add_listener(listener := Follows())
-    assert host.scheduler.horizon_past_finishes(100, [12, 4, 7]) == 4
-    with pytest.raises(StepOrderError, match=r"use advance\(\)"):
-        host.scheduler.advance_past_finishes(np.arange(13.0), [1, 2, 3], [EOS, 2, EOS], [12, 4, 7])
-    host.scheduler.remove_listener(listener)
+    scheduler = host.scheduler
+    arguments = (np.arange(13.0), [1, 2, 3], [EOS] * 3, [12, 4, 7])
+    scheduler.add_listener(listener := Follows())
+    assert scheduler.advance_past_finishes(*arguments) == (0, [])
+    scheduler.remove_listener(listener)
     host.add("waits")
-    assert host.scheduler.horizon_past_finishes(100, [12, 4, 7]) == 0
+    assert scheduler.advance_past_finishes(*arguments) == (0, [])
+    assert scheduler.opening() is not None
+    for watcher in (listener, FollowsAdmissions()):
+        scheduler.add_listener(watcher)
+        assert scheduler.opening() is None
+        scheduler.remove_listener(watcher)
     logged = decoding(log_request_events=True)
-    assert logged.scheduler.horizon_past_finishes(100, [12, 4, 7]) == 4
+    assert logged.scheduler.advance_past_finishes(*arguments) == (0, [])
+    logged.add("waits")
+    assert logged.scheduler.opening() is None
 
 
-def test_not_beyond_the_end_of_a_part_of_a_prompt() -> None:
+def test_not_to_the_end_of_a_part_of_a_prompt() -> None:
+    """A request that expects more input does not finish there."""
     host = Host(num_blocks=64)
     host.add("a", 4, max_tokens=30)
     host.add("part", 4, max_tokens=5, more_input=True)
     host.step()
-    assert host.scheduler.horizon_past_finishes(100, [12, 4]) == 4
+    last = [EOS, EOS]
+    assert host.scheduler.advance_past_finishes(np.arange(13.0), [1, 2], last, [12, 4])[0] == 3
+    assert host.scheduler.advance_past_finishes(np.arange(13.0), [1, 2], last, [9, 9]) == (0, [])
+
+
+def test_an_opening_is_void_once_something_has_happened() -> None:
+    host = decoding()
+    scheduler = host.scheduler
+    host.add("waits")
+    before, opening = state_of(scheduler), scheduler.opening()
+    assert opening is not None
+    assert state_of(scheduler) == before, "looking changes nothing"
+    arguments = ([0.0, 1.0], [1, 2, 3, 4], [EOS] * 4, [9, 4, 9, 9])
+    changes = (lambda: host.add("late"), lambda: scheduler.abort("late", 0.0), lambda: scheduler.pause(0.0))
+    for change in changes:
+        change()
+        before = state_of(scheduler)
+        with pytest.raises(StepOrderError, match="call it again"):
+            scheduler.advance_past_finishes(*arguments, opening)
+        assert state_of(scheduler) == before
+    scheduler.resume(0.0)
+    found = scheduler.opening()
+    assert found is not None
+    assert scheduler.advance_past_finishes(*arguments, found)[0] == 1
+    assert [request.request_id for request in scheduler.running] == ["a", "short", "b", "waits"]
 
 
 @pytest.mark.parametrize(
-    ("last", "lengths", "error", "message"),
+    ("tokens", "last", "lengths", "error", "message"),
     [
-        ([1, 2, 3], [10, 4, 7], StepResultError, "token 3 does not stop request 'b' after 7 of 10 steps"),
-        ([1, 2, EOS], [10, 4], StepResultError, "lengths has 2 value"),
-        ([1, 2, EOS], [10, 0, 7], StepResultError, "at least 1 step"),
-        ([1, 2, EOS], [9, 4, 7], StepOrderError, "the longest of the lengths is 9"),
-        ([1, 2, EOS], [10, 5, 7], StepOrderError, "4 are sure"),
+        ([1, 2, 3], [EOS, 2, 3], [10, 4, 7], StepResultError, "token 3 does not stop request 'b' after 7 step"),
+        ([1, 2, 3], [EOS, 2, EOS], [10, 4], StepResultError, r"lengths has shape \(2,\)"),
+        ([1, 2, 3], [EOS, 2], [10, 4, 7], StepResultError, r"last_token_ids has shape \(2,\)"),
+        ([1, 2, 3], [EOS, 2, EOS], [10, 0, 7], StepResultError, "at least 1 step"),
+        ([EOS, 2, 3], [EOS, 2, EOS], [10, 4, 7], StepResultError, "stops request 'a'"),
+        ([1, -2, 3], [EOS, 2, EOS], [10, 4, 7], StepResultError, "token_ids has token id -"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_changes_nothing(
-    last: list[int], lengths: list[int], error: type[Exception], message: str
+    tokens: list[int], last: list[int], lengths: list[int], error: type[Exception], message: str
 ) -> None:
-    host = decoding()
-    before = state_of(host.scheduler)
-    with pytest.raises(error, match=message):
-        host.scheduler.advance_past_finishes(np.arange(11.0), [1, 2, 3], last, lengths)
-    with pytest.raises(StepResultError, match="stops request 'a' before the last of 10 steps"):
-        host.scheduler.advance_past_finishes(np.arange(11.0), [EOS, 2, 3], [1, 2, EOS], [10, 4, 7])
+    for opens in (False, True):
+        host = decoding()
+        opening = None
+        if opens:
+            host.add("d", 4, max_tokens=30, eos_token_ids=(EOS,))
+            opening = host.scheduler.opening()
+            tokens, last, lengths = [*tokens, 4], [*last, EOS], [*lengths, 8]
+            message = message.replace("(2", "(3")
+        before = state_of(host.scheduler)
+        with pytest.raises(error, match=message):
+            host.scheduler.advance_past_finishes(np.arange(11.0), tokens, last, lengths, opening)
+        with pytest.raises(StepOrderError, match=r"times has 1 value"):
+            host.scheduler.advance_past_finishes([0.0], tokens, last, lengths, opening)
+        assert state_of(host.scheduler) == before
+
+
+@pytest.mark.parametrize(
+    ("token", "last", "message"), [(EOS, EOS, "stops request 'new'"), (4, 4, "token 4 does not stop request 'new'")]
+)
+def test_tokens_of_an_admitted_request_are_checked(token: int, last: int, message: str) -> None:
+    host = Host(num_blocks=64)
+    host.add("new", 4, max_tokens=30, eos_token_ids=(EOS,))
+    opening, before = host.scheduler.opening(), state_of(host.scheduler)
+    with pytest.raises(StepResultError, match=message):
+        host.scheduler.advance_past_finishes(np.arange(11.0), [token], [last], [8], opening)
     assert state_of(host.scheduler) == before
