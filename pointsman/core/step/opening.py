@@ -40,7 +40,7 @@ from pointsman.core.policy.reserve import Demand
 from pointsman.core.policy.view import SchedulerView
 from pointsman.core.state.batch import PREFILLING, Batch, Members
 from pointsman.core.state.events import Events
-from pointsman.core.state.numbers import ONE
+from pointsman.core.state.numbers import ONE, set_writeable
 from pointsman.core.state.request import Request
 from pointsman.core.step.admission import Admission
 from pointsman.core.step.emit import Emission
@@ -258,9 +258,11 @@ class Openings:
             if free is None:
                 return None
             rows = np.concatenate([rows, free])
+            set_writeable(rows, False)
         if known_tokens:
             num_known_tokens = np.concatenate([num_known_tokens, known_tokens])
             num_samples += len(known_tokens)
+        set_writeable(num_known_tokens, False)
         num_rows += len(admitted)
         return Opening(
             num_tokens,
