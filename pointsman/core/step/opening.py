@@ -97,6 +97,8 @@ class Opening(NamedTuple):
     """[num_samples] known tokens of the rows that sample."""
     num_blocks: int
     """Free blocks that admitted requests and the chunk take."""
+    num_grown: int
+    """Free blocks that rows which decode take in it."""
     seen: tuple[Any, ...]
     """The state in which this is so."""
 
@@ -254,10 +256,10 @@ class Openings:
             return None
         rows = members.rows
         if admitted:
-            free = batch.next_rows(len(admitted))
-            if free is None:
+            free_rows = batch.next_rows(len(admitted))
+            if free_rows is None:
                 return None
-            rows = np.concatenate([rows, free])
+            rows = np.concatenate([rows, free_rows])
             set_writeable(rows, False)
         if known_tokens:
             num_known_tokens = np.concatenate([num_known_tokens, known_tokens])
@@ -279,6 +281,7 @@ class Openings:
             rows,
             num_known_tokens,
             num_blocks,
+            num_lacking,
             self._seen(kv, step_id),
         )
 
