@@ -47,6 +47,7 @@ from pointsman.core.state.status import (
     RequestEventType,
     RequestStatus,
 )
+from pointsman.core.step.opening import Opening
 
 __all__ = [
     "Adapter",
@@ -64,6 +65,7 @@ __all__ = [
     "KVGroup",
     "Listener",
     "Load",
+    "Opening",
     "ParkReason",
     "PauseMode",
     "PointsmanError",

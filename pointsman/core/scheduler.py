@@ -41,11 +41,13 @@ from pointsman.core.state.events import Call, Events, Listener, Need, send
 from pointsman.core.state.inputs import EncoderInput
 from pointsman.core.state.numbers import MAX_INT, checked_priority
 from pointsman.core.state.output import Integers, SchedulerOutput, StepResult, StepUpdate
+from pointsman.core.state.reason import Reason
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import FinishReason, ParkReason, Pause, PauseMode, PreemptionCause, RequestStatus
 from pointsman.core.step.assembly import NEW, Start, assemble
 from pointsman.core.step.emit import input_token_ids
 from pointsman.core.step.in_flight import StepRecord
+from pointsman.core.step.opening import Opening
 from pointsman.core.step.past_finishes import Finishes
 from pointsman.core.step.request_table import End
 from pointsman.core.step.rewind import take_back
@@ -97,6 +99,7 @@ class Scheduler:
         "_max_seen_active_seqs",
         "_next_step_id",
         "_open_eviction",
+        "_openings",
         "_parts",
         "_past_finishes",
         "_recorder",
@@ -151,7 +154,7 @@ class Scheduler:
         self._swap = parts.swap
         self._update, self._encoder, self._load_followers = parts.update, parts.encoder, parts.gates.load_followers
         self._fast_forward, self._view, self._budget = parts.fast_forward, parts.view, parts.budget
-        self._past_finishes = parts.past_finishes
+        self._openings, self._past_finishes = parts.openings, parts.past_finishes
         self._fast_forward.checks_horizons = self._check_horizons
         self._open_eviction: Callable[[], None] | None = getattr(parts.kv.eviction, "open_step", None)
         self._max_seen_active_seqs = config.num_seats
@@ -358,19 +361,14 @@ class Scheduler:
             send(self._events.called, Call("advance", run.times[-1], {**arguments, "last_token_ids": last_token_ids}))
         return update
 
-    def horizon_past_finishes(self, limit: int, lengths: Integers) -> int:
-        """As `horizon`, where the host knows in which step a request stops: beyond the first of these steps, if no
-        request waits and nothing follows the decisions (a listener, a recording, a policy that observes, the log of
-        `log_request_events`). Otherwise at most up to that step.
+    def opening(self) -> Opening | None:
+        """What the next step does, looked at and not done, if that is sure and simple: it admits waiting requests or
+        goes on with a prompt, beside rows that decode, and nothing follows the decisions. None: it must be scheduled,
+        or is a plain decode. An opening is void once any call has changed the scheduler.
 
-        Args:
-            lengths: [rows] steps until each running request, in admission order, stops; at least 1. What it has
-                generated then must be within its limits, else the horizon is cut.
-
-        Raises:
-            StepResultError: `lengths` is not that.
+        From it a host that needs no output knows how long the step takes, and may do it with the decodes behind it.
         """
-        return self._past_finishes.horizon(limit, lengths)
+        return self._openings.find(self._next_step_id)
 
     def advance_past_finishes(
         self,
@@ -378,31 +376,44 @@ class Scheduler:
         token_ids: Integers,
         last_token_ids: Integers,
         lengths: Integers,
-    ) -> list[Finishes]:
-        """As `advance`, where requests finish in any of the steps.
+        opening: Opening | None = None,
+    ) -> tuple[int, list[Finishes]]:
+        """As `advance`, for a host that knows in which step a request stops: does as many of the steps as are sure to
+        be plain decodes, whatever finishes among them. None is while a request waits, or where something follows the
+        decisions: a listener, a recording, a policy that observes, the log of `log_request_events`.
+
+        The steps end sooner where blocks might run out, where a request reaches its token limit before the end of its
+        length, and before one ends a part of its prompt.
 
         Args:
             times: [steps + 1] seconds, as for `advance`.
-            token_ids: [rows] what each request samples in every step before its last one; stops no request.
-            last_token_ids: [rows] what it samples in its last step of the run.
-            lengths: [rows] the number of these steps, the greatest of them that of the run. A request with fewer than
-                that stops with its last token.
+            lengths: [rows] the number of steps, from the first of these on, until each running request stops, in
+                admission order; at least 1, and more than there are steps if it goes on.
+            token_ids: [rows] what each request samples in every step before that; stops no request.
+            last_token_ids: [rows] what stops it then.
+            opening: is the first step. Rows are those that sample in it, running ones first, then admitted ones.
 
         Returns:
-            For each step in which requests finished: which, and how full the pool is then.
+            The number of steps that were done, and for each of them in which requests finished, and for an opening:
+            which finished, and how full the pool is then.
 
         Raises:
-            StepOrderError: it is not sure that these steps are plain decodes, see `horizon_past_finishes`. Nothing has
-                changed.
-            StepResultError: the tokens or lengths do not fit, or one stops its request too early, or not at all.
+            StepOrderError: there is no step, or the opening is void. Nothing has changed.
+            StepResultError: the tokens or lengths do not fit, or a token stops its request, or a last one does not.
                 Nothing has changed.
         """
         first = self._next_step_id
-        finishes, num_tokens = self._past_finishes.advance(first, times, token_ids, last_token_ids, lengths)
-        num_steps = len(times) - 1
+        num_steps, num_sampled, finishes = self._past_finishes.advance(
+            first, times, token_ids, last_token_ids, lengths, opening
+        )
         self._next_step_id += num_steps
-        self._statistics.count_decodes(num_steps, num_tokens)
-        return finishes
+        if opening is None:
+            self._statistics.count_decodes(num_steps, num_sampled)
+        else:
+            num_scheduled = opening.num_tokens + num_sampled - opening.num_samples
+            blocked_by = Reason.BUDGET if opening.is_budget_spent else None
+            self._statistics.count_opened(num_steps, num_scheduled, num_sampled, blocked_by)
+        return num_steps, finishes
 
     # ------------------------------------------------------------------ parts of the step
 
@@ -778,6 +789,11 @@ class Scheduler:
     def running_rows(self) -> npt.NDArray[np.int64]:
         """[num_running] int64, read-only: the rows of the running requests, in admission order."""
         return self._batch.members.rows
+
+    @property
+    def running_num_tokens(self) -> npt.NDArray[np.int64]:
+        """[num_running] int64: the known tokens of the running requests, in admission order."""
+        return self._batch.num_tokens[self._batch.members.rows]
 
     @property
     def num_queued(self) -> int:

@@ -83,7 +83,7 @@ class Timings:
         self._steps.append((numbers, now))
 
     def tokens(self, numbers: Int64Array, times: FloatArray) -> None:
-        """Each of these requests, which had tokens before, got one at the end of each of some steps, `times[1:]`."""
+        """Each of these requests got a token at the end of each of some steps, `times[1:]`."""
         self._runs.append((numbers, times))
 
     def finished(self, number: int, request: Request) -> None:
@@ -118,12 +118,11 @@ class Timings:
         parts = [numbers for numbers, _ in steps] + [numbers for numbers, _ in runs]
         if not parts:
             return
-        sizes = np.array([len(numbers) for numbers in parts])
-        first = np.array([now for _, now in steps] + [times[1] for _, times in runs])
-        last = np.array([now for _, now in steps] + [times[-1] for _, times in runs])
-        within = [times[2:] - times[1:-1] for _, times in runs]  # between the tokens of a run
-        longest = np.zeros(len(parts))
-        longest[len(steps) :] = _longest(within)
+        sizes = np.array(list(map(len, parts)))
+        ends = np.array([now for _, now in steps])
+        within = _Within([times for _, times in runs])  # between the tokens of a run
+        first, last = np.concatenate([ends, within.first]), np.concatenate([ends, within.last])
+        longest = np.concatenate([np.zeros(len(steps)), within.longest()])
         numbers = np.concatenate(parts)
         first, last, longest = (each.repeat(sizes) for each in (first, last, longest))
         order = np.lexsort((first, numbers))
@@ -136,10 +135,9 @@ class Timings:
         self.first_token[owners] = first[starts]
         self.last_token[owners] = last[np.append(starts[1:], len(numbers)) - 1]
         self.max_gap[owners] = np.maximum.reduceat(np.maximum(between, longest), starts)
-        values = [between[~begins], *within]
-        counts = [np.ones(len(values[0]), dtype=np.int64)]
-        counts += [np.full(len(gaps), len(names)) for gaps, (names, _) in zip(within, runs, strict=True)]
-        self._gaps = np.concatenate(values), np.concatenate(counts)
+        single = between[~begins]
+        counts = sizes[len(steps) :].repeat(within.sizes)
+        self._gaps = np.concatenate([single, within.gaps]), np.concatenate([np.ones(len(single), np.int64), counts])
 
     def _grow(self) -> None:
         for name, column in vars(self).items():
@@ -148,15 +146,36 @@ class Timings:
                 setattr(self, name, np.concatenate([column, fresh]))
 
 
-def _longest(parts: list[FloatArray]) -> FloatArray:
-    """[parts] the greatest value of each part, 0 for an empty one: all at once, as most parts are short."""
-    found = np.zeros(len(parts))
-    sizes = np.array([len(part) for part in parts], dtype=np.int64)
-    filled = sizes.nonzero()[0]
-    if len(filled):
-        starts = (sizes.cumsum() - sizes)[filled]
-        found[filled] = np.maximum.reduceat(np.concatenate(parts), starts)
-    return found
+class _Within:
+    """The times between the tokens of runs, of all runs together, as most are short.
+
+    Args:
+        runs: of each the start, and the end of each step.
+    """
+
+    def __init__(self, runs: list[FloatArray]) -> None:
+        lengths = np.array(list(map(len, runs)), dtype=np.int64)
+        starts = lengths.cumsum() - lengths
+        times = np.concatenate([_NO_TIMES, *runs])
+        self.first: FloatArray = times[starts + 1]
+        """[runs] the end of the first step."""
+        self.last: FloatArray = times[starts + lengths - 1]
+        self.sizes = lengths - 2
+        """[runs] gaps: one less than there are steps."""
+        is_gap = np.ones(max(len(times) - 1, 0), dtype=np.bool_)
+        is_gap[starts] = False  # from the start to the end of the first step
+        is_gap[starts[1:] - 1] = False  # from one run to the next
+        self.gaps: FloatArray = np.diff(times)[is_gap]
+        """All of them, run after run."""
+
+    def longest(self) -> FloatArray:
+        """[runs] the greatest gap of each run, 0 where there is none."""
+        found = np.zeros(len(self.sizes))
+        filled = self.sizes.nonzero()[0]
+        if len(filled):
+            starts = (self.sizes.cumsum() - self.sizes)[filled]
+            found[filled] = np.maximum.reduceat(self.gaps, starts)
+        return found
 
 
 class Event(NamedTuple):

@@ -1,15 +1,16 @@
 """One scheduler under a virtual clock: the same object as in every other host, with a step-time model as its device.
 
-    replica.plan()                       the next event: one step, or as many plain decodes as are sure; when it ends
+    replica.plan(until)                  the next event: one step, or as many at once as are sure; when it ends
     replica.add(number, request, now)    a request arrives: of planned decodes only those remain that have begun
     replica.commit()                     the event has happened; which requests it finished
 
 With host memory (`host_memory.py`) a step begins with its copies, which add to its time.
 
 A step that decides anything is scheduled when it begins and updated when it ends. Between such steps every running
-request decodes, and `Scheduler.advance` does all of them at once, or `advance_past_finishes` where nothing outside
-asks or acts when a request finishes. The end of an output is known here alone: a request ends with an end-of-sequence
-token that the scheduler cannot foresee.
+request decodes, and `Scheduler.advance` does all of them at once. Where nothing outside asks or acts when a request
+finishes (`passes_finishes`), it is known until when nothing happens, and `Scheduler.advance_past_finishes` does the
+steps until then as they are planned, with the one before them if it is sure what that admits (`Scheduler.opening`). The
+end of an output is known here alone: a request ends with an end-of-sequence token that the scheduler cannot foresee.
 
 With asynchronous scheduling (`max_steps_in_flight=2`) a step is scheduled when the one before it begins, as vLLM does:
 what arrives meanwhile, or is known only at its end, counts one step later. Such steps are simulated one by one.
@@ -28,6 +29,7 @@ import numpy.typing as npt
 from pointsman.core import (
     Copies,
     Listener,
+    Opening,
     Request,
     RequestRefused,
     Scheduler,
@@ -46,6 +48,8 @@ Int32Array = npt.NDArray[np.int32]
 
 MAX_STEPS_AT_ONCE = 4096
 """Bounds the arrays of one run of decodes."""
+MORE_STEPS = 1.2
+"""Of these, times of so many times as many as the last one says are computed; another run costs more."""
 LEAST_SECONDS = 1e-9
 """Of a step, where the number of steps until a time is estimated."""
 _ROWS = 64
@@ -54,52 +58,33 @@ _NONE: list[int] = []
 
 
 class _Decodes(NamedTuple):
-    """Planned: steps that are sure to be plain decodes, whatever finishes among them."""
+    """Planned: steps that are sure to be plain decodes."""
 
     end: float
     times: FloatArray
     """[steps + 1] seconds: the start, and the end of each step."""
     rows: Int64Array
     """[rows] the running requests."""
-    known: Int64Array
-    """[rows] their tokens."""
     num_left: Int64Array
     """[rows] tokens that each will still generate."""
-    first_end: int
-    """The least of them."""
-    stretches: _Stretches | None
-    """None: no request finishes before the last step."""
 
     def cut(self, time: float) -> _Decodes:
         """Only the steps that begin before `time`, and at least one."""
         if self.end <= time:
             return self
-        num_steps = self.times[1:].searchsorted(time) + 1
+        num_steps = int(self.times[1:].searchsorted(time)) + 1
         return self._replace(end=self.times.item(num_steps), times=self.times[: num_steps + 1])
 
 
-class _Stretches(NamedTuple):
-    """Decodes by the requests that are left: stretch i goes up to step `ends[i]`, with `counts[i]` requests."""
+class _Done(NamedTuple):
+    """Planned, and done: steps until a time before which nothing else happens."""
 
-    order: Int64Array
-    """[rows] indices of rows, the request that generates most first: the first `counts[i]` are those of stretch i."""
-    ends: list[int]
-    counts: list[int]
-
-    @classmethod
-    def of(cls, num_left: Int64Array) -> _Stretches:
-        """All of them, up to the last token of the last request."""
-        order = (-num_left).argsort(kind="stable")
-        ends, counts = [], []
-        falling = num_left[order].tolist()
-        before = 0
-        for count in range(len(falling), 0, -1):
-            end = falling[count - 1]
-            if end > before:
-                ends.append(end)
-                counts.append(count)
-                before = end
-        return cls(order, ends, counts)
+    end: float
+    finished: list[int]
+    """Numbers of the requests that finish in them."""
+    alone: tuple[int, int, float] | None
+    """Of a single step that decided something: rows, tokens, and KV usage, for its entry in the timeline, which waits
+    for arrivals during the step; None: all entries are made."""
 
 
 class _Known(NamedTuple):
@@ -167,17 +152,17 @@ class Replica:
         self._decode_seconds = LEAST_SECONDS  # of the last planned decode
         self._seed, self._vocab_size = seed, vocab_size
         self._has_content = config.enable_prefix_caching
-        self._planned: _Decodes | _Step | None = None
+        self._planned: _Decodes | _Step | _Done | None = None
         self._arrived: list[tuple[Request, float]] = []  # during planned decodes
         self.refused: list[tuple[int, str]] = []
         """Requests that can never run, by number, and why; the simulation takes them."""
         self._copies: dict[int, Copies] = {}  # of the steps in flight, by their ids
         self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()  # with the end of each
         # By row of the scheduler's batch.
-        self._num_tokens = np.zeros(_ROWS, dtype=np.int64)  # known tokens
         self._last_token = np.zeros(_ROWS, dtype=np.int64)  # the number of tokens with which it ends
         self._filler = np.zeros(_ROWS, dtype=np.int32)  # the token id of its output
         self._number = np.zeros(_ROWS, dtype=np.int64)  # of the request, in `timings`
+        self._stops = np.full(_ROWS, EOS_TOKEN, dtype=np.int32)  # what each samples then
         self._known: dict[Request, _Known] = {}  # of each unfinished request
 
     @property
@@ -244,6 +229,12 @@ class Replica:
         self.now = planned.end
         if isinstance(planned, _Step):
             return self._finish_step(planned.output)
+        if isinstance(planned, _Done):
+            if planned.alone is not None:
+                num_rows, num_tokens, usage = planned.alone
+                event = Event(planned.end, 1, num_rows, num_tokens, self.scheduler.num_queued, usage)
+                self._events.append(event)
+            return planned.finished
         finished = self._finish_decodes(planned)
         if self._arrived:
             for request, time in self._arrived:
@@ -251,13 +242,17 @@ class Replica:
             self._arrived.clear()
         return finished
 
-    def _plan_next(self, until: float) -> _Decodes | _Step | None:
+    def _plan_next(self, until: float) -> _Decodes | _Step | _Done | None:
         scheduler = self.scheduler
         if self._max_in_flight > 1:
             return self._plan_ahead()
         if not scheduler.has_unfinished_requests():
             return None
         if not self._is_stepping:
+            if self.passes_finishes:
+                done = self._run_until(until)
+                if done is not None:
+                    return done
             rows = scheduler.running_rows
             # Most often a request has arrived that the next step admits: then nothing else need be looked up.
             if len(rows) and (not scheduler.num_queued or scheduler.horizon(1)):
@@ -269,52 +264,31 @@ class Replica:
 
     def _plan_decodes(self, rows: Int64Array, until: float) -> _Decodes | None:
         """As many plain decodes as are sure; None: none is."""
-        scheduler = self.scheduler
-        known = self._num_tokens[rows]
+        known = self.scheduler.running_num_tokens
         num_left = self._last_token[rows] - known
-        first_end = num_left.item(num_left.argmin())
-        if not self.passes_finishes:
-            num_steps = scheduler.horizon(min(first_end, MAX_STEPS_AT_ONCE))
-        else:
-            steps_until = min(MAX_STEPS_AT_ONCE, 2 + max(until - self.now, 0.0) / self._decode_seconds)
-            num_steps = scheduler.horizon_past_finishes(int(steps_until), num_left)
+        num_steps = min(num_left.item(num_left.argmin()), self._num_steps_until(until - self.now))
+        num_steps = self.scheduler.horizon(num_steps)
         if not num_steps:
             return None
-        stretches = None
-        if num_steps <= first_end:
-            times = self._times(self.now, len(rows), int(np.add.reduce(known)), num_steps)
-        else:
-            stretches = _Stretches.of(num_left)
-            times = self._times_of(stretches, known, num_steps, until)
-            num_steps = len(times) - 1
+        times = np.empty(num_steps + 1)
+        times[0] = self.now
+        self._fill(times, 0, num_steps, len(rows), int(np.add.reduce(known)))
         end = times.item(num_steps)
         self._decode_seconds = max(end - times.item(num_steps - 1), LEAST_SECONDS)
-        return _Decodes(end, times, rows, known, num_left, first_end, stretches)
+        return _Decodes(end, times, rows, num_left)
 
-    def _times(self, start: float, num_rows: int, context: int, num_steps: int) -> FloatArray:
-        """[steps + 1] the start, and the end of each step, which first reads `context` positions."""
-        times = np.empty(num_steps + 1)
-        times[0] = start
-        times[1:] = self._step_time.of_decodes(num_rows, context, num_steps)
-        np.add.accumulate(times, out=times)
-        return times
+    def _num_steps_until(self, seconds: float) -> int:
+        """About as many decodes as take that time, rather more: those behind a finish are shorter."""
+        return int(min(MAX_STEPS_AT_ONCE, 2 + MORE_STEPS * max(seconds, 0.0) / self._decode_seconds))
 
-    def _times_of(self, stretches: _Stretches, known: Int64Array, num_steps: int, until: float) -> FloatArray:
-        """The times of the first `num_steps` steps, or of fewer if these go beyond `until`."""
-        order, ends, counts = stretches
-        context = known[order].cumsum()
-        parts: list[FloatArray] = []
-        done, start = 0, self.now
-        for end, count in zip(ends, counts, strict=True):
-            last = min(end, num_steps)
-            times = self._times(start, count, context.item(count - 1) + count * done, last - done)
-            parts.append(times[1:] if parts else times)
-            done, start = last, times.item(-1)
-            if done == num_steps or start >= until:
-                break
-        return np.concatenate(parts)
+    def _fill(self, times: FloatArray, done: int, end: int, num_rows: int, context: int) -> None:
+        """Set the ends of the decodes after step `done` of a run up to step `end`. In the first step of the run these
+        rows read `context` positions, or would have."""
+        part = times[done : end + 1]
+        part[1:] = self._step_time.of_decodes(num_rows, context + num_rows * done, end - done)
+        np.add.accumulate(part, out=part)
 
-    def _plan_ahead(self) -> _Decodes | _Step | None:
+    def _plan_ahead(self) -> _Step | None:
         """The oldest step in flight ends next; the one after it is scheduled as soon as the oldest begins."""
         steps = self._in_flight
         while len(steps) < self._max_in_flight and self.scheduler.can_advance():
@@ -337,7 +311,7 @@ class Replica:
             copying = copies.seconds
         num_rows, total = output.num_rows, output.total_num_scheduled_tokens
         if output.num_continued < num_rows:
-            self._place(output)
+            self._place_admitted(output)
         if not num_rows:
             return output, copying
         # Sums as products, which take a fraction of the time.
@@ -352,10 +326,8 @@ class Replica:
         scheduler, now, rows = self.scheduler, self.now, output.rows
         known, samples = output.num_computed_tokens + output.num_scheduled_tokens, output.samples
         if np.count_nonzero(samples) < len(rows):
-            self._num_tokens[rows] = known
             rows, known = rows[samples], known[samples]
         known += _ONE
-        self._num_tokens[rows] = known
         tokens = self._filler[rows]
         tokens[known >= self._last_token[rows]] = EOS_TOKEN
         result = StepResult(tokens)
@@ -372,60 +344,151 @@ class Replica:
         return self._finished(update.finished) if update.finished else _NONE
 
     def _finish_decodes(self, planned: _Decodes) -> list[int]:
-        scheduler, times, rows = self.scheduler, planned.times, planned.rows
+        scheduler, (_, times, rows, num_left) = self.scheduler, planned
         num_steps, num_rows = len(times) - 1, len(rows)
-        if num_steps > planned.first_end:
-            return self._finish_decodes_past_finishes(planned)
         tokens = last = self._filler[rows]
-        if num_steps == planned.first_end:
+        is_over = num_left == num_steps
+        if np.count_nonzero(is_over):
             last = tokens.copy()
-            last[planned.num_left == num_steps] = EOS_TOKEN
-        self._num_tokens[rows] = planned.known + num_steps
+            last[is_over] = EOS_TOKEN
         update = scheduler.advance(times, tokens, last)
         self._timings.tokens(self._number[rows], times)
         waiting, usage = scheduler.num_queued, scheduler.kv_cache_usage
         self._events.append(Event(self.now, num_steps, num_rows, num_steps * num_rows, waiting, usage))
         return self._finished(update.finished) if update.finished else _NONE
 
-    def _finish_decodes_past_finishes(self, planned: _Decodes) -> list[int]:
-        """As `_finish_decodes`, where requests finish before the last step."""
-        _, times, rows, known, num_left, _, stretches = planned
-        assert stretches is not None
-        num_steps = len(times) - 1
-        lengths = np.minimum(num_left, num_steps)
-        tokens = self._filler[rows]
-        last = tokens.copy()
-        last[num_left <= num_steps] = EOS_TOKEN
-        self._num_tokens[rows] = known + lengths
-        finishes = self.scheduler.advance_past_finishes(times, tokens, last, lengths)
-        usages = [each.kv_cache_usage for each in finishes]
-        order, ends, counts = stretches
-        numbers, done = self._number[rows[order]], 0
-        for index, (end, count) in enumerate(zip(ends, counts, strict=True)):
-            last_step = min(end, num_steps)
-            self._timings.tokens(numbers[:count], times[done : last_step + 1])
-            usage = usages[index] if index < len(usages) else self.scheduler.kv_cache_usage
-            run = last_step - done
-            self._events.append(Event(times.item(last_step), run, count, run * count, 0, usage))
-            done = last_step
-            if done == num_steps:
-                break
-        return self._finished(request for each in finishes for request in each.requests)
+    # ------------------------------------------------------------------ what runs past finishes do
 
-    def _place(self, output: SchedulerOutput) -> None:
+    def _run_until(self, until: float) -> _Done | None:
+        """Do the steps that are sure, up to the one in which the time `until` falls; None: none is."""
+        scheduler = self.scheduler
+        opening = scheduler.opening()
+        if opening is not None:
+            seconds = self._step_time.of_step(StepLoad._make(opening[:5]))
+            self._place_opened(opening)
+            rows, known = opening.rows[: opening.num_samples], opening.num_known_tokens
+            context = opening.num_context_tokens
+        elif scheduler.num_queued:
+            return None
+        else:
+            seconds = None
+            rows, known = scheduler.running_rows, scheduler.running_num_tokens
+            context = int(np.add.reduce(known))
+        lengths = self._last_token[rows] - known
+        goes_on = opening is None or opening.may_go_on
+        times, stretches = self._times(seconds, goes_on, lengths, known, context, until)
+        num_rows = len(rows)
+        if num_rows > len(self._stops):
+            self._stops = np.full(2 * num_rows, EOS_TOKEN, dtype=np.int32)
+        num_steps, finishes = scheduler.advance_past_finishes(
+            times, self._filler[rows], self._stops[:num_rows], lengths, opening
+        )
+        if not num_steps:
+            return None
+        end = times.item(num_steps)
+        if num_steps > 1 or opening is None:
+            self._decode_seconds = max(end - times.item(num_steps - 1), LEAST_SECONDS)
+        usages = {each.num_steps: each.kv_cache_usage for each in finishes}
+        opened, alone = 0, None
+        if opening is not None:
+            self._note_admitted(opening)
+            opened = 1
+            if num_steps == 1:
+                alone = opening.num_rows, opening.num_tokens, usages[1]
+            else:
+                event = Event(times.item(1), 1, opening.num_rows, opening.num_tokens, 0, usages[1])
+                self._events.append(event)
+        numbers = left = self._number[rows]
+        begin = 0
+        for stretch_end in stretches:
+            stop = min(stretch_end, num_steps)
+            if len(left):
+                self._timings.tokens(left, times[begin : stop + 1])
+            size, count = stop - max(begin, opened), len(left)
+            if size:
+                usage = usages.get(stop, scheduler.kv_cache_usage)
+                self._events.append(Event(times.item(stop), size, count, size * count, 0, usage))
+            begin = stop
+            if stop == num_steps:
+                break
+            left = numbers[lengths > stop]
+        return _Done(end, self._finished([request for each in finishes for request in each.requests]), alone)
+
+    def _times(
+        self,
+        seconds: float | None,
+        goes_on: bool,
+        lengths: Int64Array,
+        known: Int64Array,
+        context: int,
+        until: float,
+    ) -> tuple[FloatArray, list[int]]:
+        """[steps + 1] the times of the steps up to that in which `until` falls, or about, and the steps after which
+        other requests go on: those in which some finish, and the last.
+
+        Args:
+            seconds: of the first step; None: it is a decode as the others.
+            goes_on: whether there are others.
+            lengths: [rows] the number of steps after which each request finishes.
+            known: [rows] its tokens.
+            context: their sum.
+        """
+        start, done, num_steps = self.now, 0, 0
+        if seconds is not None:
+            done = num_steps = 1
+            start += seconds
+            goes_on = goes_on and start < until
+        if goes_on:
+            num_steps += self._num_steps_until(until - start)
+        times = np.empty(num_steps + 1)
+        times[0], times[done] = self.now, start
+        finishing: list[tuple[int, int]] = []
+        if num_steps > 1 and lengths.item(lengths.argmin()) < num_steps:
+            finishing = [(lengths.item(index), index) for index in (lengths < num_steps).nonzero()[0].tolist()]
+            finishing.sort()
+        count, ends = len(lengths), list[int]()
+        for end, index in finishing:
+            if end > done:
+                self._fill(times, done, end, count, context)
+                done = end
+            if times.item(done) >= until:
+                break
+            if not ends or end > ends[-1]:
+                ends.append(end)
+            count -= 1
+            context -= known.item(index)
+        else:
+            if count and num_steps > done:
+                self._fill(times, done, num_steps, count, context)
+                done = num_steps
+        if times.item(done) > until:
+            done = int(times[1 : done + 1].searchsorted(until)) + 1
+        ends.append(done)
+        return times[: done + 1], ends
+
+    def _place_opened(self, opening: Opening) -> None:
+        """Note what is known of the requests that the opening will admit, by the rows that they will get."""
+        for row, request in zip(opening.rows[opening.num_continued :].tolist(), opening.admitted, strict=True):
+            self._place(row, self._known[request])
+
+    def _note_admitted(self, opening: Opening) -> None:
+        for request, grant in zip(opening.admitted, opening.grants, strict=True):
+            self._timings.admitted(self._known[request].number, self.now, grant.num_cached_tokens)
+
+    def _place_admitted(self, output: SchedulerOutput) -> None:
         """Note what is known of the requests that got a row."""
         for index in range(output.num_continued, output.num_rows):
-            request, row = output.requests[index], int(output.rows[index])
-            while row >= len(self._number):
-                self._grow()
-            number, num_tokens, filler = self._known[request]
-            self._number[row], self._last_token[row], self._filler[row] = number, num_tokens, filler
-            self._timings.admitted(number, self.now, int(output.num_cached_tokens[index - output.num_continued]))
+            known = self._known[output.requests[index]]
+            self._place(int(output.rows[index]), known)
+            cached = int(output.num_cached_tokens[index - output.num_continued])
+            self._timings.admitted(known.number, self.now, cached)
 
-    def _grow(self) -> None:
-        for name in ("_num_tokens", "_last_token", "_filler", "_number"):
-            column = getattr(self, name)
-            setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
+    def _place(self, row: int, known: _Known) -> None:
+        while row >= len(self._number):
+            for name in ("_last_token", "_filler", "_number"):
+                column = getattr(self, name)
+                setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
+        self._number[row], self._last_token[row], self._filler[row] = known
 
     def _finished(self, requests: Iterable[Request]) -> list[int]:
         numbers = []

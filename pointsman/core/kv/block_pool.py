@@ -81,6 +81,10 @@ class BlockPool:
         """Share of the usable blocks that are referenced, 0 to 1."""
         return 1.0 - self.num_free / self.num_usable
 
+    def usage_after(self, count: int) -> float:
+        """`usage` once `count` more blocks are allocated."""
+        return 1.0 - (self.num_free - count) / self.num_usable
+
     @property
     def num_cached_free(self) -> int:
         """Free blocks whose content is still cached."""
@@ -127,6 +131,11 @@ class BlockPool:
             self._push_blank(freed[:num_blank])
         if num_cached:
             self._append(freed[num_blank:])
+
+    def release_unshared(self, blocks: Int64Array) -> None:
+        """As `release`, of a table whose blocks no other names, and none of which was ever cached."""
+        self.num_references[blocks] = ZERO
+        self._push_blank(blocks[::-1])
 
     def release_any(self, blocks: Int64Array, *, evict_first: bool = False) -> None:
         """Drop one reference for each entry, in the order in which they are to be evicted. Any may be cached, and

@@ -25,7 +25,7 @@ from pointsman.core.kv.prefix_tree import Place, PrefixCache, Root, Span
 from pointsman.core.kv.retained import RetainingPool
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.interfaces import Eviction
-from pointsman.core.state.numbers import INT32, INT64
+from pointsman.core.state.numbers import INT32, INT64, ONE
 from pointsman.core.state.output import Save
 from pointsman.core.state.request import Request
 from pointsman.core.state.tokens import NO_TOKENS
@@ -151,13 +151,13 @@ class KVCacheManager(KVCache):
             if len(cached) and self.eviction is not None and state.holding is None:
                 self.eviction.started(request, self.retaining.labels[cached])
         if state.holding is not None:
-            new = self._take(num_new_blocks)
+            new = self.take(num_new_blocks)
             return np.concatenate([state.holding.blocks, new])
         if len(cached):
             self.pool.acquire(cached)
             if self.shared is not None:
                 self.shared.append((request, len(cached)))
-        new = self._take(num_new_blocks)
+        new = self.take(num_new_blocks)
         state.num_published_blocks = len(cached)
         state.prefix_node = match.node
         state.prefix_epoch = self.prefix.epoch if self.prefix is not None else 0
@@ -181,7 +181,7 @@ class KVCacheManager(KVCache):
 
     def grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> Int32Array:
         """Append one new block to the table of each row. Returns them, in row order."""
-        blocks = self._take(len(rows)).astype(INT32)  # a scatter that converts takes longer
+        blocks = self.take(len(rows)).astype(INT32)  # a scatter that converts takes longer
         if len(rows) <= FEW_ROWS:
             table, num_slots, size = batch.flat_table, batch.num_slots, self.block_size
             for row, block in zip(rows.tolist(), blocks.tolist(), strict=True):
@@ -200,7 +200,7 @@ class KVCacheManager(KVCache):
         total = int(counts.dot(batch.ones[: len(counts)]))  # in half the time of a sum
         if total == len(rows):
             return self.grow_by_one(batch, rows, 1)
-        blocks = self._take(total).astype(INT32)
+        blocks = self.take(total).astype(INT32)
         slots = batch.num_slots[rows]
         if len(rows) == 1:  # a prefill's next chunk, most often
             row, first = rows.item(0), slots.item(0) // self.block_size
@@ -229,33 +229,55 @@ class KVCacheManager(KVCache):
             return self._grow_one_row(batch, rows, lacking, num_steps - room.item(lacking.item(0)))
         steps = room[lacking]
         owners, places, steps = self._places_in_order(batch, rows, lacking, slots[lacking], steps, num_steps - steps)
-        blocks = self._take(len(owners))
+        blocks = self.take(len(owners))
         batch.flat_table[places] = blocks
         return blocks.astype(INT32), owners, steps
 
     def grow_in_turn(
-        self, batch: Batch, rows: Int64Array, num_computed: Int64Array, lengths: Int64Array
+        self,
+        batch: Batch,
+        rows: Int64Array,
+        num_tokens: Int64Array,
+        lengths: Int64Array | int,
+        num_steps: int,
+        placed: Sequence[Int64Array] = (),
     ) -> Callable[[int], None]:
-        """As `grow_for_steps`, where row i decodes in the first `lengths[i]` steps, and blocks are released between
-        them.
+        """As `grow_for_steps`, where row i, which has `num_tokens[i]` and lacks the last of them, decodes in the first
+        `lengths[i]` of the steps, and blocks are released between them.
 
-        Returns what allocates the blocks of all steps before a given one; to be called with rising numbers.
+        Args:
+            placed: further places in the flat block table, whose blocks are allocated in the first step, after those of
+                the rows.
+
+        Returns:
+            What allocates the blocks of all steps before a given one; to be called with rising numbers.
         """
         slots = batch.num_slots[rows]
-        room = slots - num_computed
+        room = slots - num_tokens
+        room += ONE
         lacking = (room < lengths).nonzero()[0]
-        if not len(lacking):
+        if not len(lacking) and not placed:
             return _grown
-        steps = room[lacking]
-        short = lengths[lacking] - steps
-        _, places, steps = self._places_in_order(batch, rows, lacking, slots[lacking], steps, short)
-        order, done = steps.tolist(), 0
+        steps, short_rows, slots = room[lacking], rows[lacking], slots[lacking]
+        if num_steps <= self.block_size:  # a block for each
+            places = batch.table_starts[short_rows] + slots // self._size
+            batch.num_slots[short_rows] = slots + self._size
+            order = steps.argsort(kind="stable")
+            places, steps = places[order], steps[order]
+        else:
+            short = (lengths if isinstance(lengths, int) else lengths[lacking]) - steps
+            _, places, steps = self._places_in_order(batch, rows, lacking, slots, steps, short)
+        numbers, done = steps.tolist(), 0
+        if placed:
+            at = bisect_left(numbers, 1)
+            places = np.concatenate([places[:at], *placed, places[at:]])
+            numbers[at:at] = [0] * (len(places) - len(numbers))
 
         def grow(before: int) -> None:
             nonlocal done
-            end = bisect_left(order, before, done)
+            end = bisect_left(numbers, before, done)
             if end > done:
-                batch.flat_table[places[done:end]] = self._take(end - done)
+                batch.flat_table[places[done:end]] = self.take(end - done)
                 done = end
 
         return grow
@@ -296,7 +318,7 @@ class KVCacheManager(KVCache):
         """As `grow_for_steps`, where only one row lacks blocks, for `num_short` of the steps."""
         row, size = rows.item(lacking.item(0)), self.block_size
         slots, count = batch.num_slots.item(row), -(-num_short // size)
-        blocks = self._take(count).astype(INT32)
+        blocks = self.take(count).astype(INT32)
         batch.block_table[row, slots // size : slots // size + count] = blocks
         batch.num_slots[row] = slots + count * size
         room = slots - batch.num_computed_tokens.item(row)
@@ -377,6 +399,11 @@ class KVCacheManager(KVCache):
         row = state.row
         assert row is not None
         table = self.table(batch, row)
+        if self.prefix is None and not self.has_connector:
+            self.pool.release_unshared(table)
+            if self.returned is not None:
+                self.returned.append(table)
+            return
         full = num_valid_tokens // self.block_size
         if publish and full > state.num_published_blocks and self.prefix is not None:
             num_final = num_final_tokens // self.block_size
@@ -472,7 +499,8 @@ class KVCacheManager(KVCache):
             self.journal.append((request, blocks, spans))
         return True
 
-    def _take(self, count: int) -> Int64Array:
+    def take(self, count: int) -> Int64Array:
+        """Allocate blocks; what was cached in them is forgotten."""
         blocks, evicted = self.pool.take(count)
         if len(evicted) and self.prefix is not None:
             self.prefix.evict(evicted)

@@ -55,7 +55,12 @@ class Root(NamedTuple):
     @classmethod
     def of(cls, request: Request) -> Root:
         """The root of a request's blocks."""
+        if request.cache_salt is None and request.adapter is None:
+            return _PLAIN
         return cls(request.cache_salt, request.adapter)
+
+
+_PLAIN = Root()
 
 
 class Run:

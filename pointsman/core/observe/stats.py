@@ -190,6 +190,14 @@ class Statistics(Listener):
         self.num_scheduled_tokens += num_tokens
         self.num_generated_tokens += num_tokens
 
+    def count_opened(self, num_steps: int, num_scheduled: int, num_generated: int, blocked_by: Reason | None) -> None:
+        """As `count_decodes`, where the first step computed more than it sampled."""
+        self.num_steps += num_steps
+        self.num_scheduled_tokens += num_scheduled
+        self.num_generated_tokens += num_generated
+        if blocked_by is not None:
+            self.deferrals[blocked_by.position] += 1
+
     def on_failed(self, num_steps: int, now: float) -> None:
         self.num_failed_steps += num_steps
 

@@ -132,6 +132,8 @@ class Reserves(Gate):
         self._view = view
         plain = (Watermark, FullSequence, DecodeReserve)
         self._adaptive = [reserve for reserve in reserves if type(reserve) not in plain]
+        self.are_plain = not self._adaptive
+        """Whether no reserve learns anything, or lets requests pass."""
         passing = [reserve for reserve in reserves if hasattr(reserve, "lets_pass")]
         self.bypass: LetsPass | None = passing[0] if passing else None
         """Lets requests pass one that lacks blocks; None: it blocks the queue."""

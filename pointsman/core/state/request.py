@@ -265,6 +265,10 @@ class RequestState:
         own = self._output
         own.add(tokens[offset + self.num_prompt_tokens + own.length : offset + end].copy())
 
+    def take(self, tokens: Int32Array) -> None:
+        """As `append_output`, of an array that nothing else holds."""
+        self._output.add(tokens)
+
     def truncate_output(self, num_output_tokens: int) -> None:
         """Keep the first `num_output_tokens` of a request without a row."""
         self._output.truncate(num_output_tokens)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.errors import RequestRefused
-from pointsman.core.state.numbers import MAX_INT
+from pointsman.core.state.numbers import INT32, MAX_INT
 
 IntArray: TypeAlias = npt.NDArray[np.integer]
 Int32Array: TypeAlias = npt.NDArray[np.int32]
@@ -53,7 +53,7 @@ class OutputTokens:
 
 def shared_prompt(request_id: str, token_ids: IntArray | Sequence[int]) -> tuple[Int32Array, bytes]:
     """The prompt as a read-only int32 array over a bytes object: one copy serves the model and the prefix tree."""
-    if isinstance(token_ids, np.ndarray) and token_ids.dtype == np.int32:
+    if isinstance(token_ids, np.ndarray) and (token_ids.dtype is INT32 or token_ids.dtype == INT32):
         base: object = token_ids.base
         if isinstance(base, bytes) and token_ids.nbytes == len(base) and _least(token_ids) >= 0:
             return cast(Int32Array, token_ids), base

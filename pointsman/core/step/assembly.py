@@ -31,6 +31,7 @@ from pointsman.core.step.emit import Emission
 from pointsman.core.step.fast_forward import FastForward
 from pointsman.core.step.in_flight import StepsInFlight
 from pointsman.core.step.loading import Loading, make_loading
+from pointsman.core.step.opening import Openings
 from pointsman.core.step.past_finishes import PastFinishes
 from pointsman.core.step.prompt_parts import PromptParts
 from pointsman.core.step.request_table import RequestTable
@@ -73,6 +74,7 @@ class Parts:
     prompt_parts: PromptParts
     update: Update
     fast_forward: FastForward
+    openings: Openings
     past_finishes: PastFinishes
     view: SchedulerView
     """What the policies read."""
@@ -159,7 +161,11 @@ def assemble(
     fast_forward = FastForward(
         config, batch, kv, table, steps, running, drafts, transfers, admission, displacement, emission, update, events
     )
-    past_finishes = PastFinishes(fast_forward, batch, kv, table, drafts, admission, emission, events)
+    has_others = any(part is not None for part in (displacement, encoder, transfers, swap))
+    openings = Openings(
+        config, batch, kv, table, steps, running, admission, emission, view, events, has_others=has_others
+    )
+    past_finishes = PastFinishes(fast_forward, openings, batch, kv, table, drafts, admission, emission, events)
     return Parts(
         batch,
         kv,
@@ -178,6 +184,7 @@ def assemble(
         prompt_parts,
         update,
         fast_forward,
+        openings,
         past_finishes,
         view,
         budget,

@@ -77,21 +77,39 @@ class Emission:
         """The newest step, in which every running row decoded a token, has no output; explanations of waiting requests
         need one that says what ran."""
         self.last_output = None
-        if not len(self._table.queue):
-            return
+        if len(self._table.queue):
+            members = self._batch.members
+            self._keep(step_id, len(members), num_computed_tokens, members.ones, members.trues)
+
+    def keep_opening(
+        self, step_id: int, num_continued: int, num_computed_tokens: Int64Array, num_scheduled_tokens: Int64Array
+    ) -> None:
+        """As `keep`, of a step of all running rows that admitted those after the first `num_continued`, and left a
+        request waiting. The arguments are by row."""
+        samples = num_computed_tokens + num_scheduled_tokens == self._batch.num_tokens[self._batch.members.rows]
+        self._keep(step_id, num_continued, num_computed_tokens, num_scheduled_tokens, samples)
+
+    def _keep(
+        self,
+        step_id: int,
+        num_continued: int,
+        num_computed_tokens: Int64Array,
+        num_scheduled_tokens: Int64Array,
+        samples: npt.NDArray[np.bool_],
+    ) -> None:
         members = self._batch.members
         # By position, as in `emit`.
         fields: Any = OutputFields(
             step_id,
-            len(members),
-            len(members),
+            int(np.add.reduce(num_scheduled_tokens)),
+            num_continued,
             False,
             members.requests,
             members.rows,
             members.serials,
             num_computed_tokens,
-            members.ones,
-            members.trues,
+            num_scheduled_tokens,
+            samples,
             members.zeros,
             NO_TOKENS,
             NO_INTS,

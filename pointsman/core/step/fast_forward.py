@@ -136,12 +136,17 @@ class FastForward:
             free = min(free, self._kv.pool.num_blank)
         return max(limit, 0), free, blocked
 
-    def within_blocks(self, limit: int, free: int, lengths: Int64Array | None = None) -> int:
-        """How many of `limit` steps take at most `free` blocks; `lengths`: in how many of them each row decodes."""
-        size, batch, rows = self._block_size, self._batch, self._batch.members.rows
-        if len(rows) * (limit // size + 1) <= free:
+    def within_blocks(self, limit: int, free: int) -> int:
+        """How many of `limit` steps take at most `free` blocks."""
+        batch, rows = self._batch, self._batch.members.rows
+        if len(rows) * (limit // self._block_size + 1) <= free:
             return limit
-        room = batch.num_slots[rows] - batch.num_computed_tokens[rows]
+        return self.within_room(limit, free, batch.num_slots[rows] - batch.num_computed_tokens[rows], None)
+
+    def within_room(self, limit: int, free: int, room: Int64Array, lengths: Int64Array | None) -> int:
+        """How many of `limit` steps take at most `free` blocks, where each row lacks none in the first `room` of them;
+        `lengths`: in how many each decodes, None: in all."""
+        size = self._block_size
         if free == 0 and lengths is None:
             return min(limit, room.item(room.argmin()))
 
@@ -174,8 +179,8 @@ class FastForward:
             )
         batch, kv, table, members = self._batch, self._kv, self._table, self._batch.members
         head = table.queue.peek() if self.checks_horizons and blocked is not None else None
-        tokens, last = checked_tokens(members, num_steps, token_ids, last_token_ids)
-        self.check_middle(members, num_steps, tokens)
+        tokens, last = _checked_tokens(members, num_steps, token_ids, last_token_ids)
+        self._check_middle(members, num_steps, tokens)
         rows, last_step_id = members.rows, first_step_id + num_steps - 1
         table.now = float(times[-1])
         computed = batch.num_computed_tokens[rows]
@@ -253,10 +258,8 @@ class FastForward:
         free = self._kv.pool.num_free
         return free if self._grows_first else free + int(np.count_nonzero(block_steps == num_steps - 1))
 
-    def check_middle(
-        self, members: Members, num_steps: int, tokens: Int32Array, lengths: Int64Array | None = None
-    ) -> None:
-        """No token before the last step's, or before the last of the `lengths` of its row, may stop its request.
+    def _check_middle(self, members: Members, num_steps: int, tokens: Int32Array) -> None:
+        """No token before the last step's may stop its request.
 
         Raises:
             StepResultError: one does.
@@ -273,14 +276,11 @@ class FastForward:
         for *step, index in np.argwhere(stops).tolist():
             request = members.requests[index]
             token = int(middle[*step, index])
-            length = num_steps if lengths is None else lengths.item(index)
-            number = step[0] + 1 if step else length - 1  # the last of the steps that have this token
-            if not number:
-                continue
+            number = step[0] + 1 if step else num_steps - 1  # the last of the steps that have this token
             num_output = int(batch.num_tokens[members.rows[index]]) + number - request.num_prompt_tokens
             if token in request.stop_set and num_output >= request.min_tokens:
                 raise StepResultError(
-                    f"token {token} stops request {request.request_id!r} before the last of {length} steps; advance "
+                    f"token {token} stops request {request.request_id!r} before the last of {num_steps} steps; advance "
                     "up to the step that stops it, with its token in last_token_ids"
                 )
 
@@ -290,7 +290,7 @@ def _no_horizon(num_steps: int) -> int:
     return 0
 
 
-def checked_tokens(
+def _checked_tokens(
     members: Members, num_steps: int, token_ids: Any, last_token_ids: Any
 ) -> tuple[Int32Array, Int32Array]:
     """The tokens of the steps, [rows] (the same in each) or [steps, rows], and those of the last step.
@@ -299,23 +299,28 @@ def checked_tokens(
         StepResultError: another shape, or no token ids.
     """
     num_rows = len(members)
-    tokens = _token_array("token_ids", token_ids)
+    tokens = token_array("token_ids", token_ids)
     if tokens.shape != (num_rows,) and tokens.shape != (num_steps, num_rows):
         raise StepResultError(
             f"token_ids has shape {tokens.shape}; give [{num_rows}] (rows) or [{num_steps}, {num_rows}] (steps, rows)"
         )
     if last_token_ids is None:
         return tokens, tokens if tokens.ndim == 1 else tokens[-1]
-    last = _token_array("last_token_ids", last_token_ids)
+    last = token_array("last_token_ids", last_token_ids)
     if last.shape != (num_rows,):
         raise StepResultError(f"last_token_ids has shape {last.shape}; give [{num_rows}] (rows)")
     return tokens, last
 
 
-def _token_array(name: str, values: Any) -> Int32Array:
+def token_array(name: str, values: Any) -> Int32Array:
+    """The values as int32.
+
+    Raises:
+        StepResultError: they are no token ids.
+    """
     given: npt.NDArray[Any] = values if isinstance(values, np.ndarray) else np.asarray(values)
     if given.dtype is not INT32:
-        if not np.issubdtype(given.dtype, np.integer):
+        if given.size and not np.issubdtype(given.dtype, np.integer):
             raise StepResultError(f"{name} has type {given.dtype}; it must be integers")
         wide = given.astype(INT64)
         if wide.size and wide.max() > MAX_INT:

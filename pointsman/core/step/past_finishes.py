@@ -1,16 +1,16 @@
-"""Which plain decodes are sure although requests finish among them, and what is the state after them?
+"""Which steps are sure although requests finish among them, and what is the state after them?
 
-    k = scheduler.horizon_past_finishes(limit, lengths)      lengths[i]: steps until request i stops, as the host knows
-    scheduler.advance_past_finishes(times, token_ids, last_token_ids, lengths)
+    num_steps, finishes = scheduler.advance_past_finishes(times, token_ids, last_token_ids, lengths, opening)
 
 A run of decodes (`fast_forward.py`) goes up to the first request that finishes. Where no request waits, a finish
 changes nothing that a later decode depends on: it only frees blocks and a row. A host that knows when its requests
-stop, as a simulator does, need not make a run of each of the stretches between finishes.
+stop, as a simulator does, need not make a run of each of the stretches between finishes. Nor need it schedule the step
+before them that admits requests: that is the first step of the run, its opening (`opening.py`).
 
 What depends on the order is done in it: before a request releases its blocks, the steps up to its last one have
 allocated theirs. So block ids, the order of free blocks and the prefix tree are those of single steps. All else
-(columns, tokens, proof) is done once for the whole run. Where a listener or a policy follows the decisions, or a
-request waits, the horizon ends with the first finish, and `advance` is the way.
+(columns, tokens, proof, the membership of the batch) is done once for the whole run. Where a listener or a policy
+follows the decisions, or a request waits, nothing is sure here: `horizon` and `advance` are the way.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ import numpy.typing as npt
 from pointsman.core.errors import StepOrderError, StepResultError
 from pointsman.core.kv.cache import KVCache
 from pointsman.core.kv.manager import KVCacheManager
-from pointsman.core.state.batch import Batch, Members
+from pointsman.core.state.batch import Batch
 from pointsman.core.state.events import Events
-from pointsman.core.state.numbers import flat_integers
+from pointsman.core.state.numbers import ONE, flat_integers
 from pointsman.core.state.output import Integers
 from pointsman.core.state.request import Request
 from pointsman.core.step.admission import Admission
 from pointsman.core.step.drafts import Drafts
 from pointsman.core.step.emit import Emission
-from pointsman.core.step.fast_forward import FastForward, checked_tokens
+from pointsman.core.step.fast_forward import FastForward, token_array
+from pointsman.core.step.opening import Opening, Openings
 from pointsman.core.step.request_table import End, RequestTable
 from pointsman.core.step.update import stop_condition
 
@@ -52,12 +53,25 @@ class Finishes(NamedTuple):
     """Share of the blocks that requests hold after it, 0 to 1."""
 
 
+class _Ends(NamedTuple):
+    """Who finishes in a run."""
+
+    by_step: list[tuple[int, list[End]]]
+    """(number of steps until then, who finishes in row order), in the order of steps."""
+    last_tokens: list[tuple[int, int]]
+    """(index, token): what stops them, where it is not what they sample in every step."""
+
+
+_NO_ENDS = _Ends([], [])
+
+
 class PastFinishes:
-    """Proves that steps are plain decodes, whatever finishes among them, and does them at once."""
+    """Does steps at once of which it proves that they are plain decodes, whatever finishes among them."""
 
     def __init__(
         self,
         fast_forward: FastForward,
+        openings: Openings,
         batch: Batch,
         kv: KVCache,
         table: RequestTable,
@@ -66,54 +80,13 @@ class PastFinishes:
         emission: Emission,
         events: Events,
     ) -> None:
-        self._fast_forward = fast_forward
-        self._batch, self._kv, self._table = batch, kv, table
+        self._fast_forward, self._openings = fast_forward, openings
+        self._batch, self._table = batch, table
         self._drafts, self._admission, self._emission, self._events = drafts, admission, emission, events
-        self._own = kv if isinstance(kv, KVCacheManager) else None
-        follows_load = bool(admission.gates.load_followers)
-        opens = self._own is None or hasattr(self._own.eviction, "open_step")
-        self._is_possible = self._own is not None and not follows_load and not opens
-
-    # ------------------------------------------------------------------ how many
-
-    def horizon(self, limit: int, lengths: Integers) -> int:
-        """See `Scheduler.horizon_past_finishes`."""
-        return self._within(limit, self._checked_lengths(lengths))
-
-    def _within(self, limit: int, lengths: Int64Array) -> int:
-        batch, members = self._batch, self._batch.members
-        limit, free, _ = self._fast_forward.bound(limit)
-        if not limit:
-            return 0
-        first = lengths.item(lengths.argmin())
-        if limit <= first or not self._may_pass():
-            return self._fast_forward.horizon(min(limit, first))
-        limit = min(limit, lengths.item(lengths.argmax()), max(first, batch.num_steps_kept))
-        if batch.may_end(limit):  # without its stop token
-            left = members.token_limit - batch.num_tokens[members.rows]
-            sooner = left[left < lengths]
-            limit = min(limit, sooner.item(sooner.argmin())) if len(sooner) else limit
-        for index in (lengths < limit).nonzero()[0].tolist():
-            request = members.requests[index]
-            if request._state.more_input or request._state.parts:  # it does not finish
-                limit = min(limit, lengths.item(index))
-        return self._fast_forward.within_blocks(limit, free, lengths)
-
-    def _may_pass(self) -> bool:
-        """Whether a finish changes nothing that is decided or reported."""
-        return self._is_possible and not len(self._table.queue) and self._events.is_unwatched
-
-    def _checked_lengths(self, lengths: Integers) -> Int64Array:
-        """Raises StepResultError: they are no numbers of steps, one for each running request."""
-        counts = flat_integers("lengths", lengths, StepResultError)
-        num_rows = len(self._batch.members)
-        if len(counts) != num_rows:
-            raise StepResultError(f"lengths has {len(counts)} value(s); give one for each of {num_rows} request(s)")
-        if num_rows and counts.item(counts.argmin()) < 1:
-            raise StepResultError(f"lengths has {counts.min()}; every running request decodes in at least 1 step")
-        return counts
-
-    # ------------------------------------------------------------------ at once
+        own = kv if isinstance(kv, KVCacheManager) else None
+        opens = own is None or hasattr(own.eviction, "open_step")
+        self._kv = None if opens or admission.gates.load_followers else own
+        """None: nothing is ever sure."""
 
     def advance(
         self,
@@ -122,94 +95,214 @@ class PastFinishes:
         token_ids: Integers,
         last_token_ids: Integers,
         lengths: Integers,
-    ) -> tuple[list[Finishes], int]:
-        """See `Scheduler.advance_past_finishes`. Returns the finishes, and the number of tokens."""
+        opening: Opening | None,
+    ) -> tuple[int, int, list[Finishes]]:
+        """See `Scheduler.advance_past_finishes`. Returns the number of steps, that of sampled tokens, and finishes."""
         num_steps = len(times) - 1
+        if num_steps < 1:
+            raise StepOrderError(f"times has {len(times)} value(s); give one for the start and one for each step's end")
         members = self._batch.members
-        counts = self._checked_lengths(lengths)
-        if num_steps < 1 or not len(counts) or counts.item(counts.argmax()) != num_steps:
-            raise StepOrderError(
-                f"times has the ends of {num_steps} step(s), and the longest of the lengths is "
-                f"{counts.max(initial=0)}; give as many"
-            )
-        if not self._may_pass():
-            raise StepOrderError("a request waits, or a listener or policy follows each decision; use advance()")
-        certain = self._within(num_steps, counts)
-        if certain < num_steps:
-            raise StepOrderError(
-                f"{num_steps} step(s) at once, and {certain} are sure to be plain decodes; ask "
-                "horizon_past_finishes() first, and schedule the others one by one"
-            )
-        tokens, last = checked_tokens(members, 1, token_ids, last_token_ids)
-        if tokens.ndim > 1:
-            tokens = tokens[0]
-        self._fast_forward.check_middle(members, num_steps, tokens, counts)
-        ends = self._ends(members, last, counts, num_steps)
-        return self._commit(first_step_id + num_steps - 1, times, members, tokens, last, counts, ends)
+        requests, rows, num_old = members.requests, members.rows, len(members.requests)
+        if opening is not None:
+            self._openings.require(opening, first_step_id)
+            rows, new = opening.rows[: opening.num_samples], opening.sampling
+            num_old = len(rows) - len(new)
+            requests = requests[:num_old] + new
+        counts, tokens, last = _checked(len(rows), lengths, token_ids, last_token_ids)
+        self._check_tokens(requests, tokens, num_old)
+        first = counts.item(counts.argmin()) if len(counts) else 1
+        limit = self._limit(num_steps, rows, counts, opening)
+        if limit:
+            limit, ends = self._ends(requests, rows, tokens, last, counts, limit, first, num_old)
+        if not limit:
+            return 0, 0, []
+        num_sampled, finishes = self._commit(
+            first_step_id, times, requests, rows, tokens, counts, limit, first, ends, opening
+        )
+        return limit, num_sampled, finishes
+
+    # ------------------------------------------------------------------ how many
+
+    def _limit(self, num_steps: int, rows: Int64Array, counts: Int64Array, opening: Opening | None) -> int:
+        """How many of the steps are sure as far as blocks and the queue are concerned."""
+        batch, kv, free = self._batch, self._kv, 0
+        if opening is not None:
+            if num_steps == 1 or not opening.may_go_on:
+                return 1
+            assert kv is not None
+            free = kv.pool.num_free - opening.num_blocks
+        elif kv is None or len(self._table.queue) or not self._events.is_unwatched:
+            return 0
+        else:
+            num_steps, free, _ = self._fast_forward.bound(num_steps)
+        if len(rows) * (num_steps // kv.block_size + 1) <= free:
+            return num_steps
+        room = batch.num_slots[rows] - batch.num_tokens[rows] + 1 if opening is None else self._openings.room(opening)
+        return self._fast_forward.within_room(num_steps, free, room, counts)
 
     def _ends(
-        self, members: Members, last: Int32Array, lengths: Int64Array, num_steps: int
-    ) -> list[tuple[int, list[End]]]:
-        """How requests finish with their last tokens: the number of steps until then, and who does, in this order.
+        self,
+        requests: tuple[Request, ...],
+        rows: Int64Array,
+        tokens: Int32Array,
+        last: Int32Array,
+        counts: Int64Array,
+        limit: int,
+        first: int,
+        num_old: int,
+    ) -> tuple[int, _Ends]:
+        """How many of `limit` steps go by until a request ends sooner than after its length, by its token limit or as
+        it ends a part of its prompt; and who finishes in them.
 
         Raises:
-            StepResultError: a request does not finish, and the run goes on.
+            StepResultError: a last token does not stop its request.
         """
-        batch = self._batch
-        num_tokens = batch.num_tokens[members.rows] + lengths
-        may_stop = last == members.eos_token_id
-        may_stop |= num_tokens >= members.token_limit
-        if batch.stop_filter.num_rows:
-            may_stop |= batch.stop_filter.may_stop(last)
-        is_short = lengths < num_steps
-        found: dict[int, list[End]] = {}
-        for index in (may_stop | is_short).nonzero()[0].tolist():
-            request, length = members.requests[index], lengths.item(index)
-            end = stop_condition(request, num_tokens.item(index), last.item(index))
-            if end is not None:
-                found.setdefault(length, []).append(end)
-            elif length < num_steps:
+        limited = self._limited(requests, rows, counts, limit, num_old)
+        if limited:
+            limit = min(limited)[0]
+        if first > limit and not limited:
+            return limit, _NO_ENDS
+        ending = [(counts.item(index), index) for index in (counts <= limit).nonzero()[0].tolist()]
+        if len(ending) == len(counts):
+            limit = max(ending)[0] if ending else 1
+        finishing = sorted(ending + [each for each in limited if each[0] == limit])
+        for step, index in finishing:
+            if requests[index]._state.more_input or requests[index]._state.parts:  # it does not finish
+                limit = min(limit, step - 1)
+        by_step: dict[int, list[End]] = {}
+        last_tokens = []
+        for step, index in finishing:
+            if step > limit:
+                break
+            request, is_last = requests[index], step == counts.item(index)
+            token = last.item(index) if is_last else tokens.item(index)
+            if is_last:
+                last_tokens.append((index, token))
+            end = stop_condition(request, request._state.num_tokens + step, token)
+            if end is None:
                 raise StepResultError(
-                    f"token {last.item(index)} does not stop request {request.request_id!r} after {length} of "
-                    f"{num_steps} steps; lengths must be that of the run for a request that goes on"
+                    f"token {token} does not stop request {request.request_id!r} after {step} step(s); lengths must be "
+                    "greater than the number of steps for a request that goes on"
                 )
-        return sorted(found.items())
+            by_step.setdefault(step, []).append(end)
+        return limit, _Ends(list(by_step.items()), last_tokens)
+
+    def _limited(
+        self, requests: tuple[Request, ...], rows: Int64Array, counts: Int64Array, limit: int, num_old: int
+    ) -> list[tuple[int, int]]:
+        """(step, index) of those that reach their token limit within `limit` steps, and before the end of theirs."""
+        batch, found = self._batch, []
+        if num_old and batch.may_end(limit):
+            left = batch.members.token_limit[:num_old] - batch.num_tokens[rows[:num_old]]
+            is_sooner = (left <= limit) & (left < counts[:num_old])
+            found = [(left.item(index), index) for index in is_sooner.nonzero()[0].tolist()]
+        for index in range(num_old, len(requests)):
+            state = requests[index]._state
+            sooner = state.token_limit - state.num_prompt_tokens - state.num_own_output_tokens
+            if sooner <= limit and sooner < counts.item(index):
+                found.append((sooner, index))
+        return found
+
+    def _check_tokens(self, requests: tuple[Request, ...], tokens: Int32Array, num_old: int) -> None:
+        """Raises StepResultError: a token would stop its request in every step."""
+        batch = self._batch
+        old = tokens[:num_old]
+        stops = old == batch.members.eos_token_id[:num_old]
+        if batch.stop_filter.num_rows:
+            stops |= batch.stop_filter.may_stop(old)
+        found = stops.nonzero()[0].tolist() if num_old and stops.item(stops.argmax()) else []
+        for index in (*found, *range(num_old, len(requests))):
+            if tokens.item(index) in requests[index].stop_set:
+                raise StepResultError(
+                    f"token {tokens[index]} of token_ids stops request {requests[index].request_id!r}; what stops it "
+                    "belongs into last_token_ids"
+                )
+
+    # ------------------------------------------------------------------ at once
 
     def _commit(
         self,
-        last_step_id: int,
+        first_step_id: int,
         times: Sequence[float] | FloatArray,
-        members: Members,
+        requests: tuple[Request, ...],
+        rows: Int64Array,
         tokens: Int32Array,
-        last: Int32Array,
-        lengths: Int64Array,
-        ends: list[tuple[int, list[End]]],
-    ) -> tuple[list[Finishes], int]:
-        batch, kv, table, rows = self._batch, self._own, self._table, members.rows
+        counts: Int64Array,
+        num_steps: int,
+        first: int,
+        ends: _Ends,
+        opening: Opening | None,
+    ) -> tuple[int, list[Finishes]]:
+        """Returns the number of sampled tokens, and the finishes."""
+        batch, kv, table = self._batch, self._kv, self._table
         assert kv is not None
-        num_steps = len(times) - 1
-        computed = batch.num_computed_tokens[rows]
+        finishes = []
+        last_step_id = first_step_id + num_steps - 1
         kv.open_step(last_step_id, [], last_step_id)
         kv.journal = None
-        grow = kv.grow_in_turn(batch, rows, computed, lengths)
-        computed += lengths
-        batch.num_computed_tokens[rows] = computed
-        if lengths.item(lengths.argmin()) < num_steps:
-            batch.append_in_turn(rows, tokens, last, lengths, num_steps)
-        else:
-            batch.append_steps(members.requests, rows, tokens, last, num_steps)
+        self._emission.last_output = None
+        if opening is not None:
+            self._openings.place(opening, float(times[0]))
+        # A row of an opening has computed its last known token as one that decodes has.
+        before = batch.num_tokens[rows] if opening is None else opening.num_known_tokens
+        lengths = np.minimum(counts, num_steps) if first < num_steps else num_steps
+        num_taken = 0  # by the opening, and not allocated yet
+        if opening is None:
+            grow = kv.grow_in_turn(batch, rows, before, lengths, num_steps)
+        elif kv.prefix is None:
+            num_taken = opening.num_grown + opening.num_blocks
+            grow = kv.grow_in_turn(batch, rows, before, lengths, num_steps, self._openings.places(opening))
+        else:  # what is found in the cache, and what is published, depends on the order
+            grow = kv.grow_in_turn(batch, rows, before, lengths, num_steps)
+            grow(1)
+            self._openings.fill(opening, float(times[0]))
+        if opening is not None:
+            if opening.is_budget_spent:
+                self._openings.keep_output(opening, first_step_id)
+            if not ends.by_step or ends.by_step[0][0] > 1:
+                finishes.append(Finishes(1, (), kv.pool.usage_after(num_taken)))
+        after = before + lengths
+        batch.num_computed_tokens[rows] = after - ONE
+        batch.repeat(requests, rows, tokens, before, after, num_steps, ends.last_tokens)
         self._drafts.last_updated_step = last_step_id
-        finishes = []
-        for step, over in ends:
-            table.take_reports()  # what the next step's output would report
+        table.take_reports()  # what the output of the first step would report
+        over: list[End] = []
+        for step, group in ends.by_step:
             grow(step)
+            if over and step == num_steps:  # only those of the last step are yet to be reported
+                table.close(over)
+                table.take_reports()
+                over = []
             table.now = float(times[step])
-            table.finish(over)
-            finishes.append(Finishes(step, tuple([end.request for end in over]), kv.pool.usage))
-        if not ends or ends[-1][0] < num_steps:
+            table.release_in_turn(group)
+            over += group
+            finishes.append(Finishes(step, tuple([end.request for end in group]), kv.pool.usage))
+        if over:
+            table.close(over)
+        if not ends.by_step or ends.by_step[-1][0] < num_steps:
             table.take_reports()
             grow(num_steps)
-        table.now = float(times[-1])
-        self._admission.stand_still(None, float(times[-2]), 0)
-        self._emission.last_output = None
-        return finishes, int(np.add.reduce(lengths))
+        table.now = float(times[num_steps])
+        if opening is not None and opening.is_budget_spent:
+            self._admission.stand_still_for_budget(float(times[0]))
+        else:
+            self._admission.stand_still(None, float(times[num_steps - 1]), 0)
+        return len(rows) * num_steps if isinstance(lengths, int) else int(np.add.reduce(lengths)), finishes
+
+
+def _checked(
+    num_rows: int, lengths: Integers, token_ids: Integers, last_token_ids: Integers
+) -> tuple[Int64Array, Int32Array, Int32Array]:
+    """[rows] the lengths, tokens and last tokens.
+
+    Raises:
+        StepResultError: they are not that.
+    """
+    counts = flat_integers("lengths", lengths, StepResultError)
+    tokens, last = token_array("token_ids", token_ids), token_array("last_token_ids", last_token_ids)
+    for name, values in (("lengths", counts), ("token_ids", tokens), ("last_token_ids", last)):
+        if values.shape != (num_rows,):
+            raise StepResultError(f"{name} has shape {values.shape}; give one for each of {num_rows} request(s)")
+    if num_rows and counts.item(counts.argmin()) < 1:
+        raise StepResultError(f"lengths has {counts.min()}; every request gets a token in at least 1 step")
+    return counts, tokens, last

@@ -268,25 +268,29 @@ class RequestTable:
         """Take running requests off their rows and free their blocks. The caller chooses their next place."""
         if not requests:
             return
-        batch, kv = self._batch, self._kv
         for request in requests:
-            row = request._state.row
-            valid = int(min(batch.num_computed_tokens[row], batch.num_tokens[row]))
-            final = valid
-            if kv.saves is not None and self._steps.records:
-                final = self._steps.num_sound_tokens(request)
-            kv.release(
-                batch,
-                request,
-                self.now,
-                num_valid_tokens=valid,
-                publish=publish,
-                num_final_tokens=final,
-                is_finished=is_finished,
-            )
-            for release in self._releases:
-                release(request)
-        batch.leave(requests, self._steps.newest_step_id)
+            self._release_blocks(request, publish, is_finished=is_finished)
+        self._batch.leave(requests, self._steps.newest_step_id)
+
+    def _release_blocks(self, request: Request, publish: bool, *, is_finished: bool) -> None:
+        batch, kv = self._batch, self._kv
+        row = request._state.row
+        assert row is not None
+        valid = min(batch.num_computed_tokens.item(row), batch.num_tokens.item(row))
+        final = valid
+        if kv.saves is not None and self._steps.records:
+            final = self._steps.num_sound_tokens(request)
+        kv.release(
+            batch,
+            request,
+            self.now,
+            num_valid_tokens=valid,
+            publish=publish,
+            num_final_tokens=final,
+            is_finished=is_finished,
+        )
+        for release in self._releases:
+            release(request)
 
     def disown_steps_in_flight(self, request: Request) -> None:
         """Drop what steps in flight still compute for a request without a row."""
@@ -306,6 +310,21 @@ class RequestTable:
         self.release_rows(sound, is_finished=True)
         if len(sound) < len(running):
             self.release_rows([end.request for end in running if end.reason is FinishReason.ERROR], publish=False)
+        self._settle(ends)
+
+    def release_in_turn(self, ends: list[End]) -> None:
+        """The first part of `finish`, for running requests that stop by themselves while no step is in flight: release
+        their blocks. They keep their rows until `close`, so that several of these calls can share one of that."""
+        for end in ends:
+            self._release_blocks(end.request, True, is_finished=True)
+
+    def close(self, ends: list[End]) -> None:
+        """The second part: release their rows, and finish them, in the order of `release_in_turn`."""
+        self._batch.leave([end.request for end in ends], None)
+        self._settle(ends)
+
+    def _settle(self, ends: list[End]) -> None:
+        """Requests finish that have no row any more."""
         for end in ends:
             request, state = end.request, end.request._state
             if state.status is not RequestStatus.RUNNING:

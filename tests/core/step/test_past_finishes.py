@@ -9,17 +9,20 @@ import numpy as np
 import pytest
 
 from pointsman.core import (
+    FinishReason,
     Listener,
+    ParkReason,
+    PauseMode,
     Request,
     Scheduler,
     SchedulerConfig,
+    SchedulerOutput,
     StepOrderError,
     StepResult,
     StepResultError,
 )
 from pointsman.core.kv.events import BlockRemoved, KVEvent
 from pointsman.core.state import batch
-from pointsman.core.state.numbers import MAX_INT
 from tests.core.helpers import Host
 from tests.property.twin import state_of
 from tests.soak import short_or_long
@@ -57,8 +60,16 @@ class Pair:
         self.rng = np.random.default_rng(seed)
         self.now = 0.0
         self.lengths: dict[str, int] = {}  # of outputs
+        self.opens = False
+        """Whether runs begin with what `opening` finds."""
+        self.sort = 0
+        """Of tokens: another one in other runs."""
         self.num_passed = 0
         """Finishes before the last step of their run."""
+        self.num_opened = 0
+        """Runs whose first step admitted requests, or computed part of a prompt."""
+        self.num_opened_runs = 0
+        """Of these, runs of more than one step."""
 
     def add(self) -> None:
         rng, name = self.rng, f"r{len(self.lengths)}"
@@ -74,52 +85,107 @@ class Pair:
     def token(self, request: Request, number: int) -> int:
         """Its `number`th output token: what stops it, or a token of its own."""
         ends = number >= self.lengths[request.request_id]
-        return EOS if ends and request.max_tokens > number else 100 + int(request.request_id[1:])
+        return EOS if ends and request.max_tokens > number else 100 + 1000 * self.sort + int(request.request_id[1:])
 
     def step(self) -> None:
         """A step of both."""
-        for scheduler in (self.stepping, self.advancing):
-            output = scheduler.schedule(self.now)
-            sampled = [request for request, samples in zip(output.requests, output.samples, strict=True) if samples]
-            tokens = [self.token(request, request.num_output_tokens + 1) for request in sampled]
-            scheduler.update(output, StepResult(tokens), self.now + 1)
+        self.step_alone(self.stepping)
+        self.step_alone(self.advancing)
         self.now += 1
 
+    def step_alone(self, scheduler: Scheduler) -> SchedulerOutput:
+        """A step of one of them."""
+        output = scheduler.schedule(self.now)
+        sampled = [request for request, samples in zip(output.requests, output.samples, strict=True) if samples]
+        tokens = [self.token(request, request.num_output_tokens + 1) for request in sampled]
+        scheduler.update(output, StepResult(tokens), self.now + 1)
+        return output
+
     def run(self) -> None:
-        """Decodes, past finishes where that is sure; one by one in the other scheduler."""
+        """Steps at once, past finishes, or up to the first one, where that is sure; one by one in the other one."""
         scheduler, rng = self.advancing, self.rng
+        self.sort = int(rng.integers(2))
+        opening = scheduler.opening() if self.opens else None
         running = scheduler.running
-        left = [self.lengths[request.request_id] - request.num_output_tokens for request in running]
-        limit = MAX_INT if rng.random() < 0.6 else int(rng.integers(1, 40))
-        sure = scheduler.horizon_past_finishes(limit, left) if left else 0
-        if not sure:
+        requests = running if opening is None else [*running, *opening.admitted][: opening.num_samples]
+        if not requests and opening is None:
             self.step()
             return
-        first, rows = min(left), scheduler.running_rows
-        times = self.now + np.arange(sure + 1.0)
-        lengths = np.minimum(left, sure)
-        tokens = [100 + int(request.request_id[1:]) for request in running]
-        last = [
-            self.token(request, request.num_output_tokens + length)
-            for request, length in zip(running, lengths.tolist(), strict=True)
+        limit = int(rng.integers(1, 40 if rng.random() < 0.6 else 700))
+        times = self.now + np.arange(limit + 1.0)
+        # One that ends by its token limit does so sooner than it is told to.
+        lengths = [
+            self.lengths[each.request_id] - each.num_output_tokens + self.ends_by_limit(each) for each in requests
         ]
-        if sure <= first and rng.random() < 0.5:
-            scheduler.advance(times, tokens, last)
-        elif sure > first or not scheduler.num_queued:
-            finishes = scheduler.advance_past_finishes(times, tokens, last, lengths)
+        tokens = [self.token(each, 0) for each in requests]
+        last = [EOS] * len(requests)
+        if opening is None and rng.random() < 0.3 and (sure := scheduler.horizon(min(limit, *lengths))):
+            ends = [EOS if length == sure else token for length, token in zip(lengths, tokens, strict=True)]
+            scheduler.advance(times[: sure + 1], tokens, ends)
+            finishes = None
+        else:
+            sure, finishes = scheduler.advance_past_finishes(times, tokens, last, lengths, opening)
+        if not sure:
+            assert opening is None
+            self.step()
+            return
+        self.num_opened += opening is not None
+        self.num_opened_runs += opening is not None and sure > 1
+        usages = {} if finishes is None else {each.num_steps: each.kv_cache_usage for each in finishes}
+        for step in range(1, sure + 1):
+            output = self.step_alone(self.stepping)
+            if step > 1 or opening is None:
+                assert output.num_rows == output.total_num_scheduled_tokens
+            else:
+                assert 1 in usages
+                assert as_load(output) == opening[:5]
+                assert [each.request_id for each in output.admitted] == [each.request_id for each in opening.admitted]
+                assert output.num_cached_tokens.tolist() == [grant.num_cached_tokens for grant in opening.grants]
+            assert usages.get(step, self.stepping.kv_cache_usage) == self.stepping.kv_cache_usage
+            self.now += 1
+        if finishes is not None:
             self.num_passed += sum(len(each.requests) for each in finishes if each.num_steps < sure)
             names = [request.request_id for each in finishes for request in each.requests]
-            ended = [request.request_id for request in running if request.is_finished]
-            assert sorted(names) == sorted(ended)
-        else:
-            scheduler.advance(times, tokens, last)
-        assert len(rows) == len(running)
-        for _ in range(sure):
-            output = self.stepping.schedule(self.now)
-            assert output.num_rows == output.total_num_scheduled_tokens
-            tokens = [self.token(request, request.num_output_tokens + 1) for request in output.requests]
-            self.now += 1
-            self.stepping.update(output, StepResult(tokens), self.now)
+            assert sorted(names) == sorted(request.request_id for request in requests if request.is_finished)
+
+    def ends_by_limit(self, request: Request) -> bool:
+        """Whether its output is as long as its limit allows."""
+        return self.lengths[request.request_id] == request.max_tokens
+
+    def disturb(self) -> None:
+        """A call from outside, of both."""
+        rng = self.rng
+        names = [*self.advancing._parts.table.requests]
+        name = names[int(rng.integers(len(names)))] if names else "none"
+        limit = int(rng.integers(1, self.config.max_num_seqs + 1))
+        mode = PauseMode.ALL if rng.random() < 0.5 else PauseMode.ADMISSIONS
+        number, priority = int(rng.integers(8)), int(rng.integers(3))
+        for scheduler in (self.stepping, self.advancing):
+            request = scheduler.get_request(name)
+            if number == 0:
+                scheduler.abort(name, self.now)
+            elif number == 1:
+                scheduler.set_max_num_active_seqs(limit, self.now)
+            elif number == 2:
+                scheduler.pause(self.now, mode)
+            elif number == 3:
+                scheduler.resume(self.now)
+            elif number == 4:
+                scheduler.reset_prefix_cache(self.now)
+            elif request is not None and number == 5:
+                scheduler.set_priority(name, priority, self.now)
+            elif request is not None and request.status.is_parked:
+                scheduler.ready(name, self.now)
+            elif request is not None:
+                scheduler.park(name, ParkReason.GRAMMAR, self.now)
+
+    def settle(self) -> None:
+        """Nothing holds a request up."""
+        for scheduler in (self.stepping, self.advancing):
+            scheduler.resume(self.now)
+            scheduler.set_max_num_active_seqs(None, self.now)
+            for name in [*scheduler._parts.table.parked]:
+                scheduler.ready(name, self.now)
 
     def compare(self) -> None:
         self.advancing.check_invariants()
@@ -159,6 +225,54 @@ def test_as_single_steps(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert passed
 
 
+def as_load(output: SchedulerOutput) -> tuple[int, ...]:
+    """The load of a step, as an `Opening` begins with it."""
+    computed, tokens = output.num_computed_tokens, output.num_scheduled_tokens
+    return (
+        output.total_num_scheduled_tokens,
+        output.num_rows,
+        int((computed + tokens).sum()),
+        output.num_attended_tokens,
+        int(output.samples.sum()),
+    )
+
+
+OPENED: dict[str, dict[str, Any]] = {
+    **{name: CASES[name] for name in ("blank", "cached", "evictions", "duplicates", "long outputs", "little room")},
+    "events": CASES["events"],
+    "small budget": {"max_num_batched_tokens": 11},
+    "small budget, cached within a step": {"max_num_batched_tokens": 15, "num_blocks": 72, "block_size": 1},
+    "few seats": {"max_num_seqs": 3},
+    "watermark": {"watermark": 0.2, "num_blocks": 50},
+    "decode reserve": {"decode_reserve": 20, "num_blocks": 60},
+    "as vLLM": {"shortage": "in-order", "num_blocks": 60},
+    "counted prefixes": {"count_common_prefix": True},
+}
+
+
+@pytest.mark.parametrize("case", OPENED)
+def test_openings_as_single_steps(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case == "little room":
+        monkeypatch.setattr(batch, "RECENT", 24)
+    opened = opened_runs = 0
+    for seed in range(100, 100 + short_or_long(3, 60)):
+        pair = Pair(seed, **OPENED[case])
+        for _ in range(NUM_ROUNDS):
+            for _ in range(int(pair.rng.integers(4))):
+                pair.add()
+            pair.opens = pair.rng.random() < 0.9
+            for _ in range(int(pair.rng.integers(1, 4))):
+                pair.run()
+            pair.compare()
+        pair.opens = True
+        while pair.advancing.has_unfinished_requests():
+            pair.run()
+            pair.compare()
+        opened, opened_runs = opened + pair.num_opened, opened_runs + pair.num_opened_runs
+    assert opened > short_or_long(15, 300)
+    assert opened_runs > short_or_long(5, 100)
+
+
 def decoding(**overrides: Any) -> Host:
     """A host with three requests that decode; "short" reaches its limit of tokens after 4 more."""
     host = Host(**{"num_blocks": 64, **overrides})
@@ -172,15 +286,18 @@ def test_a_token_limit_or_a_stop_token_ends_a_request_within_a_run() -> None:
     host = decoding()
     scheduler = host.scheduler
     assert scheduler.horizon() == 4
-    assert scheduler.horizon_past_finishes(100, [12, 4, 7]) == 12
-    assert scheduler.horizon_past_finishes(100, [12, 9, 7]) == 4, "it ends sooner than the host says"
-    finishes = scheduler.advance_past_finishes(np.arange(11.0), [1, 2, 3], [1, 2, EOS], [10, 4, 7])
+    num_steps, finishes = scheduler.advance_past_finishes(np.arange(11.0), [1, 2, 3], [EOS] * 3, [12, 9, 7])
+    assert num_steps == 4, "one ends sooner than the host says"
     assert [(each.num_steps, [request.request_id for request in each.requests]) for each in finishes] == [
-        (4, ["short"]),
-        (7, ["b"]),
+        (4, ["short"])
     ]
-    usages = [each.kv_cache_usage for each in finishes]
-    assert usages == [4 / 64, 3 / 64], "of a and b after 8 computed tokens, of a after 11"
+    assert finishes[0].requests[0].finish_reason is FinishReason.LENGTH
+    assert finishes[0].requests[0].output_token_ids[1:].tolist() == [2, 2, 2, 2]
+    num_steps, finishes = scheduler.advance_past_finishes(np.arange(4.0, 11.0), [1, 3], [EOS] * 2, [8, 3])
+    assert num_steps == 6
+    assert [(each.num_steps, [request.request_id for request in each.requests]) for each in finishes] == [(3, ["b"])]
+    assert finishes[0].requests[0].output_token_ids[1:].tolist() == [3, 3, 3, 3, 3, 3, EOS]
+    assert finishes[0].kv_cache_usage == 3 / 64, "of a after 11 computed tokens"
     assert [request.request_id for request in scheduler.running] == ["a"]
     assert scheduler.running[0].num_output_tokens == 11
     assert scheduler.stats().num_steps == 11
@@ -189,47 +306,109 @@ def test_a_token_limit_or_a_stop_token_ends_a_request_within_a_run() -> None:
     scheduler.check_invariants()
 
 
-def test_only_up_to_the_first_finish_where_something_follows_it() -> None:
+def test_no_further_than_the_last_request() -> None:
+    host = decoding()
+    assert host.scheduler.advance_past_finishes(np.arange(11.0), [1, 2, 3], [EOS] * 3, [3, 1, 2])[0] == 3
+    assert not host.scheduler.num_running
+    assert host.scheduler.has_unreported_ends
+
+
+def test_nothing_is_sure_where_something_follows_it() -> None:
     class Follows(Listener):
         def on_finished(self, request: Request, now: float) -> None: ...
 
+    class FollowsAdmissions(Listener):
+        def on_admitted(self, event: Any) -> None: ...
+
     host = decoding()
-    host.scheduler.add_listener(listener := Follows())
-    assert host.scheduler.horizon_past_finishes(100, [12, 4, 7]) == 4
-    with pytest.raises(StepOrderError, match=r"use advance\(\)"):
-        host.scheduler.advance_past_finishes(np.arange(13.0), [1, 2, 3], [EOS, 2, EOS], [12, 4, 7])
-    host.scheduler.remove_listener(listener)
+    scheduler = host.scheduler
+    arguments = (np.arange(13.0), [1, 2, 3], [EOS] * 3, [12, 4, 7])
+    scheduler.add_listener(listener := Follows())
+    assert scheduler.advance_past_finishes(*arguments) == (0, [])
+    scheduler.remove_listener(listener)
     host.add("waits")
-    assert host.scheduler.horizon_past_finishes(100, [12, 4, 7]) == 0
+    assert scheduler.advance_past_finishes(*arguments) == (0, [])
+    assert scheduler.opening() is not None
+    for watcher in (listener, FollowsAdmissions()):
+        scheduler.add_listener(watcher)
+        assert scheduler.opening() is None
+        scheduler.remove_listener(watcher)
     logged = decoding(log_request_events=True)
-    assert logged.scheduler.horizon_past_finishes(100, [12, 4, 7]) == 4
+    assert logged.scheduler.advance_past_finishes(*arguments) == (0, [])
+    logged.add("waits")
+    assert logged.scheduler.opening() is None
 
 
-def test_not_beyond_the_end_of_a_part_of_a_prompt() -> None:
+def test_not_to_the_end_of_a_part_of_a_prompt() -> None:
+    """A request that expects more input does not finish there."""
     host = Host(num_blocks=64)
     host.add("a", 4, max_tokens=30)
     host.add("part", 4, max_tokens=5, more_input=True)
     host.step()
-    assert host.scheduler.horizon_past_finishes(100, [12, 4]) == 4
+    last = [EOS, EOS]
+    assert host.scheduler.advance_past_finishes(np.arange(13.0), [1, 2], last, [12, 4])[0] == 3
+    assert host.scheduler.advance_past_finishes(np.arange(13.0), [1, 2], last, [9, 9]) == (0, [])
+
+
+def test_an_opening_is_void_once_something_has_happened() -> None:
+    host = decoding()
+    scheduler = host.scheduler
+    host.add("waits")
+    before, opening = state_of(scheduler), scheduler.opening()
+    assert opening is not None
+    assert state_of(scheduler) == before, "looking changes nothing"
+    arguments = ([0.0, 1.0], [1, 2, 3, 4], [EOS] * 4, [9, 4, 9, 9])
+    changes = (lambda: host.add("late"), lambda: scheduler.abort("late", 0.0), lambda: scheduler.pause(0.0))
+    for change in changes:
+        change()
+        before = state_of(scheduler)
+        with pytest.raises(StepOrderError, match="call it again"):
+            scheduler.advance_past_finishes(*arguments, opening)
+        assert state_of(scheduler) == before
+    scheduler.resume(0.0)
+    found = scheduler.opening()
+    assert found is not None
+    assert scheduler.advance_past_finishes(*arguments, found)[0] == 1
+    assert [request.request_id for request in scheduler.running] == ["a", "short", "b", "waits"]
 
 
 @pytest.mark.parametrize(
-    ("last", "lengths", "error", "message"),
+    ("tokens", "last", "lengths", "error", "message"),
     [
-        ([1, 2, 3], [10, 4, 7], StepResultError, "token 3 does not stop request 'b' after 7 of 10 steps"),
-        ([1, 2, EOS], [10, 4], StepResultError, "lengths has 2 value"),
-        ([1, 2, EOS], [10, 0, 7], StepResultError, "at least 1 step"),
-        ([1, 2, EOS], [9, 4, 7], StepOrderError, "the longest of the lengths is 9"),
-        ([1, 2, EOS], [10, 5, 7], StepOrderError, "4 are sure"),
+        ([1, 2, 3], [EOS, 2, 3], [10, 4, 7], StepResultError, "token 3 does not stop request 'b' after 7 step"),
+        ([1, 2, 3], [EOS, 2, EOS], [10, 4], StepResultError, r"lengths has shape \(2,\)"),
+        ([1, 2, 3], [EOS, 2], [10, 4, 7], StepResultError, r"last_token_ids has shape \(2,\)"),
+        ([1, 2, 3], [EOS, 2, EOS], [10, 0, 7], StepResultError, "at least 1 step"),
+        ([EOS, 2, 3], [EOS, 2, EOS], [10, 4, 7], StepResultError, "stops request 'a'"),
+        ([1, -2, 3], [EOS, 2, EOS], [10, 4, 7], StepResultError, "token_ids has token id -"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_changes_nothing(
-    last: list[int], lengths: list[int], error: type[Exception], message: str
+    tokens: list[int], last: list[int], lengths: list[int], error: type[Exception], message: str
 ) -> None:
-    host = decoding()
-    before = state_of(host.scheduler)
-    with pytest.raises(error, match=message):
-        host.scheduler.advance_past_finishes(np.arange(11.0), [1, 2, 3], last, lengths)
-    with pytest.raises(StepResultError, match="stops request 'a' before the last of 10 steps"):
-        host.scheduler.advance_past_finishes(np.arange(11.0), [EOS, 2, 3], [1, 2, EOS], [10, 4, 7])
+    for opens in (False, True):
+        host = decoding()
+        opening = None
+        if opens:
+            host.add("d", 4, max_tokens=30, eos_token_ids=(EOS,))
+            opening = host.scheduler.opening()
+            tokens, last, lengths = [*tokens, 4], [*last, EOS], [*lengths, 8]
+            message = message.replace("(2", "(3")
+        before = state_of(host.scheduler)
+        with pytest.raises(error, match=message):
+            host.scheduler.advance_past_finishes(np.arange(11.0), tokens, last, lengths, opening)
+        with pytest.raises(StepOrderError, match=r"times has 1 value"):
+            host.scheduler.advance_past_finishes([0.0], tokens, last, lengths, opening)
+        assert state_of(host.scheduler) == before
+
+
+@pytest.mark.parametrize(
+    ("token", "last", "message"), [(EOS, EOS, "stops request 'new'"), (4, 4, "token 4 does not stop request 'new'")]
+)
+def test_tokens_of_an_admitted_request_are_checked(token: int, last: int, message: str) -> None:
+    host = Host(num_blocks=64)
+    host.add("new", 4, max_tokens=30, eos_token_ids=(EOS,))
+    opening, before = host.scheduler.opening(), state_of(host.scheduler)
+    with pytest.raises(StepResultError, match=message):
+        host.scheduler.advance_past_finishes(np.arange(11.0), [token], [last], [8], opening)
     assert state_of(host.scheduler) == before
