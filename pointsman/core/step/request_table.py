@@ -269,12 +269,12 @@ class RequestTable:
         if not requests:
             return
         batch, kv = self._batch, self._kv
+        may_be_unsound = kv.saves is not None and len(self._steps.records) > 0
         for request in requests:
             row = request._state.row
-            valid = int(min(batch.num_computed_tokens[row], batch.num_tokens[row]))
-            final = valid
-            if kv.saves is not None and self._steps.records:
-                final = self._steps.num_sound_tokens(request)
+            assert row is not None
+            valid = min(batch.num_computed_tokens.item(row), batch.num_tokens.item(row))
+            final = self._steps.num_sound_tokens(request) if may_be_unsound else valid
             kv.release(
                 batch,
                 request,
@@ -306,18 +306,19 @@ class RequestTable:
         self.release_rows(sound, is_finished=True)
         if len(sound) < len(running):
             self.release_rows([end.request for end in running if end.reason is FinishReason.ERROR], publish=False)
-        for end in ends:
-            request, state = end.request, end.request._state
+        now, swap, methods = self.now, self._swap, self._events.finished
+        for request, reason, detail, stop_reason in ends:
+            state = request._state
             if state.status is not RequestStatus.RUNNING:
                 self._leave_place(request)
-            state.transition(end.reason.status)
-            state.finish_reason, state.finish_detail, state.stop_reason = end.reason, end.detail, end.stop_reason
+            state.transition(reason.status)
+            state.finish_reason, state.finish_detail, state.stop_reason = reason, detail, stop_reason
             state.deferral = None
-            if self._swap is not None:
-                self._swap.ended(request)
+            if swap is not None:
+                swap.ended(request)
             self.finished.append(request)
-            for method in self._events.finished:
-                method(request, self.now)
+            for method in methods:
+                method(request, now)
 
     @property
     def has_reports(self) -> bool:

@@ -10,7 +10,7 @@ list is made for its output.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -349,14 +349,13 @@ def _names(requests: Sequence[Request]) -> set[str]:
 def _new_block_ids(count: int, blocks: list[int], block_rows: list[int]) -> list[tuple[list[int], ...] | None]:
     """The new blocks of each of the `count` continued rows, or None."""
     found: list[tuple[list[int], ...] | None] = [None] * count
-    for index, block in zip(block_rows, blocks, strict=True):
-        if index >= count:
-            break
-        own = found[index]
-        if own is None:
-            found[index] = ([block],)
-        else:
-            own[0].append(block)
+    start, end = 0, bisect_left(block_rows, count)
+    while start < end:
+        index, stop = block_rows[start], start + 1
+        if stop < end and block_rows[stop] == index:  # a prompt's next chunk
+            stop = bisect_right(block_rows, index, stop, end)
+        found[index] = (blocks[start:stop],)
+        start = stop
     return found
 
 
