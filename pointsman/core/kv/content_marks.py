@@ -50,7 +50,8 @@ class ContentMarks:
         if begins:
             self._first, self._next = {}, 1
             self.generation += 1
-        parts, end = [], 0
+        parts: list[bytes] = []
+        end = 0
         for (_, start, length, _, _), content in zip(inputs, contents, strict=True):
             first = self._range(content)
             marks = np.arange(-first, -first - length, -1, dtype=np.int32).tobytes()

@@ -277,7 +277,7 @@ class _Plan:
 
     def __init__(self, cache: EncoderCache) -> None:
         self._splits, self._held, self._cached = cache.splits, cache._num_holds, cache._origin
-        self._taken: set[EncoderEntry] = set()
+        self._taken: set[tuple[str, int]] = set()  # entries, which are equal to plain tuples: these take less time
         self.budget = cache.budget
         self.room = cache.size - cache.num_held
 
@@ -285,29 +285,24 @@ class _Plan:
         """How many of `want` tokens from `start` on the row can compute, and what blocks the remaining ones."""
         end = start + want
         for item in request._state.encoder_inputs:
-            key, first, length, count, mask = item
+            key, first, length, size, mask = item
             if first >= end:
                 break
             if first + length <= start:
                 continue
             if start < first and end < first + length and not self._splits:
                 return first - start, None
-            if count and (mask is None or item.reads(start, end)):
-                blocked = self._take(EncoderEntry(key, count))
-                if blocked is not None:
-                    return max(first - start, 0), blocked
+            if not size or (mask is not None and not item.reads(start, end)):
+                continue
+            entry = (key, size)
+            if entry in self._held or entry in self._taken:
+                continue
+            cost = 0 if entry in self._cached else size
+            if cost > self.budget:
+                return max(first - start, 0), Deferral(Reason.ENCODER_BUDGET, cost - self.budget)
+            if size > self.room:
+                return max(first - start, 0), Deferral(Reason.ENCODER_CACHE, size - self.room)
+            self._taken.add(entry)
+            self.budget -= cost
+            self.room -= size
         return want, None
-
-    def _take(self, entry: EncoderEntry) -> Deferral | None:
-        if entry in self._held or entry in self._taken:
-            return None
-        size = entry.num_embeddings
-        cost = 0 if entry in self._cached else size
-        if cost > self.budget:
-            return Deferral(Reason.ENCODER_BUDGET, cost - self.budget)
-        if size > self.room:
-            return Deferral(Reason.ENCODER_CACHE, size - self.room)
-        self._taken.add(entry)
-        self.budget -= cost
-        self.room -= size
-        return None

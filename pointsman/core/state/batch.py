@@ -261,7 +261,7 @@ class Batch:
         """Placed rows run from now on, after those already running."""
         members = self.members
         all_rows = np.concatenate([members.rows, np.array(rows, dtype=np.int64)])
-        self.members = Members(self, all_rows, (*members.requests, *requests))
+        self.members = Members(self, all_rows, members.requests + tuple(requests))
 
     def leave(self, requests: list[Request], last_step: int | None) -> None:
         """Release the rows of running requests, whose states take over the columns.

@@ -109,7 +109,7 @@ def _is_usual(item: EncoderInput, least: int, most: int) -> bool:
         and key != ""
         and type(start) is type(length) is type(count) is int
         and least <= start
-        and 1 <= length
+        and length >= 1
         and start + length <= most
         and 0 <= count <= MAX_INT
     )
