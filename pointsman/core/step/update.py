@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import itemgetter
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -162,7 +163,8 @@ class Update:
             is_live = live[sampled]
             at, tokens, lost = sampled[is_live], token_ids[is_live], (~is_live).nonzero()[0]
         if len(at):
-            rows, requests = output.rows[at], [output.requests[index] for index in at.tolist()]
+            rows = cast(Int64Array, output.rows[at])
+            requests = [output.requests[index] for index in at.tolist()]
             num_tokens = batch.append(requests, rows, tokens, is_last=self._is_last())
             done = tokens == batch.eos_token_id[rows]
             done |= num_tokens >= batch.token_limit[rows]
