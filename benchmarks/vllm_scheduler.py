@@ -9,7 +9,9 @@ configuration (blocks of 16, prefix caching and statistics on). CPU time, median
    in several groups with windows; and with groups of states, which vLLM's own manager keeps for both;
 2. the Azure conversation trace as a closed backlog, in a roomy pool (20,000 blocks) and in one that forces preemption
    (4,000);
-3. prompts with images, most of whose work is prefill.
+3. prompts with eight tokens of output, without and with images: most of the work is admissions.
+
+Beside both is the bound of 2 and 3: a scheduler that decides nothing, and makes vLLM's objects from a list.
 
     python benchmarks/vllm_scheduler.py --check
 """
@@ -28,6 +30,7 @@ from vllm_env import VLLM_VERSION, is_complete, python_of
 
 HERE = Path(__file__).resolve().parent
 SIDES = {"vllm": "_vllm_worker.py", "pointsman": "_vllm_drop_in_worker.py"}
+BOUND = "objects", "_vllm_objects_worker.py"
 SIZES = (16, 64, 256, 1024)
 TARGET_SIZE, TARGET_RATIO = 256, 35.0
 WAYS: dict[str, tuple[dict[str, Any], float]] = {
@@ -40,7 +43,12 @@ WAYS: dict[str, tuple[dict[str, Any], float]] = {
     "prompts with images": ({"layout": "images"}, TARGET_RATIO),
 }
 BACKLOG_TARGET, TARGET_BACKLOG_RATIO = "vLLM's own / ours on the Azure backlog", 7.0
-IMAGES_TARGET, TARGET_IMAGES_RATIO = "vLLM's own / ours on prompts with images", 1.3
+SHORT_OUTPUTS = {
+    # Settings, and how many times more vLLM's own takes, at least.
+    "prompts and eight tokens of output": ({}, 1.5),
+    "prompts with images": ({"layout": "images"}, 1.3),
+}
+SHORT_OUTPUTS_REQUESTS, SHORT_OUTPUTS_LENGTHS = 512, (1300, 8)
 ROUNDS, BACKLOG_ROUNDS = 9, 5
 
 
@@ -86,25 +94,39 @@ def report_backlog(workers: Sequence[WorkerProcess], pools: Sequence[int], round
             counts = [int(result["steps"]), int(result["preemptions"])]
             rows.append([f"{num_blocks:,}", name, result["per_million"], *split, *counts])
         rows.append([f"{num_blocks:,}", "ratio", ratio, *[None] * 5])
+        rows.append([f"{num_blocks:,}", "ratio of the objects alone", _bound(results), *[None] * 5])
         targets.at_least(f"{BACKLOG_TARGET} with {num_blocks:,} blocks", ratio, TARGET_BACKLOG_RATIO)
         rounded = {name: {key: round(value, 4) for key, value in result.items()} for name, result in results.items()}
-        figures[str(num_blocks)] = {"ratio": round(ratio, 2), **rounded}
+        figures[str(num_blocks)] = {"ratio": round(ratio, 2), "bound": _bound(results), **rounded}
     header = ["blocks", "", "CPU s/M tokens", "add s", "schedule s", "update s", "steps", "preemptions"]
     print_table(f"Azure trace, first {len(lengths):,} requests at once, 256 sequences, budget 8,192", header, rows)
     return {"backlog": figures}
 
 
-def report_images(workers: Sequence[WorkerProcess], rounds: int, targets: Targets) -> Any:
-    """Prompts of 1,300 tokens with three images each, and short outputs: table, figures, target."""
-    results, ratio = measure_backlog(workers, [(1300, 8)] * 512, BACKLOG_BLOCKS[0], rounds, layout="images")
-    assert ratio is not None
-    rows = [
-        [name, *(each[f"{part}_seconds"] for part in ("add", "schedule", "update"))] for name, each in results.items()
-    ]
-    header = ["", "add s", "schedule s", "update s"]
-    print_table("512 prompts with three images at once, 256 sequences, budget 8,192, encoder 4,096", header, rows)
-    targets.at_least(IMAGES_TARGET, ratio, TARGET_IMAGES_RATIO)
-    return {"images": {"ratio": round(ratio, 2), **results}}
+def report_short_outputs(workers: Sequence[WorkerProcess], rounds: int, targets: Targets) -> Any:
+    """Prompts with short outputs, without images and with three each: table, figures, targets."""
+    figures: dict[str, Any] = {}
+    rows: list[list[object]] = []
+    for name, (settings, least) in SHORT_OUTPUTS.items():
+        lengths = [SHORT_OUTPUTS_LENGTHS] * SHORT_OUTPUTS_REQUESTS
+        results, ratio = measure_backlog(workers, lengths, BACKLOG_BLOCKS[0], rounds, **settings)
+        assert ratio is not None
+        for side, each in results.items():
+            parts = [each[f"{part}_seconds"] for part in ("add", "schedule", "update")]
+            rows.append([name, side, *(part / SHORT_OUTPUTS_REQUESTS * 1e6 for part in (sum(parts), *parts))])
+        rows.append([name, "ratio", ratio, *[None] * 3])
+        rows.append([name, "ratio of the objects alone", _bound(results), *[None] * 3])
+        targets.at_least(f"vLLM's own / ours on {name}", ratio, least)
+        figures[name] = {"ratio": round(ratio, 2), "bound": _bound(results), **results}
+    prompt, output = SHORT_OUTPUTS_LENGTHS
+    title = f"{SHORT_OUTPUTS_REQUESTS} prompts of {prompt:,} tokens at once, {output} of output, CPU us per request"
+    print_table(title, ["", "", "all", "add", "schedule", "update"], rows)
+    return {"short_outputs": figures}
+
+
+def _bound(results: dict[str, dict[str, float]]) -> float:
+    """How many times more vLLM's own takes than its objects alone."""
+    return round(results["vllm"]["seconds"] / results["objects"]["seconds"], 1)
 
 
 def main() -> int:
@@ -116,7 +138,7 @@ def main() -> int:
     targets = Targets()
     if not is_complete():
         note("skipped: there is no environment for vLLM; python benchmarks/vllm_env.py makes it")
-        for name in ("vLLM's own / ours in steady decode", BACKLOG_TARGET, IMAGES_TARGET):
+        for name in ("vLLM's own / ours in steady decode", BACKLOG_TARGET, *SHORT_OUTPUTS):
             targets.skip(name, "no environment for vLLM")
         return finish("vllm_scheduler", {"quick": arguments.quick, "decode": None}, targets, arguments.check)
     if arguments.quick:
@@ -126,12 +148,14 @@ def main() -> int:
     try:
         figures = report_decode(workers, sizes, 3 if arguments.quick else ROUNDS, targets)
         if not arguments.no_backlog:
+            name, script = BOUND
+            workers.append(WorkerProcess(name, [python_of(), HERE / script], environment))
             pools = BACKLOG_BLOCKS[-1:] if arguments.quick else BACKLOG_BLOCKS
             figures |= report_backlog(workers, pools, 1 if arguments.quick else BACKLOG_ROUNDS, targets)
-            figures |= report_images(workers, 1 if arguments.quick else BACKLOG_ROUNDS, targets)
+            figures |= report_short_outputs(workers, 1 if arguments.quick else BACKLOG_ROUNDS, targets)
         else:
-            targets.skip(BACKLOG_TARGET, "--no-backlog")
-            targets.skip(IMAGES_TARGET, "--no-backlog")
+            for name in (BACKLOG_TARGET, *SHORT_OUTPUTS):
+                targets.skip(name, "--no-backlog")
     finally:
         for worker in workers:
             worker.close()

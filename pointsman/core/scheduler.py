@@ -461,7 +461,7 @@ class Scheduler:
         """
         self._table.require_free_id(request.request_id)
         park = None if park is None else ParkReason(park)
-        if request.status is not RequestStatus.WAITING or request.sequence_number:
+        if request._state.status is not RequestStatus.WAITING or request._state.sequence_number:
             raise InvalidTransition(f"request {request.request_id!r} was added before; make a new Request")
         why = settle_limits(self._config, self._kv, request)
         if why is not None:

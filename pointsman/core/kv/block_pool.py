@@ -126,7 +126,7 @@ class BlockPool:
         num_cached = np.count_nonzero(is_cached)
         num_blank = len(freed) - num_cached
         # The published blocks of a table are its first ones.
-        assert num_cached == np.count_nonzero(is_cached[num_blank:]), "a table has a gap in what is cached"
+        assert not num_cached or is_cached.argmax() == num_blank, "a table has a gap in what is cached"
         if num_blank:
             self._push_blank(freed[:num_blank])
         if num_cached:

@@ -42,18 +42,23 @@ class ContentMarks:
         state = request._state
         if state.content_generation == self.generation:
             return False
-        tokens = state.prompt_token_ids.copy()
-        given, inputs = tokens.tobytes(), state.encoder_inputs
+        inputs = state.encoder_inputs
+        given = state.prompt_bytes if state.content_generation < 0 else state.prompt_token_ids.tobytes()
         contents = [_content(item, given) for item in inputs]
         wanted = sum([content[1] for content in contents if content not in self._first])
         begins = self._next + wanted > self._num_marks
         if begins:
             self._first, self._next = {}, 1
             self.generation += 1
+        parts: list[bytes] = []
+        end = 0
         for (_, start, length, _, _), content in zip(inputs, contents, strict=True):
             first = self._range(content)
-            tokens[start : start + length] = np.arange(-first, -first - length, -1, dtype=np.int32)
-        state.set_prompt_key(tokens.tobytes(), self.generation)
+            marks = np.arange(-first, -first - length, -1, dtype=np.int32).tobytes()
+            parts += given[end * TOKEN_BYTES : start * TOKEN_BYTES], marks
+            end = start + length
+        parts.append(given[end * TOKEN_BYTES :])
+        state.set_prompt_key(b"".join(parts), self.generation)
         return begins
 
     def _range(self, content: Content) -> int:
@@ -70,6 +75,6 @@ class ContentMarks:
 def _content(item: EncoderInput, given: bytes) -> Content:
     """That of an input of a prompt with these int32 tokens."""
     key, start, length, _, mask = item
-    first = given[start * TOKEN_BYTES : (start + 1) * TOKEN_BYTES]
     tokens = given[start * TOKEN_BYTES : (start + length) * TOKEN_BYTES]
+    first = tokens[:TOKEN_BYTES]
     return (key, length, int.from_bytes(first, sys.byteorder) if tokens == first * length else tokens, mask)

@@ -121,21 +121,20 @@ class KVCacheManager(KVCache):
 
         A request that holds loaded blocks continues after them, without a lookup.
         """
-        state = request._state
+        state, size = request._state, self.block_size
         if state.holding is not None:
-            return Match(state.holding.blocks, state.prefix_node, len(state.holding.blocks) * self.block_size)
+            return Match(state.holding.blocks, state.prefix_node, len(state.holding.blocks) * size)
         root = Root.of(request)
         if self.prefix is None or not request.use_prefix_cache:
             return Match(NO_BLOCKS, root, 0)
         if state.encoder_inputs and self._marks.key(request):
             self.reset()  # earlier marks are invalid
-        max_blocks = (state.num_tokens - 1) // self.block_size
+        max_blocks = (state.num_tokens - 1) // size
         if max_blocks == 0:
             return Match(NO_BLOCKS, root, 0)
-        needs_output = max_blocks * self.block_size > state.num_prompt_tokens
-        token_bytes = state.known_bytes() if needs_output else state.prompt_bytes
+        token_bytes = state.known_bytes() if max_blocks * size > state.num_prompt_tokens else state.prompt_bytes
         blocks, node = self.prefix.look_up(root, token_bytes, max_blocks)
-        return Match(blocks, node, len(blocks) * self.block_size)
+        return Match(blocks, node, len(blocks) * size)
 
     def num_blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -329,7 +328,7 @@ class KVCacheManager(KVCache):
 
     def table(self, batch: Batch, row: int) -> Int64Array:
         """A copy of a row's block table."""
-        return batch.block_table[row, : int(batch.num_slots[row]) // self.block_size].astype(INT64)
+        return batch.block_table[row, : batch.num_slots.item(row) // self.block_size].astype(INT64)
 
     def num_blocks_of(self, batch: Batch, rows: Int64Array) -> Int64Array:
         return batch.num_slots[rows] // self.block_size
@@ -363,8 +362,8 @@ class KVCacheManager(KVCache):
         state = request._state
         row = state.row
         assert row is not None
-        computed = min(batch.num_computed_tokens.item(row), state.num_prompt_tokens)
-        end = computed // self.block_size
+        computed = batch.num_computed_tokens.item(row)
+        end = (computed if computed < state.num_prompt_tokens else state.num_prompt_tokens) // self.block_size
         if end <= state.num_published_blocks:
             return
         is_new = self._publish(request, batch.block_table[row], end, state.prompt_bytes)
@@ -398,7 +397,7 @@ class KVCacheManager(KVCache):
         state = request._state
         row = state.row
         assert row is not None
-        table = self.table(batch, row)
+        table = batch.block_table[row, : batch.num_slots.item(row) // self.block_size].astype(INT64)
         if self.prefix is None and not self.has_connector:
             self.pool.release_unshared(table)
             if self.returned is not None:

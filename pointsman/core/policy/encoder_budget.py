@@ -85,9 +85,9 @@ class EncoderCache(Limit):
         if self._budget < self._full_budget:
             self._budget = self._full_budget
             self.revision += 1
-        for request in sorted(self._holds, key=lambda request: request._state.serial):  # as they were admitted
-            computed = request.num_computed_tokens
-            self._let_go(request, [item for item in self._holds[request] if item.start < computed < item.end])
+        for request in sorted(self._holds, key=_serial):  # as they were admitted
+            computed = request._state.num_computed_tokens
+            self._let_go(request, [item for item in self._holds[request] if item[1] < computed < item[1] + item[2]])
 
     def close(self) -> tuple[tuple[tuple[Request, int], ...], tuple[EncoderEntry, ...]]:
         """A step is decided: inputs that it computes (request, index of its input), and entries to free before."""
@@ -124,7 +124,7 @@ class EncoderCache(Limit):
         want[reaching] = granted
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
-        if not request.encoder_inputs:
+        if not request._state.encoder_inputs:
             return want
         tokens, blocked = _Plan(self).reach(request, start, want)
         whole = not self._chunked and request.status is not RequestStatus.PREEMPTED
@@ -134,11 +134,15 @@ class EncoderCache(Limit):
 
     def commit(self, request: Request, start: int, num_tokens: int) -> None:
         """The row holds the entries of these tokens from now on."""
-        held = self._holds.get(request, [])
-        for index, item in enumerate(request.encoder_inputs):
-            if item.start >= start + num_tokens:
+        inputs = request._state.encoder_inputs
+        if not inputs:
+            return
+        held, end = self._holds.get(request, ()), start + num_tokens
+        for index, item in enumerate(inputs):
+            _, first, length, _, _ = item
+            if first >= end:
                 break
-            if item.reads(start, start + num_tokens) and item not in held:
+            if first + length > start and item.reads(start, end) and item not in held:
                 self._hold(request, index, item)
 
     def horizon(self, num_steps: int) -> int:
@@ -189,10 +193,6 @@ class EncoderCache(Limit):
 
     # ------------------------------------------------------------------ parts
 
-    def has(self, entry: EncoderEntry) -> bool:
-        """Whether the embeddings are cached."""
-        return entry in self._origin
-
     def is_held(self, entry: EncoderEntry) -> bool:
         """Whether a row holds the entry, so that it stays cached."""
         return entry in self._num_holds
@@ -225,19 +225,21 @@ class EncoderCache(Limit):
 
     def _hold(self, request: Request, index: int, item: EncoderInput) -> None:
         entry = item.entry
+        size = entry.num_embeddings
         self.revision += 1
         if entry not in self._origin:
             self._origin[entry] = (self._step_id, request)
             self._computed.append((request, index))
-            self._budget -= entry.num_embeddings
-            self.num_used += entry.num_embeddings
-            self.counts.computed += entry.num_embeddings
+            self._budget -= size
+            self.num_used += size
+            self.counts.computed += size
         else:
-            self.counts.reused += entry.num_embeddings
-        if entry not in self._num_holds:
+            self.counts.reused += size
+        num_holds = self._num_holds.get(entry, 0)
+        if not num_holds:
             self._idle.pop(entry, None)
-            self.num_held += entry.num_embeddings
-        self._num_holds[entry] = self._num_holds.get(entry, 0) + 1
+            self.num_held += size
+        self._num_holds[entry] = num_holds + 1
         self._holds.setdefault(request, []).append(item)
 
     def _let_go(self, request: Request, stays: list[EncoderInput]) -> None:
@@ -266,12 +268,16 @@ class EncoderCache(Limit):
         self.num_used -= entry.num_embeddings
 
 
+def _serial(request: Request) -> int:
+    return request._state.serial
+
+
 class _Plan:
     """What a step would take, row after row, from the budget and from the cache space that no row holds."""
 
     def __init__(self, cache: EncoderCache) -> None:
-        self._cache = cache
-        self._taken: set[EncoderEntry] = set()
+        self._splits, self._held, self._cached = cache.splits, cache._num_holds, cache._origin
+        self._taken: set[tuple[str, int]] = set()  # entries, which are equal to plain tuples: these take less time
         self.budget = cache.budget
         self.room = cache.size - cache.num_held
 
@@ -279,28 +285,24 @@ class _Plan:
         """How many of `want` tokens from `start` on the row can compute, and what blocks the remaining ones."""
         end = start + want
         for item in request._state.encoder_inputs:
-            key, first, length, count, mask = item
+            key, first, length, size, mask = item
             if first >= end:
                 break
             if first + length <= start:
                 continue
-            if start < first and end < first + length and not self._cache.splits:
+            if start < first and end < first + length and not self._splits:
                 return first - start, None
-            if count and (mask is None or item.reads(start, end)):
-                blocked = self._take(EncoderEntry(key, count))
-                if blocked is not None:
-                    return max(first - start, 0), blocked
+            if not size or (mask is not None and not item.reads(start, end)):
+                continue
+            entry = (key, size)
+            if entry in self._held or entry in self._taken:
+                continue
+            cost = 0 if entry in self._cached else size
+            if cost > self.budget:
+                return max(first - start, 0), Deferral(Reason.ENCODER_BUDGET, cost - self.budget)
+            if size > self.room:
+                return max(first - start, 0), Deferral(Reason.ENCODER_CACHE, size - self.room)
+            self._taken.add(entry)
+            self.budget -= cost
+            self.room -= size
         return want, None
-
-    def _take(self, entry: EncoderEntry) -> Deferral | None:
-        if entry in self._taken or self._cache.is_held(entry):
-            return None
-        cost = 0 if self._cache.has(entry) else entry.num_embeddings
-        if cost > self.budget:
-            return Deferral(Reason.ENCODER_BUDGET, cost - self.budget)
-        if entry.num_embeddings > self.room:
-            return Deferral(Reason.ENCODER_CACHE, entry.num_embeddings - self.room)
-        self._taken.add(entry)
-        self.budget -= cost
-        self.room -= entry.num_embeddings
-        return None

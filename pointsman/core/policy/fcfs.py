@@ -59,9 +59,10 @@ class FirstComeFirstServed(Policy):
 
     def key(self, request: Request) -> tuple[Any, ...]:
         """The sort key of a request; the smallest is the head."""
-        resumed = request.status is RequestStatus.PREEMPTED
-        place = request.serial if resumed else request.arrival_time
-        return (self.urgency(request), 0 if resumed else 1, place, request.sequence_number)
+        state = request._state
+        resumed = state.status is RequestStatus.PREEMPTED
+        place = state.serial if resumed else request.arrival_time
+        return (self.urgency(request), 0 if resumed else 1, place, state.sequence_number)
 
     def push(self, request: Request) -> None:
         self._num_pushes += 1  # otherwise a removed entry that is still in the heap might be equal

@@ -156,11 +156,13 @@ class StopFilter:
 
     def add(self, stop_tokens: Collection[int]) -> None:
         """A row has these stop tokens; they are counted if there are several."""
-        self._count(stop_tokens, 1)
+        if len(stop_tokens) > 1:
+            self._count(stop_tokens, 1)
 
     def remove(self, stop_tokens: Collection[int]) -> None:
         """A row with these stop tokens was released."""
-        self._count(stop_tokens, -1)
+        if len(stop_tokens) > 1:
+            self._count(stop_tokens, -1)
 
     def may_stop(self, token_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
         """[len(token_ids)] False: the token is none of them."""
@@ -168,10 +170,9 @@ class StopFilter:
         return may
 
     def _count(self, stop_tokens: Collection[int], change: int) -> None:
-        if len(stop_tokens) > 1:
-            self.num_rows += change
-            places = np.fromiter(stop_tokens, dtype=np.int64, count=len(stop_tokens)) & _STOP_MASK
-            np.add.at(self.counts, places, change)
+        self.num_rows += change
+        places = np.fromiter(stop_tokens, dtype=np.int64, count=len(stop_tokens)) & _STOP_MASK
+        np.add.at(self.counts, places, change)
 
 
 class Batch:
@@ -226,7 +227,7 @@ class Batch:
             self._grow()
         row = self._free_rows.pop()
         state = request._state
-        num_tokens = state.num_tokens
+        num_tokens = state.num_admitted_tokens
         stops = request.stop_set
         watched = state.repetition_watch is not None
         self.num_tokens[row] = num_tokens
@@ -250,8 +251,12 @@ class Batch:
         self.num_not_ahead += not request.runs_ahead
         self.num_no_sample += no_sample
         self._keep_recent(row, num_tokens, state.last_token_id)
-        self._least_room = min(self._least_room, int(self.recent_limit[row]) - num_tokens)
-        self.least_left = min(self.least_left, state.token_limit - num_tokens)
+        room = self._num_recent - 1 - self.max_drafts  # as `_keep_recent` has made it
+        if room < self._least_room:
+            self._least_room = room
+        left = state.token_limit - num_tokens
+        if left < self.least_left:
+            self.least_left = left
         state.batch, state.row = self, row
         return row
 
@@ -263,7 +268,7 @@ class Batch:
         """Placed rows run from now on, after those already running."""
         members = self.members
         all_rows = np.concatenate([members.rows, np.array(rows, dtype=np.int64)])
-        self.members = Members(self, all_rows, (*members.requests, *requests))
+        self.members = Members(self, all_rows, members.requests + tuple(requests))
 
     def leave(self, requests: list[Request], last_step: int | None) -> None:
         """Release the rows of running requests, whose states take over the columns.
@@ -275,7 +280,8 @@ class Batch:
             row = state.row
             assert row is not None
             self.flush(row, state)
-            self.clear_flags(row, PREFILLING | WATCHED | NOT_AHEAD | NO_SAMPLE | ENCODER_INPUTS)
+            if self.flags.item(row):
+                self.clear_flags(row, PREFILLING | WATCHED | NOT_AHEAD | NO_SAMPLE | ENCODER_INPUTS)
             self.stop_filter.remove(request.stop_set)
             if self.max_drafts:
                 state.add_drafts(*self.acceptance.leave(row))
@@ -289,9 +295,10 @@ class Batch:
 
     def fence_passed(self, step_id: int) -> None:
         """Step `step_id` and all before it are over: rows that waited for them may be reused."""
-        if self.fenced_rows:
-            self._free_rows.extend(row for step, row in self.fenced_rows if step <= step_id)
-            self.fenced_rows = [entry for entry in self.fenced_rows if entry[0] > step_id]
+        fenced = self.fenced_rows
+        if fenced:
+            self._free_rows.extend([row for step, row in fenced if step <= step_id])
+            self.fenced_rows = [entry for entry in fenced if entry[0] > step_id]
 
     def lower_fences(self, newest_step: int | None) -> None:
         """Steps after `newest_step` are void (None: all are): no row need wait for them any longer."""
@@ -514,8 +521,8 @@ class Batch:
 
     def recent(self, row: int, start: int) -> Int32Array:
         """Tokens `start` to the end of a row's sequence, which are not flushed; valid until the next append."""
-        offset = int(self.recent_offset[row])
-        return self._flat_recent[offset + start : offset + int(self.num_tokens[row])]
+        offset = self.recent_offset.item(row)
+        return self._flat_recent[offset + start : offset + self.num_tokens.item(row)]
 
     def drafts_of(self, row: int) -> tuple[int, int]:
         """See `Acceptance.of`."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.state.numbers import checked_integer
+from pointsman.core.state.numbers import MAX_INT, checked_integer
 
 
 class Adapter(NamedTuple):
@@ -76,6 +76,10 @@ def read_encoder_inputs(
     inputs: list[EncoderInput] = []
     end = 0
     for item in given:
+        if type(item) is EncoderInput and item.mask is None and _is_usual(item, end, num_tokens):
+            inputs.append(item)
+            end = item.start + item.length
+            continue
         if not isinstance(item, (tuple, list)) or not 3 <= len(item) <= 5 or not (isinstance(item[0], str) and item[0]):
             raise ValueError(
                 f"an encoder input is {item!r}; give (key, start, length, num_embeddings, mask), the key a text"
@@ -95,6 +99,20 @@ def read_encoder_inputs(
             raise ValueError(f"encoder input {key!r} ends at {end}, and the {of} has {num_tokens} tokens")
         inputs.append(EncoderInput(key, start, length, num_embeddings, mask))
     return tuple(inputs)
+
+
+def _is_usual(item: EncoderInput, least: int, most: int) -> bool:
+    """Whether an input without a mask is well-formed, and from `least` to at most `most`."""
+    key, start, length, count, _ = item
+    return (
+        type(key) is str
+        and key != ""
+        and type(start) is type(length) is type(count) is int
+        and least <= start
+        and length >= 1
+        and start + length <= most
+        and 0 <= count <= MAX_INT
+    )
 
 
 def _checked_mask(key: str, length: int, mask: Any) -> int:

@@ -155,7 +155,7 @@ class RequestState:
     def num_tokens(self) -> int:
         """Known tokens: the prompt and the output so far."""
         if self.batch is not None and self.row is not None:
-            return int(self.batch.num_tokens[self.row])
+            return self.batch.num_tokens.item(self.row)
         return self.num_prompt_tokens + self._output.length
 
     @property
@@ -166,7 +166,7 @@ class RequestState:
     def num_computed_tokens(self) -> int:
         """Tokens whose KV exists, or will when the steps in flight have run."""
         if self.batch is not None and self.row is not None:
-            return int(self.batch.num_computed_tokens[self.row])
+            return self.batch.num_computed_tokens.item(self.row)
         return self._num_computed_tokens
 
     @property
@@ -187,7 +187,7 @@ class RequestState:
     def num_pending(self) -> int:
         """Samples that are scheduled and not yet returned."""
         if self.batch is not None and self.row is not None:
-            return int(self.batch.num_pending[self.row])
+            return self.batch.num_pending.item(self.row)
         return self._num_pending
 
     @property
@@ -219,8 +219,7 @@ class RequestState:
     @property
     def last_token_id(self) -> int:
         """The newest known token of a request without a row."""
-        own = self._output.array()
-        return int(own[-1] if len(own) else self.prompt_token_ids[-1])
+        return self._output.array().item(-1) if self._output.length else self.prompt_token_ids.item(-1)
 
     @property
     def phase(self) -> str:
@@ -235,8 +234,8 @@ class RequestState:
         """All known tokens as bytes; the prompt's own bytes while nothing is generated."""
         if self.batch is not None and self.row is not None:
             start = self.num_prompt_tokens + self._output.length
-            if start < self.batch.num_tokens[self.row]:
-                self._output.extend(self.batch.recent(self.row, start))
+            if start < self.batch.num_tokens.item(self.row):
+                self._output.add(self.batch.recent(self.row, start).copy())
         return self.prompt_bytes + self._output.array().tobytes() if self._output.length else self.prompt_bytes
 
     # ------------------------------------------------------------------ changing
@@ -431,7 +430,7 @@ class Request(Sealed, _Asked):
             asked.max_total_tokens = checks.integer("max_total_tokens", max_total_tokens, 1)
         asked.min_tokens = min_tokens if _is_count(min_tokens) else checks.integer("min_tokens", min_tokens, 0)
         state.priority = priority if _is_count(priority) else checks.priority(priority)
-        asked.eos_token_ids = checks.token_ids(eos_token_ids)
+        asked.eos_token_ids = checks.token_ids(eos_token_ids) if len(eos_token_ids) else ()
         asked.ignore_eos = ignore_eos
         asked.stop_token_ids = checks.token_ids(stop_token_ids) if stop_token_ids else ()
         asked.stop_set = frozenset(asked.stop_token_ids if ignore_eos else asked.eos_token_ids + asked.stop_token_ids)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
+from struct import error as StructError
+from struct import pack
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -57,8 +58,25 @@ def shared_prompt(request_id: str, token_ids: IntArray | Sequence[int]) -> tuple
         base: object = token_ids.base
         if isinstance(base, bytes) and token_ids.nbytes == len(base) and _least(token_ids) >= 0:
             return cast(Int32Array, token_ids), base
+    plain = _packed(token_ids)
+    if plain is not None:
+        return plain
     raw = token_array(request_id, token_ids).tobytes()
-    return np.frombuffer(raw, dtype=np.int32), raw
+    return np.frombuffer(raw, INT32), raw
+
+
+def _packed(token_ids: IntArray | Sequence[int]) -> tuple[Int32Array, bytes] | None:
+    """A list of token ids as a read-only array, and the bytes below it; None: it is no such list."""
+    if type(token_ids) is not list or not token_ids or type(token_ids[0]) is not int:
+        return None
+    try:
+        # A fifth of the time of the general path. As unsigned: "i" takes longer.
+        raw = pack(f"{len(token_ids)}I", *token_ids)
+    except StructError:  # the general path reports what is wrong
+        return None
+    plain = np.frombuffer(raw, INT32)
+    # What is too large for int32 is negative as such. `argmin` takes a quarter of the time of `min`.
+    return (plain, raw) if plain.item(plain.argmin()) >= 0 else None
 
 
 def _least(tokens: IntArray) -> int:
@@ -67,21 +85,14 @@ def _least(tokens: IntArray) -> int:
 
 
 def token_array(request_id: str, token_ids: IntArray | Sequence[int]) -> Int32Array:
-    """Token ids as a new int32 array.
+    """Token ids as a new int32 array, which may be read-only.
 
     Raises:
         RequestRefused: they are no token ids.
     """
-    if type(token_ids) is list and token_ids and type(token_ids[0]) is int:
-        try:
-            # A quarter of the time of the general path; array("i") takes three times as long as array("I").
-            plain = np.frombuffer(array("I", token_ids), dtype=np.int32)
-        except (TypeError, OverflowError):
-            pass  # the general path reports what is wrong
-        else:
-            # As unsigned, all were at least 0, and what is too large is negative here. `argmin` takes less than `min`.
-            if plain.item(plain.argmin()) >= 0:
-                return plain
+    plain = _packed(token_ids)
+    if plain is not None:
+        return plain[0]
     try:
         wide = np.asarray(token_ids)
         if wide.size == 0:

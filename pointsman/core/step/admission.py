@@ -225,7 +225,7 @@ class Admission:
                 num_running += 1
                 if search is not None and skipped and search.is_spent(len(admitted)):
                     break
-                if entry.grant.num_cached_tokens + entry.grant.num_tokens < head._state.num_tokens:
+                if verdict.num_cached_tokens + verdict.num_tokens < head._state.num_admitted_tokens:
                     num_owed_blocks += self._running.num_owed_of(entry.row)
                 if search is not None and skipped and len(queue):
                     popped = [request for request, _ in skipped]
@@ -327,7 +327,7 @@ class Admission:
             self._loading.admit(request, grant, step, blocks)
         row = self._table.admit(request, grant, kv.num_slots(request, blocks))
         kv.place(batch, row, blocks)
-        if grant.num_cached_tokens + grant.num_tokens == state.num_tokens:
+        if grant.num_cached_tokens + grant.num_tokens == state.num_admitted_tokens:
             batch.num_pending[row] = 1
         else:
             batch.set_prefilling(row)

@@ -268,29 +268,28 @@ class RequestTable:
         """Take running requests off their rows and free their blocks. The caller chooses their next place."""
         if not requests:
             return
-        for request in requests:
-            self._release_blocks(request, publish, is_finished=is_finished)
+        self._release_blocks(requests, publish, is_finished=is_finished)
         self._batch.leave(requests, self._steps.newest_step_id)
 
-    def _release_blocks(self, request: Request, publish: bool, *, is_finished: bool) -> None:
+    def _release_blocks(self, requests: list[Request], publish: bool, *, is_finished: bool) -> None:
         batch, kv = self._batch, self._kv
-        row = request._state.row
-        assert row is not None
-        valid = min(batch.num_computed_tokens.item(row), batch.num_tokens.item(row))
-        final = valid
-        if kv.saves is not None and self._steps.records:
-            final = self._steps.num_sound_tokens(request)
-        kv.release(
-            batch,
-            request,
-            self.now,
-            num_valid_tokens=valid,
-            publish=publish,
-            num_final_tokens=final,
-            is_finished=is_finished,
-        )
-        for release in self._releases:
-            release(request)
+        may_be_unsound = kv.saves is not None and len(self._steps.records) > 0
+        for request in requests:
+            row = request._state.row
+            assert row is not None
+            valid = min(batch.num_computed_tokens.item(row), batch.num_tokens.item(row))
+            final = self._steps.num_sound_tokens(request) if may_be_unsound else valid
+            kv.release(
+                batch,
+                request,
+                self.now,
+                num_valid_tokens=valid,
+                publish=publish,
+                num_final_tokens=final,
+                is_finished=is_finished,
+            )
+            for release in self._releases:
+                release(request)
 
     def disown_steps_in_flight(self, request: Request) -> None:
         """Drop what steps in flight still compute for a request without a row."""
@@ -315,8 +314,7 @@ class RequestTable:
     def release_in_turn(self, ends: list[End]) -> None:
         """The first part of `finish`, for running requests that stop by themselves while no step is in flight: release
         their blocks. They keep their rows until `close`, so that several of these calls can share one of that."""
-        for end in ends:
-            self._release_blocks(end.request, True, is_finished=True)
+        self._release_blocks([end.request for end in ends], True, is_finished=True)
 
     def close(self, ends: list[End]) -> None:
         """The second part: release their rows, and finish them, in the order of `release_in_turn`."""
@@ -325,18 +323,19 @@ class RequestTable:
 
     def _settle(self, ends: list[End]) -> None:
         """Requests finish that have no row any more."""
-        for end in ends:
-            request, state = end.request, end.request._state
+        now, swap, methods = self.now, self._swap, self._events.finished
+        for request, reason, detail, stop_reason in ends:
+            state = request._state
             if state.status is not RequestStatus.RUNNING:
                 self._leave_place(request)
-            state.transition(end.reason.status)
-            state.finish_reason, state.finish_detail, state.stop_reason = end.reason, end.detail, end.stop_reason
+            state.transition(reason.status)
+            state.finish_reason, state.finish_detail, state.stop_reason = reason, detail, stop_reason
             state.deferral = None
-            if self._swap is not None:
-                self._swap.ended(request)
+            if swap is not None:
+                swap.ended(request)
             self.finished.append(request)
-            for method in self._events.finished:
-                method(request, self.now)
+            for method in methods:
+                method(request, now)
 
     @property
     def has_reports(self) -> bool:

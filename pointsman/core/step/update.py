@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import itemgetter
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -153,12 +154,16 @@ class Update:
         step.is_over = True
         batch = self._batch
         live = batch.serial[output.rows] == output.serials
-        ends = self._errors(output, result) + self._completions(output, result)
-        is_live = live[sampled]
+        ends = self._errors(output, result) if result.errors else []
+        if len(output.completes):
+            ends += self._completions(output, result)
         counts = np.zeros(output.num_rows, dtype=np.int64)
-        at = sampled[is_live]
+        at, tokens, lost = sampled, token_ids, sampled[:0]
+        if np.count_nonzero(live) < len(live):
+            is_live = live[sampled]
+            at, tokens, lost = sampled[is_live], token_ids[is_live], (~is_live).nonzero()[0]
         if len(at):
-            rows, tokens = output.rows[at], token_ids[is_live]
+            rows = cast(Int64Array, output.rows[at])
             requests = [output.requests[index] for index in at.tolist()]
             num_tokens = batch.append(requests, rows, tokens, is_last=self._is_last())
             done = tokens == batch.eos_token_id[rows]
@@ -166,7 +171,7 @@ class Update:
             found = self._find_ends(requests, rows, tokens, done)
             ends += [(int(at[index]), end) for index, end in found]
             counts[at] = 1
-        for index in (~is_live).nonzero()[0].tolist():
+        for index in lost.tolist():
             row_index = int(sampled[index])
             request = output.requests[row_index]
             if not request.is_finished and request.serial == output.serials[row_index]:
@@ -176,7 +181,7 @@ class Update:
                     ends.append((row_index, end))
         if result.unsampled:
             self._sample_again(output, result)
-        kept = token_ids[counts[sampled] > 0]
+        kept = token_ids[counts[sampled] > 0] if len(lost) else token_ids
         set_writeable(counts, False)
         return UpdateFields(kept, counts), ends
 

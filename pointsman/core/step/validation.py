@@ -19,7 +19,7 @@ _NO_ROOM = ", which leaves no room for a generated token"
 
 def too_long(config: SchedulerConfig, kv: KVCache, request: Request, length: int, max_tokens: int) -> str | None:
     """Why a prompt of `length` tokens, and one generated token unless `max_tokens` is 0, would never fit; or None."""
-    room = min(max_tokens, 1)
+    room = 1 if max_tokens else 0
     if length + room > config.max_model_len:
         return (
             f"the prompt has {length} tokens and max_model_len is {config.max_model_len}"
@@ -52,7 +52,7 @@ def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str
     why = too_long(config, kv, request, prompt, max_tokens)
     if why is not None:
         return why
-    known = state.num_output_tokens  # generated before it was added
+    known = state.num_own_output_tokens  # generated before it was added
     is_new = state.serial == 0 and not known  # one that ran before may be computed in chunks
     if is_new and not config.enable_chunked_prefill and prompt > config.max_num_batched_tokens:
         return (
@@ -95,11 +95,10 @@ def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str
 
 def encoder_inputs_fit(config: SchedulerConfig, inputs: Sequence[EncoderInput], *, whole: bool) -> str | None:
     """Why a request's encoder inputs can never be computed, or None; `whole`: all of them must be in one step."""
-    if not inputs:
+    least = min(config.encoder_budget, config.encoder_cache_size)
+    if sum([item.num_embeddings or 0 for item in inputs]) <= least:  # as most, even counted twice if given twice
         return None
     inputs = [item for item in inputs if item.num_embeddings != 0]
-    if not inputs:
-        return None
     if not config.encoder_budget:
         return (
             f"it has {len(inputs)} encoder input(s) and encoder_budget is 0: none is accepted; set encoder_budget and "
@@ -108,7 +107,7 @@ def encoder_inputs_fit(config: SchedulerConfig, inputs: Sequence[EncoderInput], 
     entries = {item.entry for item in inputs}
     largest = max(entries, key=_num_embeddings)
     total = sum(map(_num_embeddings, entries))
-    if total <= min(config.encoder_budget, config.encoder_cache_size):
+    if total <= least:
         return None
     for knob in ("encoder_budget", "encoder_cache_size"):
         bound = getattr(config, knob)

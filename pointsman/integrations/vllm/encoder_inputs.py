@@ -54,11 +54,13 @@ class EncoderInputs:
 
     def __init__(self, budget: int, cache_size: int) -> None:
         self._budget, self._cache_size = budget, cache_size
+        self._most = min(budget, cache_size)
         self._num_embeddings: dict[str, int] = {}
         """Of each identifier that an unfinished request has, or whose embeddings are cached."""
         self._num_users: dict[str, int] = {}
         """Unfinished requests that have it."""
-        self._of_request: dict[str, set[str]] = {}
+        self._of_request: dict[str, dict[str, int]] = {}
+        """By request id, its identifiers with their embeddings."""
         self._cached: set[str] = set()
 
     def begin(self, request: Any) -> list[EncoderInput]:
@@ -69,26 +71,31 @@ class EncoderInputs:
         """
         inputs = [_to_input(feature) for feature in request.mm_features]
         own: dict[str, int] = {}
-        for feature, item in zip(request.mm_features, inputs, strict=True):
-            count = item.entry.num_embeddings
-            if count > min(self._budget, self._cache_size):
+        known, most = self._num_embeddings, self._most
+        for at, (key, start, _, count, _) in enumerate(inputs):
+            assert count is not None
+            if count > most:
                 raise _refused(
                     request,
-                    f"its {feature.modality} at token {item.start} has {count} embeddings, of at most {self._budget} "
-                    f"in a step and {self._cache_size} in the encoder cache; {MORE_EMBEDDINGS}",
+                    f"its {request.mm_features[at].modality} at token {start} has {count} embeddings, of at most "
+                    f"{self._budget} in a step and {self._cache_size} in the encoder cache; {MORE_EMBEDDINGS}",
                 )
-            known = own.get(item.key, self._num_embeddings.get(item.key, count))
-            if known != count:
+            before = own.get(key)
+            if before is None:
+                before = known.get(key, count)
+            if before != count:
                 raise _refused(
                     request,
-                    f"its {feature.modality} at token {item.start} has {count} embeddings, and the identifier "
-                    f"{item.key!r} is that of another one with {known}; give different content different identifiers",
+                    f"its {request.mm_features[at].modality} at token {start} has {count} embeddings, and the "
+                    f"identifier {key!r} is that of another one with {before}; give different content different "
+                    "identifiers",
                 )
-            own[item.key] = count
-        self._of_request[request.request_id] = set(own)
-        for key, count in own.items():
-            self._num_embeddings[key] = count
-            self._num_users[key] = self._num_users.get(key, 0) + 1
+            own[key] = count
+        self._of_request[request.request_id] = own
+        known.update(own)
+        num_users = self._num_users
+        for key in own:
+            num_users[key] = num_users.get(key, 0) + 1
         return inputs
 
     def end(self, name: str) -> None:
@@ -185,12 +192,13 @@ def _refused(request: Any, why: str) -> RequestRefused:
 
 
 def _to_input(feature: Any) -> EncoderInput:
-    """One of vLLM's inputs."""
+    """One of vLLM's inputs, with its number of embeddings."""
     position = feature.mm_position
     length: int = position.length
-    if position.is_embed is None:
+    is_embed = position.is_embed
+    if is_embed is None:
         return EncoderInput(feature.identifier, position.offset, length, length)
-    bits = position.is_embed.numpy().tobytes()  # a byte for each placeholder
+    bits = is_embed.numpy().tobytes()  # a byte for each placeholder
     count = bits.count(1)
     mask = None if count == length else bits.translate(TO_DIGITS).decode()
     return EncoderInput(feature.identifier, position.offset, length, count, mask)

@@ -58,32 +58,29 @@ def to_request(
     Raises:
         RequestRefused: it could never run.
     """
-    sampling = request.sampling_params
-    lora = request.lora_request
-    common: dict[str, Any] = {
-        "arrival_time": arrival_time,
-        "priority": request.priority,
-        "cache_salt": request.cache_salt,
-        "adapter": None if lora is None else to_adapter(lora),
-        "use_prefix_cache": not request.skip_reading_prefix_cache,
-        "runs_ahead": runs_ahead,
-        "encoder_inputs": encoder_inputs,
-        "metadata": request,
-        **_said_to_policies(sampling),
-    }
-    if sampling is None:  # a pooling model: nothing is sampled
-        return Request(request_id, prompt_token_ids, max_tokens=0, **common)
-    eos_token_id = sampling.eos_token_id  # None with ignore_eos
-    max_tokens = min(request.max_tokens, MAX_INT)  # vLLM allows any number
-    repetition = sampling.repetition_detection
+    sampling, lora = request.sampling_params, request.lora_request
+    max_tokens = min_tokens = 0  # of a pooling model: nothing is sampled
+    eos_token_ids: Sequence[int] = ()
+    stop_token_ids: Sequence[int] = ()
+    repetition = None
+    if sampling is not None:
+        max_tokens = min(request.max_tokens, MAX_INT)  # vLLM allows any number
+        if sampling.min_tokens and not request.use_structured_output:
+            # vLLM's sampler masks EOS and stop tokens before min_tokens, except where a grammar allows nothing else.
+            min_tokens = min(sampling.min_tokens, max_tokens)
+        if sampling.eos_token_id is not None:  # None with ignore_eos
+            eos_token_ids = (sampling.eos_token_id,)
+        stop_token_ids = sampling.stop_token_ids or ()
+        repetition = sampling.repetition_detection
     return Request(
         request_id,
         prompt_token_ids,
+        arrival_time=arrival_time,
         max_tokens=max_tokens,
-        # vLLM's sampler masks EOS and stop tokens before min_tokens, except where a grammar allows nothing else.
-        min_tokens=0 if request.use_structured_output else min(sampling.min_tokens, max_tokens),
-        eos_token_ids=() if eos_token_id is None else (eos_token_id,),
-        stop_token_ids=tuple(sampling.stop_token_ids or ()),
+        min_tokens=min_tokens,
+        priority=request.priority,
+        eos_token_ids=eos_token_ids,
+        stop_token_ids=stop_token_ids,
         repetition_detection=None
         if repetition is None
         else {
@@ -91,7 +88,13 @@ def to_request(
             "min_pattern_size": repetition.min_pattern_size,
             "min_count": repetition.min_count,
         },
-        **common,
+        cache_salt=request.cache_salt,
+        adapter=None if lora is None else to_adapter(lora),
+        encoder_inputs=encoder_inputs,
+        use_prefix_cache=not request.skip_reading_prefix_cache,
+        runs_ahead=runs_ahead,
+        metadata=request,
+        **_said_to_policies(sampling),
     )
 
 
@@ -105,8 +108,8 @@ FOR_POLICIES = {
 
 def _said_to_policies(sampling: Any) -> dict[str, Any]:
     """What a request says to policies alone."""
-    given = (sampling.extra_args or {}) if sampling is not None else {}
-    return {name: given[key] for key, name in FOR_POLICIES.items() if key in given}
+    given = None if sampling is None else sampling.extra_args
+    return {name: given[key] for key, name in FOR_POLICIES.items() if key in given} if given else {}
 
 
 def check_retention(request: Request, longest: float) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
@@ -190,8 +190,15 @@ def plain_outputs(
     Tokens behind a stop are cut off the runner's lists in place, as vLLM's own scheduler does.
     """
     lists = sampled.lists
-    if len(update.token_ids) == len(ids) and not len(output.draft_token_ids):
-        return list(map(EngineCoreOutput, ids, lists)), range(len(ids))
+    if not len(output.draft_token_ids):
+        if len(update.token_ids) == len(ids):
+            return list(map(EngineCoreOutput, ids, lists)), range(len(ids))
+        # No row has more than one token.
+        for index in (update.counts == 0).nonzero()[0].tolist():
+            lists[index].clear()
+        has_token = update.counts.tolist()
+        outputs = list(map(EngineCoreOutput, compress(ids, has_token), compress(lists, has_token)))
+        return outputs, update.counts.nonzero()[0].tolist()
     indices = []
     for index, count in enumerate(update.counts.tolist()):
         del lists[index][count:]

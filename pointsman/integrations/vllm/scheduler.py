@@ -430,16 +430,15 @@ class Scheduler:
 
     def _note_admissions(self, output: Output, now: float) -> None:
         """The next output of each admitted request reports its time in the queue and its cached prompt tokens."""
-        hits = output.num_cached_tokens.tolist()
+        hits, statistics = output.num_cached_tokens.tolist(), self._statistics
         for ours, num_hits, is_resumed in zip(output.admitted, hits, output.is_resumed.tolist(), strict=True):
             request = ours.metadata
             self._details.note(request.request_id)
-            stats = request.prefill_stats
-            if stats is not None and not ours.num_preemptions:
-                stats.set(ours.num_prompt_tokens, num_local_cached_tokens=num_hits, num_external_cached_tokens=0)
-            if self._statistics is not None:
+            if request.prefill_stats is not None and not ours.num_preemptions:
+                request.prefill_stats.set(ours.num_prompt_tokens, num_hits, 0)
+            if statistics is not None:
                 request.record_event(EngineCoreEventType.SCHEDULED, now)
-                self._statistics.looked_up(ours, num_hits, is_resumed)
+                statistics.looked_up(ours, num_hits, is_resumed)
 
     def _note_preemptions(self, output: Output, now: float) -> None:
         """vLLM's metrics count PREEMPTED events, once an output has carried them to the client: `vllm:num_preemptions`

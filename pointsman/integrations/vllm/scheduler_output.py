@@ -10,8 +10,9 @@ list is made for its output.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,8 @@ class OutputMaker:
         self._prompt_ends: Int64Array = np.zeros(0, dtype=np.int64)
         """[n] position of the last prompt token."""
         self._one_each: dict[str, int] = {}
+        """1 for each of `_ones_of`."""
+        self._ones_of: list[str] = []
         self._all_sample: npt.NDArray[np.bool_] | None = None
         """The last `samples` that were all true."""
         self._ids_before: Sequence[str] = ()
@@ -114,7 +117,6 @@ class OutputMaker:
         self._requests = output.requests
         self._ids = self._id_of[rows].tolist()
         self._prompt_ends = self._prompt_end_of[rows]
-        self._one_each = {}
         return self._ids
 
     def _place(self, row: int, request: Request) -> None:
@@ -143,7 +145,7 @@ class OutputMaker:
             new_token_ids=self._sampled_before(output) if self._sends_tokens else [],
             all_token_ids=self._tokens_of_skipped(output, ids) if self._sends_all_tokens else {},
             new_block_ids=self._new_block_ids(output, ids, blocks, block_rows),
-            num_computed_tokens=computed[:count],
+            num_computed_tokens=computed if count == len(ids) else computed[:count],
             num_output_tokens=self._num_output_tokens(output),
         )
         made = new_output(
@@ -206,17 +208,29 @@ class OutputMaker:
         return SchedulerOutput.make_empty()
 
     def _num_scheduled_tokens(self, output: Output, ids: list[str]) -> dict[str, int]:
-        if output.total_num_scheduled_tokens == len(ids):
-            if not self._one_each:
-                self._one_each = dict.fromkeys(ids, 1)
-            return self._one_each.copy()
         count = output.num_continued
+        if output.total_num_scheduled_tokens == len(ids):
+            return self._ones(output, ids).copy()
         admitted = output.num_scheduled_tokens[count:].tolist()
         if output.total_num_scheduled_tokens - sum(admitted) > count:
             return dict(zip(ids, output.num_scheduled_tokens.tolist(), strict=True))
-        found = dict.fromkeys(ids, 1)  # in half the time
+        found = self._ones(output, ids).copy()
         found.update(zip(ids[count:], admitted, strict=True))
         return found
+
+    def _ones(self, output: Output, ids: list[str]) -> dict[str, int]:
+        """1 for each id, in order: those of an earlier output with what has changed since, as making all of them takes
+        ten times as long."""
+        ones = self._one_each
+        if ids is not self._ones_of:
+            for request in chain(output.preempted, output.finished):
+                ones.pop(request.metadata.request_id, None)
+            for name in ids[output.num_continued :]:
+                ones[name] = 1
+            if list(ones) != ids:  # rows were left out, or are back
+                ones = self._one_each = dict.fromkeys(ids, 1)
+            self._ones_of = ids
+        return ones
 
     def _num_output_tokens(self, output: Output) -> list[int]:
         """Number of output tokens of each continued row at the end of this step, those in flight included."""
@@ -349,14 +363,13 @@ def _names(requests: Sequence[Request]) -> set[str]:
 def _new_block_ids(count: int, blocks: list[int], block_rows: list[int]) -> list[tuple[list[int], ...] | None]:
     """The new blocks of each of the `count` continued rows, or None."""
     found: list[tuple[list[int], ...] | None] = [None] * count
-    for index, block in zip(block_rows, blocks, strict=True):
-        if index >= count:
-            break
-        own = found[index]
-        if own is None:
-            found[index] = ([block],)
-        else:
-            own[0].append(block)
+    start, end = 0, bisect_left(block_rows, count)
+    while start < end:
+        index, stop = block_rows[start], start + 1
+        if stop < end and block_rows[stop] == index:  # a prompt's next chunk
+            stop = bisect_right(block_rows, index, stop, end)
+        found[index] = (blocks[start:stop],)
+        start = stop
     return found
 
 

@@ -52,7 +52,7 @@ class Statistics:
         if self._counts_lookups and request.use_prefix_cache:
             if self._prefix is self._no_lookups:
                 self._prefix = PrefixCacheStats()
-            self._prefix.record(num_tokens=request.num_tokens, num_hits=num_hits, preempted=is_resumed)
+            self._prefix.record(request.num_admitted_tokens, num_hits, is_resumed)
 
     def verified(self, proposed: npt.NDArray[np.integer], accepted: npt.NDArray[np.integer]) -> None:
         """Drafts were verified: [n] drafts of each row, and [n] how many of them were accepted."""
