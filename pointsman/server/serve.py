@@ -3,8 +3,10 @@
 start      take the port, try the chat template, start the engine process, load the tokenizer, warm up both processes,
            listen, say what is served
 serving    until a signal comes or no engine lives any more; one that dies may be started again (`service/fleet.py`)
-drain      SIGTERM or SIGINT: new requests get 503, running ones finish, up to `drain_timeout`; then the remaining
-           ones finish with finish_reason "abort". Exit code 0. A second signal ends the server at once.
+leaving    SIGTERM or SIGINT: for `drain_delay`, the server is not ready and still takes requests, until whoever sends
+           them has noticed. A second signal ends the server at once, here and below.
+drain      new requests get 503, running ones finish, up to `drain_timeout`; then the remaining ones finish with
+           finish_reason "abort". Exit code 0.
 death      no engine lives, and none will: every open request gets an error, and the exit code is 1, so that a
            supervisor restarts the server.
 """
@@ -268,6 +270,12 @@ class _Serving:
         for line in lines:
             logger.info("%s", line)
         await self._first_of(self._stop.wait(), client.dead.wait(), serving)
+        # From the next second on, a client's connection ends with its answer: its next request finds another server.
+        server.config.encoded_headers.append((b"connection", b"close"))
+        if self._config.drain_delay and not client.dead.is_set():
+            app.state.gate.leave()
+            logger.info("not ready any more; new requests are taken for another %g s", self._config.drain_delay)
+            await self._first_of(self._force.wait(), client.dead.wait(), timeout=self._config.drain_delay)
         app.state.gate.close()
         left = SECONDS_TO_REPORT
         if not client.dead.is_set():
