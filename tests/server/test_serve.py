@@ -166,11 +166,12 @@ def test_warming_up_counts_nowhere() -> None:
 
 
 def test_sigterm_finishes_what_was_accepted_and_refuses_what_comes() -> None:
-    with start_server(*SMALL, "--drain-timeout", "120") as server:
+    with start_server(*SMALL, "--drain-delay", "0.5", "--drain-timeout", "120") as server:
         clients = [Client(server, 400) for _ in range(6)]  # two of them wait
         wait_until(lambda: num_running(server) == 6, 20, "six requests are there")
         server.signal(signal.SIGTERM)
         wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503, 10, "the server is not ready")
+        wait_until(lambda: completion(server, 1).status_code == 503, 10, "the server refuses requests")
         late = completion(server, 8)
         assert late.status_code == 503 and int(late.headers["retry-after"]) >= 1 and "error" in late.json()
         assert server.wait(120) == 0
@@ -191,12 +192,17 @@ def test_a_drain_that_takes_too_long_is_cut_short() -> None:
             assert (client.status, client.finish_reason) == (200, "abort")
 
 
-def test_a_second_signal_ends_at_once() -> None:
-    with start_server(*SMALL) as server:
+def test_in_the_delay_requests_are_still_taken_and_a_second_signal_ends_it_at_once() -> None:
+    with start_server(*SMALL, "--drain-delay", "60") as server, httpx.Client(base_url=server.url) as kept:
         client = Client(server, 1500)
         wait_until(lambda: num_running(server) == 1, 20, "the request is there")
+        assert "connection" not in kept.get("/ready").headers
         server.signal(signal.SIGINT)
-        wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503, 10, "the server is not ready")
+        wait_until(lambda: kept.get("/ready").status_code == 503, 10, "the server is not ready")
+        assert kept.get("/health").status_code == 200
+        assert completion(server, 8).status_code == 200
+        # The next request on this connection would find no server: it is closed behind an answer.
+        wait_until(lambda: kept.get("/health").headers.get("connection") == "close", 10, "connections end")
         started = time.monotonic()
         server.signal(signal.SIGINT)
         assert server.wait(15) == 0 and time.monotonic() - started < 5
