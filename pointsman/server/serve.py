@@ -29,7 +29,14 @@ from typing import TYPE_CHECKING, Any
 from pointsman.engine.errors import first_line
 from pointsman.engine.machine import wait_briefly
 from pointsman.engine.stats import DEFAULT_INTERVAL
-from pointsman.engine.text.tokenizer import PLAIN_CHAT_TEMPLATE, encode, model_directory, read_tokenizer, render_chat
+from pointsman.engine.text.tokenizer import (
+    PLAIN_CHAT_TEMPLATE,
+    check_model_directory,
+    encode,
+    model_directory,
+    read_tokenizer,
+    render_chat,
+)
 from pointsman.server.config import ServerConfig
 from pointsman.server.service.engine_client import EngineClient, EngineStartError
 from pointsman.server.service.fleet import DEFAULT_RESUMES, EngineFleet, start_fleet
@@ -88,6 +95,7 @@ def run(
         ValueError: the model cannot be run, a knob is out of range, the machine is too small for that number of
             engines, the chat template cannot be used, or the server cannot listen on the address.
     """
+    check_model_directory(model_directory(options.get("model")))
     shares = share_out(options, data_parallel_size, record)
     if max_engine_restarts is None:
         max_engine_restarts = 0 if data_parallel_size == 1 else DEFAULT_RESTARTS
@@ -135,7 +143,9 @@ def listening(config: ServerConfig) -> Iterator[socket.socket]:
             sock.bind((config.host, config.port))
         except (OSError, UnicodeError) as error:
             why = error.strerror if isinstance(error, OSError) else error
-            raise AddressError(f"cannot listen on {config.host} port {config.port}: {why}; give another") from None
+            raise AddressError(
+                f"cannot listen on {config.host} port {config.port}: {why}; give another --port, or --host"
+            ) from None
         yield sock
 
 
@@ -266,8 +276,8 @@ class _Serving:
         serving = asyncio.get_running_loop().create_task(server.serve(sockets=[self._sock]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)
-        lines = startup_lines(client.info, self._config, url_of(self._sock, self._config.host), len(client.engines))
-        for line in lines:
+        infos = [engine.info for engine in client.engines]
+        for line in startup_lines(infos, self._config, url_of(self._sock, self._config.host)):
             logger.info("%s", line)
         await self._first_of(self._stop.wait(), client.dead.wait(), serving)
         # From the next second on, a client's connection ends with its answer: its next request finds another server.

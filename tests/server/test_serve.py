@@ -21,9 +21,10 @@ import pytest
 from _server_process import ServerFailed, ServerProcess, processor_seconds, wait_until
 from _server_process import start_server as start_separate_server
 
+from pointsman.engine.errors import ModelLoadError
 from pointsman.engine.text.tokenizer import PLAIN_CHAT_TEMPLATE, model_directory, read_tokenizer
 from pointsman.server.config import ServerConfig
-from pointsman.server.serve import AddressError, check_chat_template, listening, url_of, warm_tokenizer
+from pointsman.server.serve import AddressError, check_chat_template, listening, run, url_of, warm_tokenizer
 from tests.forked_engines import start_server
 
 pytestmark = pytest.mark.e2e
@@ -130,6 +131,7 @@ def test_a_server_starts_warm_answers_and_ends() -> None:
         check_warm(server, processor_time)
         answer = completion(server, 8)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
+        assert "x-engine" not in answer.headers
         assert server.engine_pid != server.pid
         engine_pid = server.engine_pid
         assert server.stop() == 0
@@ -274,7 +276,9 @@ def test_a_port_that_is_taken_is_an_error_before_the_model_is_loaded() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        refused = pytest.raises(AddressError, match=f"cannot listen on 127.0.0.1 port {port}: Address already in use")
+        refused = pytest.raises(
+            AddressError, match=f"cannot listen on 127.0.0.1 port {port}: Address already in use.* --port"
+        )
         with refused, listening(ServerConfig(port=port)):
             pass
         with pytest.raises(ServerFailed) as caught:
@@ -282,10 +286,14 @@ def test_a_port_that_is_taken_is_an_error_before_the_model_is_loaded() -> None:
         assert "Address already in use" in str(caught.value) and "Traceback" not in str(caught.value)
 
 
-def test_a_model_that_is_not_there_is_an_error_in_one_line() -> None:
+def test_a_model_that_is_not_there_is_an_error_before_anything_is_started(tmp_path: Path) -> None:
+    for model, why in (("/nowhere", "no model directory at /nowhere"), (tmp_path, f"{tmp_path} has no config.json")):
+        with pytest.raises(ModelLoadError, match=why):
+            run({"model": str(model)}, ServerConfig(port=0), data_parallel_size=2)
     with pytest.raises(ServerFailed) as caught:
         start_server("--model", "/nowhere", timeout=60)
-    assert "/nowhere" in str(caught.value) and "Traceback" not in str(caught.value)
+    loading, error = str(caught.value).splitlines()[-2:]
+    assert loading.endswith("loading the model /nowhere") and "no model directory at /nowhere" in error
 
 
 def test_a_broken_tokenizer_is_the_only_error(tmp_path: Path) -> None:
