@@ -67,7 +67,7 @@ class Gate:
         if self.is_closed and self._client.death is None:
             raise self.closed()
         if not self._client.is_alive:
-            raise ApiError(500, f"the engine has ended: {self._client.death or 'shut down'}", reason="engine_dead")
+            raise self._ended(500)
 
     def check_ready(self) -> None:
         """Report whether new requests should be sent here.
@@ -78,8 +78,7 @@ class Gate:
         if self.is_leaving and self._client.death is None:
             raise self.closed()
         if not self._client.is_alive:
-            why = f"the engine has ended: {self._client.death or 'shut down'}"
-            raise ApiError(503, why, reason="engine_dead")
+            raise self._ended(503)
         if not self._client.num_alive:
             raise ApiError(503, NONE_LIVES, headers={"retry-after": "5"}, reason="engine_dead")
 
@@ -109,6 +108,9 @@ class Gate:
             "the server is shutting down; send new requests to another one, or try again later",
             headers={"retry-after": str(self._retry_after)},
         )
+
+    def _ended(self, status: int) -> ApiError:
+        return ApiError(status, f"the engine has ended: {self._client.death or 'shut down'}", reason="engine_dead")
 
     def from_engine(self, error: Exception) -> ApiError:
         """The client's error for one of the engine. An engine that ended because the server shuts down is no fault.
