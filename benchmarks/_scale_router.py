@@ -35,8 +35,8 @@ from _server_client import HOST, Address, BrokenAnswer, post, send
 from _server_probe import read_metrics, run_async
 from _server_process import ServerProcess, free_port, start_server
 
-DRAIN_CLIENTS, DRAIN_TOKENS = 8, 60
-"""Clients while a server ends, and the tokens of each of their requests."""
+DRAIN_CLIENTS, DRAIN_PROMPT, DRAIN_TOKENS = 8, 200, 60
+"""Clients while a server ends, and the tokens of their requests: with such prompts, some fail without the delay."""
 NUM_BEFORE, NUM_AFTER = 20, 20
 """Requests before it is ended, and at least so many once it is gone."""
 POLICIES = ("round_robin", "kv_aware", "cache_aware")
@@ -136,7 +136,7 @@ async def drain(
     num_after = 0
 
     async def ask(number: int) -> None:
-        request = post("/v1/completions", {"prompt": prefix(number % num_prefixes)[:40], **fields})
+        request = post("/v1/completions", {"prompt": prefix(number % num_prefixes)[:DRAIN_PROMPT], **fields})
         try:
             answer = (await send(address, request)).answer()
             if answer.status != 200:

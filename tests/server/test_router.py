@@ -22,7 +22,8 @@ import httpx2 as httpx
 import pytest
 import router_env
 from _router_process import RouterFailed, start_router
-from _scale_router import LEAST_HIT_RATE, Routed, drain, prefixes
+from _scale_load import prefix
+from _scale_router import DRAIN_PROMPT, LEAST_HIT_RATE, Routed, drain, prefixes
 from _server_process import free_port, wait_until
 
 from tests.forked_engines import start_server
@@ -168,10 +169,11 @@ def test_prefixes_stay_together_and_a_server_that_ends_costs_no_request(two: Rou
 
 def test_a_server_that_is_idle_when_it_is_ended_costs_no_request(two: Routed) -> None:
     """The router holds its prefix, and sends it the next requests as long as it has not noticed."""
+    prompt = {"model": "demo", "prompt": prefix(0)[:DRAIN_PROMPT], "max_tokens": 1}
     with two.router("cache_aware") as router:
-        assert httpx.post(f"{router.url}/v1/completions", json=BODY).status_code == 200
-        (home,) = [server for server in two.servers if "finished_reason=\"length\",model_name=\"demo\"} 1.0" in
-                   httpx.get(f"{server.url}/metrics").text]  # fmt: skip
+        assert httpx.post(f"{router.url}/v1/completions", json=prompt).status_code == 200
+        reached = re.compile(r'^vllm:request_success_total{.*"length".*} 1.0$', re.MULTILINE)
+        (home,) = [server for server in two.servers if reached.search(httpx.get(f"{server.url}/metrics").text)]
         drained = asyncio.run(drain(("127.0.0.1", router.port), home, num_clients=1, num_prefixes=1))
         assert (drained["failures"], drained["exit_code"]) == ([], 0)
 
