@@ -1,7 +1,7 @@
 """Two servers behind `vllm-router`, each with one engine: what the router adds, and what a server that ends costs.
 
-The load is that of `scale.py`. A server is ended (SIGTERM) under load: it drains, and no request may fail, whether it
-was open there or is sent while the router does not know yet.
+The load is that of `scale.py`. A server is ended (SIGTERM) under load, and no request may fail, whether it was open
+there or is sent while the router does not know yet.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import random
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import count
 from statistics import median
 from typing import Any
 
@@ -34,14 +35,14 @@ from _server_client import HOST, Address, BrokenAnswer, post, send
 from _server_probe import read_metrics, run_async
 from _server_process import ServerProcess, free_port, start_server
 
-NUM_DRAINED, DRAIN_CLIENTS, DRAIN_TOKENS = 70, 8, 60
-"""Requests of the load under which a server ends, how many at a time, and the tokens of each."""
-LONG_TOKENS = 900
-"""Of one that is open there and keeps the server from ending at once."""
+DRAIN_CLIENTS, DRAIN_PROMPT, DRAIN_TOKENS = 8, 200, 60
+"""Clients while a server ends, and the tokens of their requests: with such prompts, some fail without the delay."""
+NUM_BEFORE, NUM_AFTER = 20, 20
+"""Requests before it is ended, and at least so many once it is gone."""
 POLICIES = ("round_robin", "kv_aware", "cache_aware")
 """Of the router; with the last one, a server is ended."""
-DRAIN = ("--drain-timeout", "100")
-"""Further options of the servers; the long stream ends within the drain on a busy machine, too."""
+DRAIN = ("--drain-delay", "5", "--drain-timeout", "100")
+"""Further options of the servers. The delay is that of docs/scaling.md."""
 LEAST_HIT_RATE = 0.77
 """With `cache_aware`. The router's rule spreads prefixes less evenly than ours: 0.79 to 0.83 in six runs."""
 HIT_RATE, FAILED = "hit rate of two servers behind a router", "requests that failed when a server behind it ended"
@@ -117,24 +118,27 @@ async def prefixes(routed: Routed, router: RouterProcess, num_requests: int) -> 
     }
 
 
-async def drain(address: Address, ending: ServerProcess) -> dict[str, Any]:
-    """End one of the servers under load, while a long stream keeps it from ending at once; what became of the requests.
+async def drain(
+    address: Address, ending: ServerProcess, num_clients: int = DRAIN_CLIENTS, num_prefixes: int = NUM_PREFIXES
+) -> dict[str, Any]:
+    """End one of the servers under load, which goes on until it is gone; what became of the requests.
 
     Args:
         address: of the router.
         ending: the server that is ended.
+        num_clients: one sends a request when its last is over, so with one the server is idle at its end.
+        num_prefixes: of the requests' prompts, in turns.
     """
-    fields = {"model": MODEL, "ignore_eos": True, "temperature": 0, "stream": True}
-    left = [
-        post("/v1/completions", {"prompt": prefix(number)[:40], "max_tokens": DRAIN_TOKENS, **fields})
-        for number in range(NUM_DRAINED - 1)
-    ]
-    long = post("/v1/completions", {"prompt": prefix(0)[:40], "max_tokens": LONG_TOKENS, **fields})
+    fields = {"model": MODEL, "ignore_eos": True, "temperature": 0, "stream": True, "max_tokens": DRAIN_TOKENS}
     failures: list[str] = []
+    numbers = count()
+    ended: asyncio.Future[int] | None = None
+    num_after = 0
 
-    async def ask(where: Address, request: bytes) -> None:
+    async def ask(number: int) -> None:
+        request = post("/v1/completions", {"prompt": prefix(number % num_prefixes)[:DRAIN_PROMPT], **fields})
         try:
-            answer = (await send(where, request)).answer()
+            answer = (await send(address, request)).answer()
             if answer.status != 200:
                 failures.append(f"status {answer.status}: {answer.body[:200]!r}")
             elif (reasons := answer.stream().finish_reasons) != {0: ["length"]}:
@@ -143,13 +147,17 @@ async def drain(address: Address, ending: ServerProcess) -> dict[str, Any]:
             failures.append(repr(error))
 
     async def client() -> None:
-        while left:
-            if len(left) == NUM_DRAINED * 2 // 3:
+        nonlocal ended, num_after
+        while num_after < NUM_AFTER:
+            if (number := next(numbers)) == NUM_BEFORE:
                 ending.signal(signal.SIGTERM)
-            await ask(address, left.pop())
+                ended = asyncio.ensure_future(asyncio.to_thread(ending.wait, 120))
+            num_after += ended is not None and ended.done()
+            await ask(number)
 
-    await asyncio.gather(ask((HOST, ending.port), long), *[client() for _ in range(DRAIN_CLIENTS)])
-    return {"requests": NUM_DRAINED, "failed": len(failures), "failures": failures, "exit_code": ending.wait(60)}
+    await asyncio.gather(*[client() for _ in range(num_clients)])
+    assert ended is not None
+    return {"requests": next(numbers), "failed": len(failures), "failures": failures, "exit_code": await ended}
 
 
 def router_figures(num_requests: int, policies: Sequence[str] = POLICIES) -> dict[str, Any] | None:

@@ -422,8 +422,16 @@ SERVER: dict[str, Any] = {
             "The last two only behind a trusted proxy, as clients may send what they like [default: key].",
         ),
     ],
+    "drain_delay": Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds after SIGTERM in which new requests are still taken while /ready is 503, so that routers and "
+            "load balancers notice; longer than their interval [default: 0]."
+        ),
+    ],
     "drain_timeout": Annotated[
-        float | None, typer.Option(help="Seconds for running requests to finish after SIGTERM [default: 30].")
+        float | None,
+        typer.Option(help="Seconds for running requests to finish after SIGTERM and that delay [default: 30]."),
     ],
     "chat_template": Annotated[
         str | None, typer.Option(metavar="FILE", help="Jinja template in place of the tokenizer's.")
@@ -607,6 +615,7 @@ SERVE_HELP: Panels = {
         "served_model_name",
         "chat_template",
         "response_role",
+        "drain_delay",
         "drain_timeout",
         "data_parallel_size",
         "max_engine_restarts",

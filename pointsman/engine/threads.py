@@ -52,7 +52,9 @@ def set_num_threads(num_threads: int | None, num_parameters: int) -> int:
     else:
         chosen = max(1, math.ceil(min(_at_start, machine.cpu_quota(machine.CGROUP))))
     if chosen != torch.get_num_threads():
-        logger.info("PyTorch computes with %d thread(s); num_threads or OMP_NUM_THREADS changes that", chosen)
+        logger.info(
+            "PyTorch computes with %d thread(s); --threads, num_threads or OMP_NUM_THREADS changes that", chosen
+        )
         torch.set_num_threads(chosen)
     _last_set = chosen
     return chosen

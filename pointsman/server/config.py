@@ -60,8 +60,10 @@ class ServerConfig:
     """The least TTFT target that a client may ask for, in seconds; None: no limit."""
     max_retention: float = 600.0
     """The longest retention that a client may ask for, in seconds."""
+    drain_delay: float = 0.0
+    """Seconds after SIGTERM in which new requests are still taken, while the server is not ready any more."""
     drain_timeout: float = 30.0
-    """Seconds that running requests have to finish after SIGTERM."""
+    """Seconds that running requests have to finish after that."""
     chat_template: str | None = None
     """A chat template (Jinja) in place of the tokenizer's own."""
     response_role: str = "assistant"
@@ -117,8 +119,9 @@ class ServerConfig:
             )
         if not 0 <= self.max_retention < math.inf:
             raise ValueError(f"max_retention is {self.max_retention}; it must be a number of seconds, at least 0")
-        if not 0 <= self.drain_timeout < math.inf:
-            raise ValueError(f"drain_timeout is {self.drain_timeout}; it must be 0 seconds or more")
+        for name, seconds in (("drain_delay", self.drain_delay), ("drain_timeout", self.drain_timeout)):
+            if not 0 <= seconds < math.inf:
+                raise ValueError(f"{name} is {seconds}; it must be 0 seconds or more")
         if not self.response_role:
             raise ValueError("response_role is empty; give a role such as assistant")
 

@@ -3,8 +3,10 @@
 start      take the port, try the chat template, start the engine process, load the tokenizer, warm up both processes,
            listen, say what is served
 serving    until a signal comes or no engine lives any more; one that dies may be started again (`service/fleet.py`)
-drain      SIGTERM or SIGINT: new requests get 503, running ones finish, up to `drain_timeout`; then the remaining
-           ones finish with finish_reason "abort". Exit code 0. A second signal ends the server at once.
+leaving    SIGTERM or SIGINT: for `drain_delay`, the server is not ready and still takes requests, until whoever sends
+           them has noticed. A second signal ends the server at once, here and below.
+drain      new requests get 503, running ones finish, up to `drain_timeout`; then the remaining ones finish with
+           finish_reason "abort". Exit code 0.
 death      no engine lives, and none will: every open request gets an error, and the exit code is 1, so that a
            supervisor restarts the server.
 """
@@ -27,7 +29,14 @@ from typing import TYPE_CHECKING, Any
 from pointsman.engine.errors import first_line
 from pointsman.engine.machine import wait_briefly
 from pointsman.engine.stats import DEFAULT_INTERVAL
-from pointsman.engine.text.tokenizer import PLAIN_CHAT_TEMPLATE, encode, model_directory, read_tokenizer, render_chat
+from pointsman.engine.text.tokenizer import (
+    PLAIN_CHAT_TEMPLATE,
+    check_model_directory,
+    encode,
+    model_directory,
+    read_tokenizer,
+    render_chat,
+)
 from pointsman.server.config import ServerConfig
 from pointsman.server.service.engine_client import EngineClient, EngineStartError
 from pointsman.server.service.fleet import DEFAULT_RESUMES, EngineFleet, start_fleet
@@ -86,6 +95,7 @@ def run(
         ValueError: the model cannot be run, a knob is out of range, the machine is too small for that number of
             engines, the chat template cannot be used, or the server cannot listen on the address.
     """
+    check_model_directory(model_directory(options.get("model")))
     shares = share_out(options, data_parallel_size, record)
     if max_engine_restarts is None:
         max_engine_restarts = 0 if data_parallel_size == 1 else DEFAULT_RESTARTS
@@ -133,7 +143,9 @@ def listening(config: ServerConfig) -> Iterator[socket.socket]:
             sock.bind((config.host, config.port))
         except (OSError, UnicodeError) as error:
             why = error.strerror if isinstance(error, OSError) else error
-            raise AddressError(f"cannot listen on {config.host} port {config.port}: {why}; give another") from None
+            raise AddressError(
+                f"cannot listen on {config.host} port {config.port}: {why}; give another --port, or --host"
+            ) from None
         yield sock
 
 
@@ -264,10 +276,16 @@ class _Serving:
         serving = asyncio.get_running_loop().create_task(server.serve(sockets=[self._sock]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)
-        lines = startup_lines(client.info, self._config, url_of(self._sock, self._config.host), len(client.engines))
-        for line in lines:
+        infos = [engine.info for engine in client.engines]
+        for line in startup_lines(infos, self._config, url_of(self._sock, self._config.host)):
             logger.info("%s", line)
         await self._first_of(self._stop.wait(), client.dead.wait(), serving)
+        # From the next second on, a client's connection ends with its answer: its next request finds another server.
+        server.config.encoded_headers.append((b"connection", b"close"))
+        if self._config.drain_delay and not client.dead.is_set():
+            app.state.gate.leave()
+            logger.info("not ready any more; new requests are taken for another %g s", self._config.drain_delay)
+            await self._first_of(self._force.wait(), client.dead.wait(), timeout=self._config.drain_delay)
         app.state.gate.close()
         left = SECONDS_TO_REPORT
         if not client.dead.is_set():

@@ -69,8 +69,8 @@ def share_out(options: Mapping[str, Any], num_engines: int, record: str | None =
     if threads is not None:
         if threads < num_engines:
             raise ValueError(
-                f"num_threads is {threads} and data_parallel_size {num_engines}; each engine computes with one thread "
-                f"at least, so raise it to {num_engines}, or lower data_parallel_size to {threads}"
+                f"num_threads (--threads) is {threads} and data_parallel_size {num_engines}; each engine computes with "
+                f"one thread at least, so raise it to {num_engines}, or lower data_parallel_size to {threads}"
             )
         own["num_threads"] = threads // num_engines
     elif at_once < len(cores):  # a quota on the time of all processors, which no engine knows to be shared
@@ -79,8 +79,8 @@ def share_out(options: Mapping[str, Any], num_engines: int, record: str | None =
         if (size := own.get(name)) is not None:
             if size < num_engines:
                 raise ValueError(
-                    f"{name} is {size} and data_parallel_size {num_engines}, among which it is shared out; raise it, "
-                    "or lower data_parallel_size"
+                    f"{name} is {size} and data_parallel_size {num_engines}, among which it is shared out; raise it to "
+                    f"{num_engines} at least, or lower data_parallel_size"
                 )
             own[name] = size // num_engines
     check_memory(options, num_engines)
@@ -110,11 +110,13 @@ def check_memory(options: Mapping[str, Any], num_engines: int) -> None:
     weights = 0
     if model is None or isinstance(model, (str, Path)):
         weights = sum(one.stat().st_size for one in model_directory(model).glob("*.safetensors"))
-    kv = sum(options.get(name) or 0 for name in ("kv_cache_bytes", "kv_offload_bytes"))
+    given = [name for name in ("kv_cache_bytes", "kv_offload_bytes") if options.get(name)]
+    kv = sum(options[name] for name in given)
     needed = num_engines * weights + kv
     if needed > free:
         fitting = (free - kv) // weights if weights and free > kv else 0
-        remedy = f"lower it to {fitting}" if fitting else "lower kv_cache_bytes or kv_offload_bytes"
+        remedies = [f"lower it to {fitting}"] if fitting else [f"lower {name}" for name in given]
+        remedy = ", or ".join(remedies) or "take a smaller model, or more memory"
         raise ValueError(
             f"data_parallel_size is {num_engines}: the weights of each engine take {weights / 2**20:,.0f} MiB and the "
             f"KV {kv / 2**20:,.0f} MiB in all, and {free / 2**20:,.0f} MiB of memory are free; {remedy}"

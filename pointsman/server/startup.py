@@ -2,7 +2,7 @@
 other machines need no key.
 
 serving      which model, of which size and type, where it runs
-engines      with several: their number
+engines      with several: their number, and the process of each
 KV cache     how much fits: blocks, tokens, requests of full length
 scheduler    the size of a step, the order, and every setting that differs from its default
 limits       what one request may ask for, the number of waiting requests, which keys are needed
@@ -15,6 +15,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -41,19 +42,19 @@ ALWAYS_SHOWN = ("max_num_seqs", "max_num_batched_tokens", "order")
 EXAMPLE_PROMPT = "The import statement"
 
 
-def startup_lines(info: EngineInfo, config: ServerConfig, url: str, num_engines: int = 1) -> list[str]:
+def startup_lines(infos: Sequence[EngineInfo], config: ServerConfig, url: str) -> list[str]:
     """The five lines, or six; one more with several engines.
 
     Args:
-        info: an engine's description of itself.
+        infos: the engines' descriptions of themselves, in the order of their numbers; they have equal settings.
         config: the server's own settings.
         url: where it listens, like http://127.0.0.1:8000.
-        num_engines: behind the server, with equal settings.
     """
+    info, num_engines = infos[0], len(infos)
     is_open = not config.api_keys and not is_loopback(config.host)
     return [
         f"serving      {_model(info, config)}",
-        *([f"engines      {num_engines}, each with what the next two lines say"] if num_engines > 1 else []),
+        *([f"engines      {_engines(infos)}"] if num_engines > 1 else []),
         f"KV cache     {_capacity(info)}",
         f"scheduler    {_knobs(info.scheduler)}",
         f"limits       {_limits(info, config, num_engines)}",
@@ -94,6 +95,11 @@ def _model(info: EngineInfo, config: ServerConfig) -> str:
         f"{names}{'' if names == path else f' ({path})'}: {_count(info.num_parameters)} parameters in {info.dtype} on "
         f"{info.device}, attention {info.attention}, sequences up to {info.max_model_len:,} tokens"
     )
+
+
+def _engines(infos: Sequence[EngineInfo]) -> str:
+    named = ", ".join(f"engine {index} is process {info.pid}" for index, info in enumerate(infos))
+    return f"{len(infos)}, each with what the next two lines say: {named}"
 
 
 def _capacity(info: EngineInfo) -> str:

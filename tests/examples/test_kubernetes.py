@@ -85,9 +85,8 @@ def test_the_server_takes_its_options_and_answers_its_probes(server: dict[str, A
     assert paths == {"startupProbe": "/ready", "readinessProbe": "/ready", "livenessProbe": "/health"}
     variables = [one["name"] for one in container["env"]]
     assert OPERATOR_KEY_VARIABLE in variables
-    # Kubernetes kills after this time, which begins with preStop.
-    (_, pre_stop) = container["lifecycle"]["preStop"]["exec"]["command"]
-    needed = float(pre_stop) + options["drain_timeout"] + SECONDS_TO_REPORT
+    # Kubernetes kills after this time, which begins with SIGTERM.
+    needed = options["drain_delay"] + options["drain_timeout"] + SECONDS_TO_REPORT
     assert needed < server["terminationGracePeriodSeconds"] <= needed + 15
     mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert next(one["value"] for one in container["env"] if one["name"] == "NUMBA_CACHE_DIR") in mounted
@@ -107,6 +106,9 @@ def test_the_router_asks_every_server_for_readiness(
     pairs = list(zip(READINESS[::2], READINESS[1::2], strict=True))
     assert all((name, value) in list(pairwise(asked)) for name, value in pairs)
     assert f"--port={router['ports'][0]['containerPort']}" in arguments
+    (container,) = stateful["spec"]["template"]["spec"]["containers"]
+    (delay,) = [one.partition("=")[2] for one in container["args"] if one.startswith("--drain-delay=")]
+    assert float(delay) > 2 * float(dict(pairs)["--health-check-interval-secs"])
     assert len(list(probes(router))) == 3
 
 

@@ -53,6 +53,7 @@ from pointsman.server.config import ServerConfig, split_host
         ({"api_keys": ("k",), "api_key_names": ("key-2",)}, "the name of API key 1 is key-2, which is reserved"),
         ({"api_keys": ("k",), "api_key_names": ("other",)}, "the name of API key 1 is other, which is reserved"),
         ({"drain_timeout": float("inf")}, "drain_timeout is inf; it must be 0 seconds or more"),
+        ({"drain_delay": -1.0}, "drain_delay is -1.0; it must be 0 seconds or more"),
         ({"response_role": ""}, "response_role is empty"),
     ],
 )

@@ -61,12 +61,16 @@ def test_both_engines_answer_alike_and_are_told_apart(http: httpx.Client) -> Non
     """Requests are spread, equal prefixes stay together, and every question goes to both."""
     prompts = [f"{number} {FIELDS['prompt']} " * 12 for number in range(6)]
     before = samples(http, "pointsman:steps_total")
-    texts = []
+    texts, engines = [], []
     for _ in range(2):
         for prompt in prompts:
             answer = http.post("/v1/completions", json={**FIELDS, "prompt": prompt})
             texts.append(answer.json()["choices"][0]["text"])
+            engines.append(answer.headers["x-engine"])
     assert texts[:6] == texts[6:]
+    assert engines[:6] == engines[6:] and set(engines) == {"0", "1"}
+    streamed = http.post("/v1/completions", json={**FIELDS, "prompt": prompts[0], "stream": True})
+    assert streamed.headers["x-engine"] == engines[0]
     after = samples(http, "pointsman:steps_total")
     assert set(after) == {"0", "1"} and all(after[one] > before[one] for one in after)
     hits, queries = samples(http, "vllm:prefix_cache_hits_total"), samples(http, "vllm:prefix_cache_queries_total")
@@ -120,20 +124,34 @@ def test_the_live_film_is_that_of_the_engine_asked_for(http: httpx.Client) -> No
 def test_a_dead_engine_is_started_again_with_what_operators_have_set(two: ServerProcess, http: httpx.Client) -> None:
     assert http.post("/max_num_active_seqs", params={"limit": 3}).status_code == 200
     assert http.post("/pause", params={"mode": "keep", "clear_cache": False}).status_code == 200
+    done: list[int] = []
+    threads = []
+
+    def ask(number: int) -> None:
+        body = {**FIELDS, "prompt": f"{number} x"}
+        threads.append(threading.Thread(target=lambda: done.append(
+            httpx.post(f"{two.url}/v1/completions", json=body, timeout=60).status_code)))  # fmt: skip
+        threads[-1].start()
+
+    for number in range(4):
+        ask(number)
+    wait_until(lambda: len(listed(http)) == 4, 20, "they wait")
+    held = [one["engine"] for one in listed(http)].count(1)
+    assert 0 < held < 4
     before = two.engine_pids
     os.kill(before[1], signal.SIGKILL)
     wait_until(lambda: samples(http, "pointsman:engine_up")["1"] == 0, 10, "the death is noticed")
+    wait_until(lambda: samples(http, "vllm:num_requests_waiting") == {"0": 4.0, "1": 0.0}, 10, "each counts once")
+    assert f"engine 1, process {before[1]}, was ended by signal SIGKILL" in two.log()
+    assert f"{held} requests of engine 1 go on: {held} in engine 0" in two.log()
+    assert samples(http, "pointsman:requests_resumed_total") == {"0": 0.0, "1": held}
     assert http.get("/health").status_code == http.get("/ready").status_code == 200, "the other one serves"
     until_all_live(http)
     after = two.engine_pids
     assert after[0] == before[0] and after[1] != before[1]
-    done: list[int] = []
-    threads = []
-    for number in range(10):
-        body = {**FIELDS, "prompt": f"{number} x"}
-        threads.append(threading.Thread(target=lambda own=body: done.append(
-            httpx.post(f"{two.url}/v1/completions", json=own, timeout=60).status_code)))  # fmt: skip
-        threads[-1].start()
+    assert samples(http, "pointsman:engine_restarts_total") == {"0": 0.0, "1": 1.0}
+    for number in range(4, 10):
+        ask(number)
     wait_until(lambda: len(http.get("/v1/requests").json()["data"]) == 10, 20, "they wait in both engines")
     assert {one["engine"] for one in http.get("/v1/requests").json()["data"]} == {0, 1} and not done
     assert http.post("/resume").status_code == 200
@@ -243,15 +261,15 @@ def test_requests_wait_while_no_engine_lives_and_the_server_ends_when_none_comes
     [
         (("--data-parallel-size", "1000"), "data_parallel_size is 1000 and this machine has [0-9]+ core"),
         (("--data-parallel-size", "0"), "data_parallel_size is 0; it must be at least 1"),
-        (("--data-parallel-size", "2", "--threads", "1"), "num_threads is 1 and data_parallel_size 2"),
-        (("--data-parallel-size", "2", "--num-blocks", "1"), "num_blocks is 1 and data_parallel_size 2"),
-        (("--data-parallel-size", "2", "--kv-cache-bytes", "900TiB"), "data_parallel_size is 2: .* are free; lower"),
+        (("--data-parallel-size", "2", "--threads", "1"), r"\(--threads\) is 1 and data_parallel_size 2"),
+        (("--data-parallel-size", "2", "--num-blocks", "1"), "num_blocks is 1 and .*; raise it to 2 at least"),
+        (("--data-parallel-size", "2", "--kv-cache-bytes", "900TiB"), " are free; lower kv_cache_bytes$"),
     ],
 )
 def test_what_the_machine_lacks_is_said_before_anything_is_started(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(ServerFailed) as caught:
         start_server("--model", "demo", *arguments, timeout=20)
-    assert re.search(message, str(caught.value)), str(caught.value)
+    assert re.search(message, str(caught.value), re.MULTILINE), str(caught.value)
 
 
 def test_a_port_for_kv_events_that_is_taken_is_said_too() -> None:

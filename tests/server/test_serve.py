@@ -21,9 +21,10 @@ import pytest
 from _server_process import ServerFailed, ServerProcess, processor_seconds, wait_until
 from _server_process import start_server as start_separate_server
 
+from pointsman.engine.errors import ModelLoadError
 from pointsman.engine.text.tokenizer import PLAIN_CHAT_TEMPLATE, model_directory, read_tokenizer
 from pointsman.server.config import ServerConfig
-from pointsman.server.serve import AddressError, check_chat_template, listening, url_of, warm_tokenizer
+from pointsman.server.serve import AddressError, check_chat_template, listening, run, url_of, warm_tokenizer
 from tests.forked_engines import start_server
 
 pytestmark = pytest.mark.e2e
@@ -130,6 +131,7 @@ def test_a_server_starts_warm_answers_and_ends() -> None:
         check_warm(server, processor_time)
         answer = completion(server, 8)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
+        assert "x-engine" not in answer.headers
         assert server.engine_pid != server.pid
         engine_pid = server.engine_pid
         assert server.stop() == 0
@@ -166,11 +168,12 @@ def test_warming_up_counts_nowhere() -> None:
 
 
 def test_sigterm_finishes_what_was_accepted_and_refuses_what_comes() -> None:
-    with start_server(*SMALL, "--drain-timeout", "120") as server:
+    with start_server(*SMALL, "--drain-delay", "0.5", "--drain-timeout", "120") as server:
         clients = [Client(server, 400) for _ in range(6)]  # two of them wait
         wait_until(lambda: num_running(server) == 6, 20, "six requests are there")
         server.signal(signal.SIGTERM)
         wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503, 10, "the server is not ready")
+        wait_until(lambda: completion(server, 1).status_code == 503, 10, "the server refuses requests")
         late = completion(server, 8)
         assert late.status_code == 503 and int(late.headers["retry-after"]) >= 1 and "error" in late.json()
         assert server.wait(120) == 0
@@ -191,12 +194,17 @@ def test_a_drain_that_takes_too_long_is_cut_short() -> None:
             assert (client.status, client.finish_reason) == (200, "abort")
 
 
-def test_a_second_signal_ends_at_once() -> None:
-    with start_server(*SMALL) as server:
+def test_in_the_delay_requests_are_still_taken_and_a_second_signal_ends_it_at_once() -> None:
+    with start_server(*SMALL, "--drain-delay", "60") as server, httpx.Client(base_url=server.url) as kept:
         client = Client(server, 1500)
         wait_until(lambda: num_running(server) == 1, 20, "the request is there")
+        assert "connection" not in kept.get("/ready").headers
         server.signal(signal.SIGINT)
-        wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503, 10, "the server is not ready")
+        wait_until(lambda: kept.get("/ready").status_code == 503, 10, "the server is not ready")
+        assert kept.get("/health").status_code == 200
+        assert completion(server, 8).status_code == 200
+        # The next request on this connection would find no server: it is closed behind an answer.
+        wait_until(lambda: kept.get("/health").headers.get("connection") == "close", 10, "connections end")
         started = time.monotonic()
         server.signal(signal.SIGINT)
         assert server.wait(15) == 0 and time.monotonic() - started < 5
@@ -268,7 +276,9 @@ def test_a_port_that_is_taken_is_an_error_before_the_model_is_loaded() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        refused = pytest.raises(AddressError, match=f"cannot listen on 127.0.0.1 port {port}: Address already in use")
+        refused = pytest.raises(
+            AddressError, match=f"cannot listen on 127.0.0.1 port {port}: Address already in use.* --port"
+        )
         with refused, listening(ServerConfig(port=port)):
             pass
         with pytest.raises(ServerFailed) as caught:
@@ -276,10 +286,14 @@ def test_a_port_that_is_taken_is_an_error_before_the_model_is_loaded() -> None:
         assert "Address already in use" in str(caught.value) and "Traceback" not in str(caught.value)
 
 
-def test_a_model_that_is_not_there_is_an_error_in_one_line() -> None:
+def test_a_model_that_is_not_there_is_an_error_before_anything_is_started(tmp_path: Path) -> None:
+    for model, why in (("/nowhere", "no model directory at /nowhere"), (tmp_path, f"{tmp_path} has no config.json")):
+        with pytest.raises(ModelLoadError, match=why):
+            run({"model": str(model)}, ServerConfig(port=0), data_parallel_size=2)
     with pytest.raises(ServerFailed) as caught:
         start_server("--model", "/nowhere", timeout=60)
-    assert "/nowhere" in str(caught.value) and "Traceback" not in str(caught.value)
+    loading, error = str(caught.value).splitlines()[-2:]
+    assert loading.endswith("loading the model /nowhere") and "no model directory at /nowhere" in error
 
 
 def test_a_broken_tokenizer_is_the_only_error(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ INFO = engine_info()
 
 
 def test_five_lines_that_say_what_how_much_how_and_where() -> None:
-    what, fits, knobs, limits, where = startup_lines(INFO, ServerConfig(served_model_name=("a",)), URL)
+    what, fits, knobs, limits, where = startup_lines([INFO], ServerConfig(served_model_name=("a",)), URL)
     for part in ("a (/models/a)", "2.8 M parameters", "float32", "cpu", "numba", "1,000 tokens"):
         assert part in what
     # A request of 1,000 tokens takes 32 blocks of 32 tokens.
@@ -29,8 +29,14 @@ def test_five_lines_that_say_what_how_much_how_and_where() -> None:
     for part in ("7 requests run", "1,024 more wait", "deadline none", "max_tokens 1,000", "4.0 MiB"):
         assert part in limits
     assert f"{URL} - " in where
-    everywhere = startup_lines(INFO, ServerConfig(host="0.0.0.0"), URL)[-1]
+    everywhere = startup_lines([INFO], ServerConfig(host="0.0.0.0"), URL)[-1]
     assert f"{URL} (on 0.0.0.0) - " in everywhere
+
+
+def test_with_several_engines_it_says_which_process_is_which() -> None:
+    lines = startup_lines([INFO, engine_info(pid=9)], ServerConfig(), URL)
+    assert lines[1].endswith("2, each with what the next two lines say: engine 0 is process 1, engine 1 is process 9")
+    assert "14 requests run" in lines[4]
 
 
 def test_layers_in_groups() -> None:
@@ -40,7 +46,7 @@ def test_layers_in_groups() -> None:
         kv_groups=(KVGroup("window", 64), KVGroup(), KVGroup("window", 64)),
     )  # fmt: skip
     sizes = {"kv_cache_tokens": config.num_full_length_tokens, "full_length_requests": config.num_full_length}
-    _, fits, knobs, *_ = startup_lines(engine_info(scheduler=config.to_dict(), **sizes), ServerConfig(), URL)
+    _, fits, knobs, *_ = startup_lines([engine_info(scheduler=config.to_dict(), **sizes)], ServerConfig(), URL)
     assert "100 blocks of 32 tokens in 2 groups of a window of 64, 1 of full attention, 3 MiB" in fits
     # The most that one takes: 32 + 2 * (ceil((63 + 256) / 32) + 1) = 54; the others have (100 - 54) / (32 + 2 * 3).
     assert f"room for {int((1 + 46 / 38) * 1000):,} tokens, or 2.2 requests of full length" in fits
@@ -64,7 +70,7 @@ def test_of_the_knobs_the_lines_tell_the_step_the_order_and_what_differs_from_th
 ) -> None:
     sizes = {"num_blocks": 100, "max_model_len": 1000, "block_size": 32, "max_num_seqs": 7}
     config = SchedulerConfig(**{**sizes, **knobs})
-    line = startup_lines(engine_info(scheduler=config.to_dict()), ServerConfig(), URL)[2]
+    line = startup_lines([engine_info(scheduler=config.to_dict())], ServerConfig(), URL)[2]
     always = ["max_num_seqs 7", "max_num_batched_tokens 8192", f"order {config.order}"]
     told = line.removeprefix("scheduler").strip().split(", ")
     assert told[:3] == always and sorted(told[3:]) == sorted(said)
@@ -74,19 +80,19 @@ def test_limits_that_are_set() -> None:
     config = ServerConfig(
         max_waiting_requests=0, max_waiting_prompt_tokens=5000, max_deadline=2.5, max_tokens_limit=64, max_n=3
     )
-    limits = startup_lines(INFO, config, URL)[3]
+    limits = startup_lines([INFO], config, URL)[3]
     for part in ("0 more wait", "waiting prompt tokens 5,000", "deadline 2.5 s", "max_tokens 64", "n 3"):
         assert part in limits
     assert "at least" not in limits and "tenants" not in limits
     config = ServerConfig(min_request_priority=-5, min_ttft_target=0.5, tenant_from="header:X-Tenant")
     for part in ("priority at least -5", "TTFT target at least 0.5 s", "tenants by header:X-Tenant"):
-        assert part in startup_lines(INFO, config, URL)[3]
+        assert part in startup_lines([INFO], config, URL)[3]
 
 
 @pytest.mark.parametrize("name", ["demo", "it's", 'a "b" $c `d`', "naïve \\n"])
 @pytest.mark.parametrize("keys", [(), ("sesame",)])
 def test_the_curl_is_words_of_a_shell_and_tells_no_key(name: str, keys: tuple[str, ...]) -> None:
-    lines = startup_lines(INFO, ServerConfig(served_model_name=(name, "b"), api_keys=keys), URL)
+    lines = startup_lines([INFO], ServerConfig(served_model_name=(name, "b"), api_keys=keys), URL)
     assert "sesame" not in "\n".join(lines)
     words = shlex.split(lines[-1].partition("try it: ")[2])
     assert words[:2] == ["curl", f"{URL}/v1/completions"]
@@ -106,7 +112,7 @@ def test_the_curl_is_words_of_a_shell_and_tells_no_key(name: str, keys: tuple[st
     ],
 )
 def test_a_server_without_a_key_says_who_may_call(host: str, keys: tuple[str, ...], said: str) -> None:
-    assert said in startup_lines(INFO, ServerConfig(host=host, api_keys=keys), URL)[3]
+    assert said in startup_lines([INFO], ServerConfig(host=host, api_keys=keys), URL)[3]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +125,7 @@ def test_a_server_without_a_key_says_who_may_call(host: str, keys: tuple[str, ..
     ],
 )
 def test_the_limits_say_who_may_operate(keys: dict[str, Any], said: str) -> None:
-    assert said in startup_lines(INFO, ServerConfig(**keys), URL)[3]
+    assert said in startup_lines([INFO], ServerConfig(**keys), URL)[3]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +140,7 @@ def test_the_limits_say_who_may_operate(keys: dict[str, Any], said: str) -> None
     ],
 )
 def test_one_line_says_what_is_open_to_other_machines(host: str, keys: dict[str, Any], operators: str | None) -> None:
-    lines = startup_lines(INFO, ServerConfig(host=host, **keys), URL)
+    lines = startup_lines([INFO], ServerConfig(host=host, **keys), URL)
     found = [line for line in lines if line.startswith("open ")]
     assert len(found) == (operators is not None) and len(lines) == 5 + len(found)
     if operators is not None:
@@ -151,5 +157,5 @@ def test_the_address_to_call_is_one_that_can_be_called() -> None:
 
 def test_names_from_outside_cannot_drive_a_terminal() -> None:
     info = engine_info(model="/models/\x1b[2J\nb")
-    for line in startup_lines(info, ServerConfig(served_model_name=("x\x07",)), URL):
+    for line in startup_lines([info], ServerConfig(served_model_name=("x\x07",)), URL):
         assert line.isprintable()

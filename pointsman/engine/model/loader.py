@@ -20,7 +20,7 @@ from pointsman.engine.model.check import attach, check_config, fix_longrope, pro
 from pointsman.engine.model.linear import check_quantization, store_weights
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.self_check import SelfCheck
-from pointsman.engine.text.tokenizer import model_directory, read_tokenizer
+from pointsman.engine.text.tokenizer import check_model_directory, model_directory, read_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -230,10 +230,7 @@ def _check_fused(check: SelfCheck) -> None:
 
 
 def _read_config(path: Path) -> Any:
-    if not path.is_dir():
-        raise ModelLoadError(f"no model directory at {path}; give a directory with config.json and *.safetensors")
-    if not (path / "config.json").is_file():
-        raise ModelLoadError(f"{path} has no config.json; give a directory in the Hugging Face format")
+    check_model_directory(path)
     try:
         content = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

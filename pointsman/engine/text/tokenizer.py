@@ -33,6 +33,18 @@ def model_directory(model: str | Path | None) -> Path:
     return DEMO_MODEL if model is None or str(model) == "demo" else Path(model)
 
 
+def check_model_directory(path: Path) -> None:
+    """Refuse what is no model's directory, before anything is started or imported for it.
+
+    Raises:
+        ModelLoadError: there is no such directory, or it has no config.json.
+    """
+    if not path.is_dir():
+        raise ModelLoadError(f"no model directory at {path}; give a directory with config.json and *.safetensors")
+    if not (path / "config.json").is_file():
+        raise ModelLoadError(f"{path} has no config.json; give a directory in the Hugging Face format")
+
+
 def read_tokenizer(path: Path) -> Any | None:
     """The tokenizer of a model's directory; None if it has none.
 

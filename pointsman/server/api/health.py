@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse, Response
 import pointsman
 from pointsman.server.api.openapi import errors
 from pointsman.server.metrics.exposition import ServerMetrics
-from pointsman.server.service.fleet import NONE_LIVES, EngineFleet
+from pointsman.server.service.fleet import EngineFleet
 from pointsman.server.service.gate import Gate
 from pointsman.server.wire.errors import ApiError
 from pointsman.server.wire.responses import VersionResponse
@@ -29,13 +29,8 @@ def health_router(client: EngineFleet, gate: Gate, metrics: ServerMetrics) -> AP
     @router.head("/ready", include_in_schema=False)
     @router.get("/ready", response_class=Response, responses={200: {"content": {}}, **errors(503)})
     async def ready() -> Response:
-        """200 with an empty body while new requests are taken: send them elsewhere if they are not."""
-        try:
-            gate.check_open()
-        except ApiError as error:
-            raise ApiError(503, error.detail, headers=error.headers, reason=error.reason) from None
-        if not client.num_alive:
-            raise ApiError(503, NONE_LIVES, headers={"retry-after": "5"}, reason="engine_dead")
+        """200 with an empty body while new requests should be sent here: send them elsewhere if not."""
+        gate.check_ready()
         return Response()
 
     @router.get("/version", response_model=VersionResponse)

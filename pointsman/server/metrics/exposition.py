@@ -10,7 +10,7 @@ metric. `prometheus_client` makes the text.
 A scrape must not disturb requests: it asks each engine one question at a time, however many scrapers there are; it
 waits for the answer no longer than `STATS_TIMEOUT`, because an engine answers between two steps and one step may be
 long; and it lets other tasks of the event loop run after every metric. When there is no new answer, the last one is
-shown, and `pointsman:stats_age_seconds` says how old that is.
+shown, and `pointsman:stats_age_seconds` says how old that is. A dead engine holds nothing, so its gauges are 0.
 
 Each engine has series of its own, by the label `engine`; counters of one that was started again begin at 0. What
 belongs to no engine has the label "0", and "" where there are several.
@@ -40,10 +40,12 @@ from pointsman.server.metrics.table import (
     BASE_LABELS,
     CACHE_CONFIG_INFO,
     ENGINE_INFO,
+    ENGINE_RESTARTS,
     ENGINE_UP,
     HISTOGRAMS,
     OPEN_STREAMS,
     REQUESTS_REFUSED,
+    REQUESTS_RESUMED,
     STATS_AGE,
     TENANT_METRICS,
     Definition,
@@ -89,6 +91,14 @@ class MeasuredFleet(Protocol):
     @property
     def engines(self) -> Sequence[MeasuredClient]:
         """By their numbers; they change with restarts."""
+
+    @property
+    def num_restarts(self) -> Sequence[int]:
+        """How often each engine was started again."""
+
+    @property
+    def num_resumed(self) -> Sequence[int]:
+        """How many requests of each engine went on when it had died."""
 
     def observe(self, observations: Sequence[EngineObservations]) -> None:
         """Report steps and finished requests of each engine from now on."""
@@ -147,6 +157,7 @@ class ServerMetrics:
 
     def __init__(self, fleet: MeasuredFleet, model_name: str, tenants: Iterable[str] = ()) -> None:
         count = len(fleet.engines)
+        self.fleet = fleet
         self.observations = Observations(fleet.info.max_model_len, tenants, count)
         fleet.observe(self.observations.engines)
         self.engines = [MeasuredEngine(fleet, index) for index in range(count)]
@@ -222,17 +233,23 @@ class _ServerCollector(Collector):
         yield from self._stated()
         engines = self._metrics.engines
         # The same for all metrics, even if another scrape gets a newer one meanwhile.
-        read = [(base, engine.stats) for base, engine in zip(self._bases, engines, strict=True)]
-        known = [(base, stats) for base, stats in read if stats is not None]
+        read = [(base, engine.stats, engine.client.is_alive) for base, engine in zip(self._bases, engines, strict=True)]
+        known = [(base, stats, is_alive) for base, stats, is_alive in read if stats is not None]
         if known:
             for definition, reading in SCRAPED:
-                yield self._family(definition, [(base, reading(stats)) for base, stats in known])
+                found = [
+                    (base, reading(stats) if is_alive or definition.kind == "counter" else nothing(reading(stats)))
+                    for base, stats, is_alive in known
+                ]
+                yield self._family(definition, found)
         yield self._of_engines(STATS_AGE, [engine.stats_age for engine in engines])
         yield from self._kept()
 
     def _stated(self) -> Iterator[Metric]:
         clients = [engine.client for engine in self._metrics.engines]
         yield self._of_engines(ENGINE_UP, [float(client.is_alive) for client in clients])
+        yield self._of_engines(ENGINE_RESTARTS, self._metrics.fleet.num_restarts)
+        yield self._of_engines(REQUESTS_RESUMED, self._metrics.fleet.num_resumed)
         yield self._info(CACHE_CONFIG_INFO, [cache_labels(client.info) for client in clients])
         yield self._info(ENGINE_INFO, [engine_labels(client.info) for client in clients])
 
@@ -277,6 +294,11 @@ class _ServerCollector(Collector):
         for base, some in zip(self._bases, facts, strict=True):
             family.add_metric((*base, *some.values()), 1)
         return family
+
+
+def nothing(reading: Reading) -> Reading:
+    """The reading of a gauge where there is nothing any more."""
+    return dict.fromkeys(reading, 0) if isinstance(reading, Mapping) else 0
 
 
 def cache_labels(info: EngineInfo) -> dict[str, str]:

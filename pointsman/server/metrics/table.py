@@ -265,7 +265,20 @@ ENGINE_UP = Definition(
     "pointsman:engine_up",
     "gauge",
     "0 or 1",
-    "Whether the engine's process is alive. If it is not, the engine's other figures are the last that were read.",
+    "Whether the engine's process is alive. If it is not, the engine's counters are the last that were read, and its "
+    "gauges 0.",
+)
+ENGINE_RESTARTS = Definition(
+    "pointsman:engine_restarts_total",
+    "counter",
+    "restarts",
+    "Times that the engine was started again after a death, or after a start that failed.",
+)
+REQUESTS_RESUMED = Definition(
+    "pointsman:requests_resumed_total",
+    "counter",
+    "requests",
+    "Requests of the engine that went on when it had died: in another engine, or in the next that lived.",
 )
 STATS_AGE = Definition(
     "pointsman:stats_age_seconds",

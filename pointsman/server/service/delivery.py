@@ -183,7 +183,7 @@ class Delivery:
         self._check(outputs)
         body = await in_pieces(writer.whole(self.choices, outputs))
         outputs.clear()  # what is sent slowly should not be there twice
-        await send_json(send, body, {"x-request-id": writer.id})
+        await send_json(send, body, self._headers(writer))
 
     async def collect(self) -> list[Delta]:
         """The whole output of each sample, once all have finished.
@@ -219,7 +219,7 @@ class Delivery:
 
     async def send_events(self, writer: TextWriter, scope: Scope, send: Send) -> None:
         """Send events as deltas arrive. An error after the first byte is the last event."""
-        events = EventStream(send, {"x-request-id": writer.id}, scope)
+        events = EventStream(send, self._headers(writer), scope)
 
         def send_now(sample: Sample, delta: Delta) -> bool:
             chunk = writer.plain_chunk(sample.choice, delta)
@@ -252,6 +252,13 @@ class Delivery:
             await events.close(last)
         finally:
             self._observations.open_streams -= 1
+
+    def _headers(self, writer: AnswerWriter) -> dict[str, str]:
+        """The answer's id, and with several engines those that have the samples, or finished them."""
+        headers = {"x-request-id": writer.id}
+        if len(self._observations.engines) > 1:
+            headers["x-engine"] = ", ".join(map(str, sorted({stream.engine for stream in self.streams})))
+        return headers
 
     async def _each(self, work: Callable[[Sample], Awaitable[None]]) -> None:
         """Do something for all samples at once; an exception for one of them stops the others.

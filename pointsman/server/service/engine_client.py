@@ -114,6 +114,7 @@ class EngineClient:
         self.dead = asyncio.Event()
         self.on_death: Callable[[list[ClientStream], str], None] | None = None
         self._process = process
+        self._name = ""
         self._keys = count()
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._transport: asyncio.WriteTransport | None = None
@@ -174,6 +175,7 @@ class EngineClient:
             ValueError, EngineStartError: as for `start`.
         """
         client = cls(process)
+        client._name = start.name
         try:
             sock.setblocking(False)
             loop = asyncio.get_running_loop()
@@ -440,9 +442,11 @@ class EngineClient:
         except TimeoutError:
             self._process.kill()
             code = await loop.run_in_executor(None, self._process.wait)
-        self._death = "the engine has been shut down" if self._is_stopping else _describe_end(code)
+        why = _describe_end(code)
+        self._death = "the engine has been shut down" if self._is_stopping else f"the engine process {why}"
         if self.death is not None:
-            logger.critical("%s", self.death)
+            named = f"{self._name}, process {self.info.pid}," if self._name and self.info else "the engine process"
+            logger.critical("%s %s", named, why)
         orphans = self.inbox.take_all()
         why = self.inbox.last_words or self._death
         if self.on_death is not None and not self._is_stopping:
@@ -487,10 +491,10 @@ def _start_error(failed: Failed) -> Exception:
 
 def _describe_end(code: int) -> str:
     if code >= 0:
-        return f"the engine process ended with exit code {code}; its log says why"
+        return f"ended with exit code {code}; its log says why"
     try:
         name = signal.Signals(-code).name
     except ValueError:
         name = str(-code)
     hint = "; out of memory, perhaps" if -code == signal.SIGKILL and os.name == "posix" else ""
-    return f"the engine process was ended by signal {name}{hint}"
+    return f"was ended by signal {name}{hint}"

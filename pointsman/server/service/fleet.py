@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -96,6 +97,7 @@ class EngineFleet:
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._num_failures = [0] * count  # one after the other
         self._num_restarts = [0] * count
+        self._num_resumed = [0] * count
         now = asyncio.get_running_loop().time()
         self._born = [now] * count
         self._is_stopping = False
@@ -127,6 +129,11 @@ class EngineFleet:
     def num_restarts(self) -> list[int]:
         """How often each engine was started again."""
         return self._num_restarts
+
+    @property
+    def num_resumed(self) -> list[int]:
+        """How many requests of each engine went on when it had died."""
+        return self._num_resumed
 
     def observe(self, observations: Sequence[EngineObservations]) -> None:
         """Report steps and finished requests of each engine from now on, of restarted ones as well."""
@@ -332,10 +339,10 @@ class EngineFleet:
             self._starting[index] = task
         else:
             self._give_up(index, why)
-        self._resume(orphans, why)
+        self._resume(index, orphans, why)
 
-    def _resume(self, orphans: list[ClientStream], why: str) -> None:
-        """Let the requests of a dead engine go on."""
+    def _resume(self, index: int, orphans: list[ClientStream], why: str) -> None:
+        """Let the requests of the engine of this number, which is dead, go on."""
         going_on = []
         for stream in orphans:
             stream.num_deaths += 1
@@ -352,8 +359,13 @@ class EngineFleet:
                 stream.prepare_to_resume()
                 going_on.append(stream)
         if going_on:
-            logger.warning("%d requests of the dead engine go on", len(going_on))
+            self._num_resumed[index] += len(going_on)
             self._send(going_on)
+            waiting = sum(stream in self._waiting for stream in going_on)
+            taken = Counter(stream.engine for stream in going_on if stream not in self._waiting)
+            where = [f"{count} in engine {other}" for other, count in sorted(taken.items())]
+            where += [f"{waiting} wait for an engine"] if waiting else []
+            logger.warning("%d requests of engine %d go on: %s", len(going_on), index, ", ".join(where))
 
     def expect(self, index: int, starting: Awaitable[EngineClient]) -> None:
         """Take in the engine of this number, which has not run yet, when it is there; a failure to start counts."""

@@ -19,7 +19,7 @@ from pointsman.engine.errors import (
 )
 from pointsman.engine.grammar.process import DEFAULT_TIMEOUT
 from pointsman.server.service.engine_client import EngineStalledError
-from pointsman.server.service.fleet import EngineFleet
+from pointsman.server.service.fleet import NONE_LIVES, EngineFleet
 from pointsman.server.wire.errors import ApiError, one_line
 
 GRAMMAR_RETRY_AFTER = round(DEFAULT_TIMEOUT)
@@ -35,6 +35,8 @@ class Gate:
     """
 
     def __init__(self, client: EngineFleet, drain_timeout: float) -> None:
+        self.is_leaving = False
+        """Whether new requests should be sent elsewhere."""
         self.is_closed = False
         """Whether new requests are refused."""
         self.num_open = 0
@@ -44,9 +46,13 @@ class Gate:
         self._is_empty = asyncio.Event()
         self._is_empty.set()
 
+    def leave(self) -> None:
+        """Be not ready from now on, while new requests are still taken: the server will shut down."""
+        self.is_leaving = True
+
     def close(self) -> None:
         """Refuse new requests from now on: the server shuts down."""
-        self.is_closed = True
+        self.is_leaving = self.is_closed = True
 
     async def wait_empty(self) -> None:
         """Return when no request is inside."""
@@ -61,7 +67,20 @@ class Gate:
         if self.is_closed and self._client.death is None:
             raise self.closed()
         if not self._client.is_alive:
-            raise ApiError(500, f"the engine has ended: {self._client.death or 'shut down'}", reason="engine_dead")
+            raise self._ended(500)
+
+    def check_ready(self) -> None:
+        """Report whether new requests should be sent here.
+
+        Raises:
+            ApiError: 503: the server shuts down, or will; no engine lives, or none lives now.
+        """
+        if self.is_leaving and self._client.death is None:
+            raise self.closed()
+        if not self._client.is_alive:
+            raise self._ended(503)
+        if not self._client.num_alive:
+            raise ApiError(503, NONE_LIVES, headers={"retry-after": "5"}, reason="engine_dead")
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -86,9 +105,12 @@ class Gate:
         """503: the server shuts down."""
         return ApiError(
             503,
-            "the server is shutting down and takes no new requests; try another one, or again later",
+            "the server is shutting down; send new requests to another one, or try again later",
             headers={"retry-after": str(self._retry_after)},
         )
+
+    def _ended(self, status: int) -> ApiError:
+        return ApiError(status, f"the engine has ended: {self._client.death or 'shut down'}", reason="engine_dead")
 
     def from_engine(self, error: Exception) -> ApiError:
         """The client's error for one of the engine. An engine that ended because the server shuts down is no fault.

@@ -120,6 +120,54 @@ def documented_alerts() -> str:
     return next(block for block in blocks if "groups:" in block)
 
 
+ALERT_CASES = """
+rule_files: [alerts.yaml]
+evaluation_interval: 15s
+tests:
+  - name: two engines of four that a cluster may start; one was started again; the last figures of another are old
+    interval: 15s
+    input_series:
+      - {series: 'up{job="pointsman"}', values: '1x80'}
+      - {series: 'pointsman:engine_up{engine="0"}', values: '0x80'}
+      - {series: 'pointsman:engine_up{engine="1"}', values: '1x80'}
+      - {series: 'pointsman:stats_age_seconds{engine="0"}', values: '0+15x80'}
+      - {series: 'pointsman:stats_age_seconds{engine="1"}', values: '0x80'}
+      - {series: 'pointsman:engine_restarts_total{engine="1"}', values: '0x20 1x60'}
+    alert_rule_test:
+      - {eval_time: 4m, alertname: EngineDown, exp_alerts: []}
+      - {eval_time: 4m, alertname: EngineStuck, exp_alerts: []}
+      - {eval_time: 4m, alertname: EngineMissing, exp_alerts: []}
+      - {eval_time: 4m, alertname: EngineRestarted, exp_alerts: []}
+      - {eval_time: 12m, alertname: EngineMissing, exp_alerts: [{}]}
+      - {eval_time: 12m, alertname: EngineRestarted, exp_alerts: [{exp_labels: {engine: "1"}}]}
+  - name: no engine, one that hangs, and no server
+    interval: 15s
+    input_series:
+      - {series: 'up{job="pointsman", instance="gone"}', values: '0x80'}
+      - {series: 'pointsman:engine_up{engine="0", instance="dead"}', values: '0x80'}
+      - {series: 'pointsman:engine_up{engine="1", instance="dead"}', values: '0x80'}
+      - {series: 'pointsman:engine_up{instance="stuck"}', values: '1x80'}
+      - {series: 'pointsman:stats_age_seconds{instance="stuck"}', values: '0+15x80'}
+    alert_rule_test:
+      - eval_time: 4m
+        alertname: EngineDown
+        exp_alerts:
+          - {exp_labels: {instance: dead}}
+          - {exp_labels: {instance: gone, job: pointsman}}
+      - {eval_time: 4m, alertname: EngineStuck, exp_alerts: [{exp_labels: {instance: stuck}}]}
+"""
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: apt-get install prometheus)")
+def test_alerts_on_engines_fire_when_they_should(tmp_path: Path) -> None:
+    """In a fleet that grows and shrinks, an engine that is not there is no reason."""
+    (tmp_path / "alerts.yaml").write_text(documented_alerts())
+    (tmp_path / "cases.yaml").write_text(ALERT_CASES)
+    command = [str(PROMTOOL), "test", "rules", "cases.yaml"]
+    check = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert check.returncode == 0, check.stdout + check.stderr
+
+
 @contextmanager
 def prometheus(folder: Path, target: str) -> Iterator[Prometheus]:
     """One that scrapes `target` (host:port), and evaluates the documented alerts, every second."""

@@ -371,7 +371,7 @@ def test_a_scrape_does_not_wait_for_a_stuck_engine(
 
 
 @pytest.mark.e2e
-def test_a_dead_engines_last_figures_stay(loop: asyncio.Runner) -> None:
+def test_a_dead_engines_last_counters_stay_and_it_holds_nothing(loop: asyncio.Runner) -> None:
     async def work() -> tuple[Samples, Samples]:
         client, measured = await start()
         try:
@@ -386,6 +386,8 @@ def test_a_dead_engines_last_figures_stay(loop: asyncio.Runner) -> None:
     before, after = loop.run(work())
     assert (before["pointsman:engine_up"], after["pointsman:engine_up"]) == (1, 0)
     assert after["vllm:generation_tokens_total"] == before["vllm:generation_tokens_total"] == 4
+    assert total(before, "pointsman:kv_blocks") == 64 and total(after, "pointsman:kv_blocks") == 0
+    assert after["vllm:num_requests_running"] == 0
     assert after["pointsman:stats_age_seconds"] > before["pointsman:stats_age_seconds"]
 
 

@@ -48,10 +48,35 @@ def test_a_dead_engine_refuses_with_500_whether_or_not_the_gate_is_open(death: s
     with pytest.raises(ApiError, match=f"the engine has ended: {death or 'shut down'}") as caught:
         gate.check_open()
     assert caught.value.status_code == 500
+    with pytest.raises(ApiError, match="the engine has ended") as caught:
+        gate.check_ready()
+    assert caught.value.status_code == 503
     gate.close()
     with pytest.raises(ApiError) as caught:
         gate.check_open()
     assert caught.value.status_code == (503 if death is None else 500)
+
+
+def test_a_server_that_will_shut_down_is_not_ready_and_still_takes_requests() -> None:
+    gate = Gate(cast(Any, SimpleNamespace(is_alive=True, num_alive=1, death=None)), drain_timeout=30)
+    gate.check_ready()
+    gate.leave()
+    with gate.inside(), pytest.raises(ApiError, match="shutting down") as caught:
+        gate.check_ready()
+    assert caught.value.status_code == 503 and (caught.value.headers or {})["retry-after"] == "30"
+    gate.close()
+    for check in (gate.check_ready, gate.check_open):
+        with pytest.raises(ApiError, match="shutting down") as caught:
+            check()
+        assert caught.value.status_code == 503
+
+
+def test_a_server_without_an_engine_at_the_moment_is_not_ready() -> None:
+    gate = Gate(cast(Any, SimpleNamespace(is_alive=True, num_alive=0, death=None)), drain_timeout=30)
+    gate.check_open()
+    with pytest.raises(ApiError, match="one is being started") as caught:
+        gate.check_ready()
+    assert caught.value.status_code == 503
 
 
 def test_what_the_engine_says_has_a_status() -> None:
