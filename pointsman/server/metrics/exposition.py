@@ -90,6 +90,10 @@ class MeasuredFleet(Protocol):
     def engines(self) -> Sequence[MeasuredClient]:
         """By their numbers; they change with restarts."""
 
+    @property
+    def expected(self) -> list[int]:
+        """The numbers of those that live, or should."""
+
     def observe(self, observations: Sequence[EngineObservations]) -> None:
         """Report steps and finished requests of each engine from now on."""
 
@@ -149,6 +153,7 @@ class ServerMetrics:
         count = len(fleet.engines)
         self.observations = Observations(fleet.info.max_model_len, tenants, count)
         fleet.observe(self.observations.engines)
+        self.fleet = fleet
         self.engines = [MeasuredEngine(fleet, index) for index in range(count)]
         self.registry = CollectorRegistry()
         """Not the global one, so that one process can hold several servers."""
@@ -219,20 +224,21 @@ class _ServerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Every metric of the table; those of an engine's totals only after a first reading."""
-        yield from self._stated()
-        engines = self._metrics.engines
+        engines, expected = self._metrics.engines, self._metrics.fleet.expected
+        yield from self._stated(expected)
         # The same for all metrics, even if another scrape gets a newer one meanwhile.
         read = [(base, engine.stats) for base, engine in zip(self._bases, engines, strict=True)]
         known = [(base, stats) for base, stats in read if stats is not None]
         if known:
             for definition, reading in SCRAPED:
                 yield self._family(definition, [(base, reading(stats)) for base, stats in known])
-        yield self._of_engines(STATS_AGE, [engine.stats_age for engine in engines])
+        yield self._family(STATS_AGE, [(self._bases[index], engines[index].stats_age) for index in expected])
         yield from self._kept()
 
-    def _stated(self) -> Iterator[Metric]:
+    def _stated(self, expected: Sequence[int]) -> Iterator[Metric]:
         clients = [engine.client for engine in self._metrics.engines]
-        yield self._of_engines(ENGINE_UP, [float(client.is_alive) for client in clients])
+        up = [(self._bases[index], float(clients[index].is_alive)) for index in expected]
+        yield self._family(ENGINE_UP, up)
         yield self._info(CACHE_CONFIG_INFO, [cache_labels(client.info) for client in clients])
         yield self._info(ENGINE_INFO, [engine_labels(client.info) for client in clients])
 

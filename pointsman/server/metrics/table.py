@@ -265,7 +265,8 @@ ENGINE_UP = Definition(
     "pointsman:engine_up",
     "gauge",
     "0 or 1",
-    "Whether the engine's process is alive. If it is not, the engine's other figures are the last that were read.",
+    "Whether the engine's process is alive. If it is not, the engine's other figures are the last that were read. "
+    "Engines that autoscaling may start and does not want now are left out.",
 )
 STATS_AGE = Definition(
     "pointsman:stats_age_seconds",
