@@ -299,6 +299,7 @@ def application(settings: RaySettings) -> Any:
         name=ENGINES,
         max_ongoing_requests=settings.engines_per_replica,
         graceful_shutdown_timeout_s=seconds_to_end,
+        logging_config={"enable_access_log": False},  # its calls are engines, which it logs by itself
         **options,
     )
     api = serve.deployment(
