@@ -12,7 +12,7 @@ from pointsman.cli.serve import serve_settings
 from pointsman.integrations.ray.arguments import RayError, RaySettings, read_arguments
 from pointsman.integrations.ray.autoscaling import METRIC, Load, policy, replicas_wanted
 from pointsman.integrations.ray.cluster import Node, check_model, check_room, replica_needs, wanted_address
-from pointsman.integrations.ray.status import StatusWatch
+from pointsman.integrations.ray.status import StatusWatch, is_scaled_down
 
 NODES = [Node("a", "10.0.0.1", {"CPU": 4.0}), Node("b", "10.0.0.2", {"CPU": 2.0, "GPU": 1.0})]
 
@@ -171,11 +171,12 @@ def test_the_cluster_is_the_one_that_serve_run_will_use(tmp_path: Any, monkeypat
         assert wanted_address() == ("10.0.0.3:6379", "--address")
 
 
-def test_the_api_notices_in_the_status_that_it_is_stopped_and_how_many_engines_are_wanted() -> None:
-    def status(app: str, api: dict[str, int], engines: dict[str, int]) -> dict[str, Any]:
-        states = {"api": SimpleNamespace(replica_states=api), "engines": SimpleNamespace(replica_states=engines)}
-        return {"llm": SimpleNamespace(status=app, deployments=states), "other": SimpleNamespace(status="DELETING")}
+def status(app: str, api: dict[str, int], engines: dict[str, int]) -> dict[str, Any]:
+    states = {"api": SimpleNamespace(replica_states=api), "engines": SimpleNamespace(replica_states=engines)}
+    return {"llm": SimpleNamespace(status=app, deployments=states), "other": SimpleNamespace(status="DELETING")}
 
+
+def test_the_api_notices_in_the_status_that_it_is_stopped_and_how_many_engines_are_wanted() -> None:
     running = {"RUNNING": 1}
     replacing = {"RUNNING": 1, "STOPPING": 1}
     watch = StatusWatch("llm", "api", "engines")
@@ -189,3 +190,13 @@ def test_the_api_notices_in_the_status_that_it_is_stopped_and_how_many_engines_a
     watch = StatusWatch("llm", "api", "engines")
     watch.look(status("DELETING", running, running))
     assert watch.is_ending
+
+
+def test_engines_leave_where_autoscaling_stops_some_and_otherwise_with_the_api() -> None:
+    some, running = {"RUNNING": 1, "STOPPING": 1}, {"RUNNING": 1}
+    names = "llm", "api", "engines"
+    assert is_scaled_down(status("RUNNING", running, some), *names)
+    assert not is_scaled_down(status("RUNNING", running, running), *names)
+    assert not is_scaled_down(status("DELETING", running, some), *names)
+    assert not is_scaled_down(status("DEPLOYING", {"STARTING": 1, "STOPPING": 1}, some), *names)
+    assert not is_scaled_down({}, *names)

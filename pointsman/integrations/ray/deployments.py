@@ -25,7 +25,7 @@ from pointsman.engine.stats import DEFAULT_INTERVAL
 from pointsman.engine.text.tokenizer import model_directory
 from pointsman.integrations.ray.arguments import RaySettings
 from pointsman.integrations.ray.autoscaling import METRIC, POLICY, Load, replicas_wanted
-from pointsman.integrations.ray.status import StatusWatch
+from pointsman.integrations.ray.status import StatusWatch, is_scaled_down
 from pointsman.server.serve import DEFAULT_RESTARTS, check_chat_template, log_to_stderr, warm_tokenizer
 from pointsman.server.service.engine_client import EngineStartError
 from pointsman.server.service.fleet import DEFAULT_RESUMES, EngineFleet, start_fleet
@@ -45,6 +45,8 @@ SECONDS_TO_ANSWER = 1.0
 """That the exit code of an engine has to reach the API before its replica ends."""
 SECONDS_BETWEEN_LOOKS = 2.0
 """At the status of the application."""
+PERIODS_OF_SILENCE = 5
+"""Of health checks: a replica of engines that Serve asks no more may be one that it stops."""
 SECONDS_BETWEEN_LOADS = 1.0
 """For which an answer to `replicas_wanted` holds."""
 NEVER_GIVES_UP = sys.maxsize
@@ -227,6 +229,10 @@ class EngineHost:
         self._max_failures = serve.options.get("max_engine_restarts", default)
         self._num_failures = 0
         self._is_leaving = False
+        self._hosting: set[asyncio.Future[int]] = set()
+        self._watching: asyncio.Task[None] | None = None
+        self._asked_at = time.monotonic()
+        self._patience = PERIODS_OF_SILENCE * settings.engine_options["health_check_period_s"]
         self._api: Any = None
 
     async def host(self, invitation: Invitation) -> int:
@@ -240,10 +246,19 @@ class EngineHost:
             await asyncio.Event().wait()  # until this replica ends, and the call is repeated in another
         if not self._free:
             raise RuntimeError("all engines of this replica are in use; one more comes with the next replica")
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
         share = self._free.pop()
+        hosting = asyncio.ensure_future(host_engine(invitation, share.options, share.cores))
+        self._hosting.add(hosting)
         try:
-            code = await host_engine(invitation, share.options, share.cores)
+            code = await hosting
+        except asyncio.CancelledError:
+            if not self._is_leaving:
+                raise
+            code = 0
         finally:
+            self._hosting.remove(hosting)
             self._free.append(share)
         if code:
             self._note_failure(code)
@@ -271,6 +286,37 @@ class EngineHost:
             self._is_leaving = True
             actor = ray.get_runtime_context().current_actor
             asyncio.get_running_loop().call_later(SECONDS_TO_ANSWER, partial(ray.kill, actor, no_restart=True))
+
+    async def check_health(self) -> None:
+        """Serve asks replicas that it does not stop, and replaces one where this raises.
+
+        Raises:
+            RuntimeError: this replica took itself for one that is stopped.
+        """
+        self._asked_at = time.monotonic()
+        if self._is_leaving:
+            raise RuntimeError("the engines of this replica have been ended")
+
+    async def _watch(self) -> None:
+        """End the engines when autoscaling stops this replica, so that their requests go on in others now."""
+        from ray import serve
+
+        app = serve.get_replica_context().app_name
+        while True:
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+            if time.monotonic() - self._asked_at < self._patience:
+                continue
+            try:
+                applications = (await asyncio.to_thread(serve.status)).applications
+            except Exception as error:  # any of Ray's: the controller, which asks, is being started again
+                logger.debug("no status: %s", first_line(error))
+                continue
+            if is_scaled_down(applications, app, API, ENGINES):
+                break
+        logger.info("Serve stops this replica; its requests go on in others")
+        self._is_leaving = True
+        for hosting in self._hosting:
+            hosting.cancel()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The number of replicas that the API wants."""

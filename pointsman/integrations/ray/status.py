@@ -1,5 +1,5 @@
-"""What the API reads from the status of its application: whether it ends, and how many replicas of engines there should
-be. Serve calls nothing in a replica that it stops before all its requests have finished.
+"""What replicas read from the status of their application: whether it ends, how many engines there should be,
+and whether some are stopped. Serve calls nothing in a replica that it stops before all its requests have finished.
 """
 
 from __future__ import annotations
@@ -48,3 +48,18 @@ class StatusWatch:
         before = num_stopping if self._num_stopping is None else self._num_stopping
         self.is_ending = app.status == DELETING or num_stopping > before
         self._num_stopping = num_stopping
+
+
+def is_scaled_down(applications: Mapping[str, Any], app: str, api: str, engines: str) -> bool:
+    """Whether replicas of engines are being stopped, and the API, which would end them, is not.
+
+    Args:
+        applications: of Serve's `ServeStatus`.
+        app: the application's name.
+        api, engines: the names of its deployments.
+    """
+    found = applications.get(app)
+    if found is None or found.status == DELETING:
+        return False
+    stopping = {name: deployment.replica_states.get(STOPPING, 0) for name, deployment in found.deployments.items()}
+    return stopping.get(engines, 0) > 0 and stopping.get(api, 0) == 0
