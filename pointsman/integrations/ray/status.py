@@ -61,5 +61,7 @@ def is_scaled_down(applications: Mapping[str, Any], app: str, api: str, engines:
     found = applications.get(app)
     if found is None or found.status == DELETING:
         return False
-    stopping = {name: deployment.replica_states.get(STOPPING, 0) for name, deployment in found.deployments.items()}
+    stopping: dict[str, int] = {
+        name: deployment.replica_states.get(STOPPING, 0) for name, deployment in found.deployments.items()
+    }
     return stopping.get(engines, 0) > 0 and stopping.get(api, 0) == 0
