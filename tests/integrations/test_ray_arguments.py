@@ -5,12 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import pytest
 
 from pointsman.cli.serve import serve_settings
 from pointsman.integrations.ray.arguments import RayError, RaySettings, read_arguments
 from pointsman.integrations.ray.autoscaling import METRIC, Load, policy, replicas_wanted
-from pointsman.integrations.ray.cluster import Node, check_model, check_room, replica_needs
+from pointsman.integrations.ray.cluster import Node, check_model, check_room, replica_needs, wanted_address
+from pointsman.integrations.ray.status import StatusWatch, is_scaled_down
 
 NODES = [Node("a", "10.0.0.1", {"CPU": 4.0}), Node("b", "10.0.0.2", {"CPU": 2.0, "GPU": 1.0})]
 
@@ -149,3 +151,52 @@ def test_the_policy_follows_the_mean_of_what_was_wanted() -> None:
     assert decided() == 7
     assert decided(1.0, 1.1) == 1  # a request waited for a step or two
     assert decided(2.6, 2.4) == 3
+
+
+def test_the_cluster_is_the_one_that_serve_run_will_use(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert wanted_address()[0] is None
+    file = tmp_path / "ray" / "ray_current_cluster"
+    file.parent.mkdir()
+    file.write_text("10.0.0.1:6379\n")
+    assert wanted_address() == ("10.0.0.1:6379", str(file))
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert wanted_address() == ("10.0.0.1:6379", str(file))
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
+    assert wanted_address() == ("10.0.0.2:6379", "RAY_ADDRESS")
+    with click.Context(click.Command("run")) as context:
+        context.params["address"] = "10.0.0.3:6379"
+        assert wanted_address() == ("10.0.0.3:6379", "--address")
+
+
+def status(app: str, api: dict[str, int], engines: dict[str, int]) -> dict[str, Any]:
+    states = {"api": SimpleNamespace(replica_states=api), "engines": SimpleNamespace(replica_states=engines)}
+    return {"llm": SimpleNamespace(status=app, deployments=states), "other": SimpleNamespace(status="DELETING")}
+
+
+def test_the_api_notices_in_the_status_that_it_is_stopped_and_how_many_engines_are_wanted() -> None:
+    running = {"RUNNING": 1}
+    replacing = {"RUNNING": 1, "STOPPING": 1}
+    watch = StatusWatch("llm", "api", "engines")
+    watch.look(status("DEPLOYING", replacing, {"RUNNING": 2, "STARTING": 1, "STOPPING": 3}))
+    assert not watch.is_ending and watch.num_replicas == 3  # what stops is the API that this one replaces
+    watch.look(status("RUNNING", running, {"RUNNING": 4}))
+    watch.look({})  # the controller has just started
+    assert not watch.is_ending and watch.num_replicas == 4
+    watch.look(status("DEPLOYING", {"STARTING": 1, "STOPPING": 1}, running))
+    assert watch.is_ending
+    watch = StatusWatch("llm", "api", "engines")
+    watch.look(status("DELETING", running, running))
+    assert watch.is_ending
+
+
+def test_engines_leave_where_autoscaling_stops_some_and_otherwise_with_the_api() -> None:
+    some, running = {"RUNNING": 1, "STOPPING": 1}, {"RUNNING": 1}
+    names = "llm", "api", "engines"
+    assert is_scaled_down(status("RUNNING", running, some), *names)
+    assert not is_scaled_down(status("RUNNING", running, running), *names)
+    assert not is_scaled_down(status("DELETING", running, some), *names)
+    assert not is_scaled_down(status("DEPLOYING", {"STARTING": 1, "STOPPING": 1}, some), *names)
+    assert not is_scaled_down({}, *names)

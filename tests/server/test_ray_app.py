@@ -8,11 +8,12 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import time
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ ROOT = Path(__file__).resolve().parents[2]
 QUESTION = {"model": "demo", "prompt": "The import statement", "max_tokens": 24, "temperature": 0.7, "seed": 3}
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "What is a list?"}], "max_tokens": 24, "seed": 5}
 SECONDS_TO_HEAL = 240.0
+TOO_LONG = 15_000
+"""Tokens of a stream that takes far longer than `drain_timeout`."""
+FULL_SIZES = ("num_blocks=1100", "block_size=16", "max_model_len=16384", "warm_up=no")
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +180,10 @@ class TestTwoReplicas:
         wait_for_engines(port, 2)
         wait_until(lambda: len(running.engines) == 2, 60, "no engine process is left over")
         assert doomed not in running.processes(part)
+        if part == "pointsman.server.engine_process":
+            log = (running.folder / "serve.log").read_text()
+            assert log.count("Serve replaces this replica") == 1
+            assert "Traceback" not in log and "does not start" not in log
 
     def test_the_api_is_replaced_and_its_engines_with_it(self, running: Cluster, port: int) -> None:
         wait_for_engines(port, 2)
@@ -227,6 +235,40 @@ def test_replicas_come_and_go_with_the_requests_that_wait(running: Cluster) -> N
         wait_for_engines(port, 1)
         assert texts and None not in texts
         assert ask(port, "/v1/completions", QUESTION).status_code == 200
+        wait_until(lambda: ups(port) == ["1.0"], 30, "the engine that is not wanted any more is not missed")
+
+
+def ups(port: int) -> list[str]:
+    return re.findall(r"^pointsman:engine_up\{.*\} (.*)$", ask(port, "/metrics").text, re.MULTILINE)
+
+
+def test_streams_end_well_when_the_application_is_deleted(running: Cluster) -> None:
+    """As the documentation says it is done: what takes too long ends with "abort", the rest is whole."""
+    command = re.findall(r"`(python -c .*?)`", SECTION)[0].replace("python", str(running.python), 1)
+    where = {**running.environment, "RAY_ADDRESS": running.address}
+    with application(running, "model=demo", "num_replicas=2", "drain_timeout=3", *FULL_SIZES) as (port, process):
+        wait_for_engines(port, 2)
+
+        async def streams() -> list[Exchange]:
+            deleting = await asyncio.create_subprocess_shell(command, env=where)
+            deleted = asyncio.ensure_future(deleting.wait())
+            every = []
+            while not deleted.done():  # until requests are refused
+                every += [await start((HOST, port), long_request(len(every), TOO_LONG if not every else 40))]
+                await asyncio.sleep(0.3)
+            for exchange in every:
+                await exchange.end()
+            assert await deleted == 0
+            return every
+
+        first, *others = [exchange.answer() for exchange in run_async(streams())]
+        stream = first.stream()
+        assert stream.is_done and stream.finish_reasons == {0: ["abort"]} and stream.error is None
+        served = [one for one in others if one.status == 200]
+        assert served and all(one.stream().is_done and one.stream().error is None for one in served)
+        assert {one.status for one in others} <= {200, 404, 503}
+        wait_until(lambda: not running.engines, 10, "the engines have ended with the API")
+        assert process.poll() is None
 
 
 async def up(port: int) -> float:
@@ -311,11 +353,11 @@ def test_the_commands_of_the_documentation(ray_python: Path, tmp_path_factory: p
 # ------------------------------------------------------------------ what is refused before anything starts
 
 
-def refused(python: Path, *arguments: str, address: str | None = None) -> str:
+def refused(python: Path, *arguments: str, address: str | None = None, **variables: str) -> str:
     """What `serve run` says; it does not start anything."""
     where = () if address is None else ("--address", address)
     command = [python.with_name("serve"), "run", *where, BUILD_APP, *arguments]
-    found = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=120)
+    found = subprocess.run(command, capture_output=True, text=True, env=environment(**variables), cwd=ROOT, timeout=120)
     said = found.stdout + found.stderr
     assert found.returncode == 2, said
     assert "Traceback" not in said and "Deploying" not in said
@@ -327,6 +369,24 @@ def test_an_address_that_does_not_answer(ray_python: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     error = refused(ray_python, "model=demo", address=address)
     assert address in error and "ray start --head" in error
+
+
+def test_an_address_that_a_dead_cluster_has_left(ray_python: Path, tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    file = tmp_path / "ray" / "ray_current_cluster"
+    file.parent.mkdir()
+    file.write_text(address)
+    error = refused(ray_python, "model=demo", TMPDIR=str(tmp_path), RAY_ADDRESS="")
+    assert address in error and str(file) in error and "ray stop" in error
+
+
+def test_a_port_that_is_taken(ray_python: Path) -> None:
+    with socket.socket() as taken:
+        with suppress(OSError):  # another program has it already
+            taken.bind((HOST, 8000))
+            taken.listen()
+        error = refused(ray_python, "model=demo", address="local")
+    assert "port 8000: Address already in use" in error and "serve start --http-port" in error
 
 
 def test_more_than_the_cluster_has_and_a_node_without_the_model(running: Cluster, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ did, and scales them by the requests that wait.
     arguments.py    what `serve run` passes: the options of `pointsman serve`, and Serve's own
     cluster.py      what is checked before anything starts
     deployments.py  the two deployments
+    status.py       what the API reads from the application's status
     autoscaling.py  how many replicas are wanted
 
 The one entry point that is not below `pointsman.cli`: to a cluster it is what `pointsman serve` is to a machine.
@@ -34,7 +35,8 @@ def build_app(arguments: Mapping[str, Any]) -> Any:
             `pointsman serve`, which hold for each replica, and those of a deployment (`arguments.py`).
 
     Raises:
-        RayError: an option is wrong, the cluster cannot be reached, or is too small for the replicas.
+        RayError: an option is wrong, the cluster cannot be reached, is too small for the replicas, has not the model,
+            or the port of Serve's proxy is taken.
     """
     try:
         settings = read_arguments(arguments, os.environ)

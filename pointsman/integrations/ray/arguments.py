@@ -22,6 +22,7 @@ from pointsman.cli.serve import FILE_OPTIONS, ServeSettings, serve_settings
 NO_MEANING = {
     "host": "Serve's proxies listen; give http_options in a configuration file of Serve, or serve start --http-host",
     "port": "Serve's proxies listen; give http_options in a configuration file of Serve, or serve start --http-port",
+    "drain_delay": "Serve's proxies stop sending by themselves; leave it out",
 }
 """Options of `pointsman serve` without a meaning here, and the remedy."""
 SERVE_OPTIONS: dict[str, Any] = {

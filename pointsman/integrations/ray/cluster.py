@@ -1,4 +1,6 @@
-"""What is checked before anything starts: the cluster answers, has room for the replicas, and its nodes the model."""
+"""What is checked before anything starts: the cluster answers, has room for the replicas, its nodes have the model, and
+the port of Serve's proxy is free.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,10 @@ def check_cluster(settings: RaySettings) -> None:
     """Raise where the replicas could not start.
 
     Raises:
-        RayError: the cluster cannot be reached, has not enough for the replicas, or a node has not the model.
+        RayError: the cluster cannot be reached, has not enough for the replicas, a node has not the model, or the port
+            is taken.
     """
-    with nodes_of(wanted_address()) as nodes:
+    with nodes_of(*wanted_address()) as nodes:
         needs = replica_needs(settings.engine_options)
         if settings.check_resources:
             check_room(nodes, needs, settings)
@@ -47,45 +50,72 @@ def check_cluster(settings: RaySettings) -> None:
             check_model(str(model), [one for one in nodes if room(one, needs) or room(one, api)])
         elif str(model) != "demo":
             raise RayError(f"model is {model!r}; nodes do not share a working directory, so give an absolute path")
+        check_port(nodes)
 
 
-def wanted_address() -> str | None:
-    """The cluster that `serve run` will use: its --address, or RAY_ADDRESS; None: the one of this machine, or a new
-    one.
+def wanted_address() -> tuple[str | None, str]:
+    """The cluster that `serve run` will use, and what names it: its --address, RAY_ADDRESS, or the file in which
+    `ray start` writes it; None: it starts one.
     """
+    context = command()
+    own = os.environ.get("RAY_ADDRESS") or None
+    given = (None if context is None else context.params.get("address")) or own
+    name = "RAY_ADDRESS" if given == own else "--address"
+    if given not in (None, "auto"):
+        return given, name
+    try:
+        return address_file().read_text().strip() or given, str(address_file())
+    except OSError:
+        return given, name
+
+
+def address_file() -> Path:
+    """Where `ray start` writes the address of the cluster of this machine, and `ray stop` removes it."""
+    folder = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
+    return Path(folder, "ray", "ray_current_cluster")
+
+
+def command() -> Any:
+    """The command that builds the application, as click knows it; None: it is built in the cluster, or by a program."""
     import click
 
-    context = click.get_current_context(silent=True)
-    given = None if context is None else context.params.get("address")
-    return given or os.environ.get("RAY_ADDRESS") or None
+    return click.get_current_context(silent=True)
 
 
 @contextmanager
-def nodes_of(address: str | None) -> Iterator[list[Node]]:
+def nodes_of(address: str | None, named_by: str) -> Iterator[list[Node]]:
     """The nodes of a cluster, to which this process is connected meanwhile, if there is one.
+
+    Args:
+        address: of its head; None, "local": there is none yet.
+        named_by: what the address is from.
 
     Raises:
         RayError: it cannot be reached.
     """
     import ray
+    from ray.exceptions import AuthenticationError
 
     connects = not ray.is_initialized()
-    if connects and address == "local":
+    if connects and address in (None, "local"):
         yield [this_machine()]
         return
     if connects:
+        assert address is not None
         try:
-            if address is not None:
-                check_that_it_answers(address)
-            ray.init(address or "auto", log_to_driver=False, logging_level="ERROR", namespace="serve")
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            if address is None:  # serve run starts one
-                yield [this_machine()]
-                return
-            reason = " ".join(str(error).split())
+            check_that_it_answers(address)
+            ray.init(address, log_to_driver=False, logging_level="ERROR", namespace="serve")
+        except AuthenticationError as error:
             raise RayError(
-                f"cannot reach a Ray cluster at {address!r}: {reason}; give the host:port that ray start --head printed"
+                f"the Ray cluster at {address} refuses the token of this machine: {error.message}; set "
+                "RAY_AUTH_MODE=token, and copy the head's ~/.ray/auth_token"
             ) from None
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            remedy = "give the host:port that ray start --head printed"
+            if named_by == str(address_file()):
+                remedy = "start its head again, or forget it with ray stop, which removes that file"
+            raise RayError(f"cannot reach a Ray cluster at {address} ({named_by}): {reason}; {remedy}") from None
     try:
         yield [
             Node(one["NodeID"], one["NodeManagerAddress"], one.get("Resources", {}))
@@ -115,6 +145,35 @@ def check_that_it_answers(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=SECONDS_TO_CONNECT).close()
     except (OSError, OverflowError) as error:
         raise ConnectionError(str(error)) from None
+
+
+def check_port(nodes: Sequence[Node]) -> None:
+    """Raise where `serve run` is about to start Serve's proxies, and cannot here. A configuration file has the port of
+    its own and is read in the cluster, once the proxies have started.
+
+    Raises:
+        RayError: another program has the port.
+    """
+    import ray
+    from ray.serve.config import HTTPOptions
+
+    context = command()
+    if context is None or context.info_name != "run":
+        return
+    if all(node.id for node in nodes) and ray.util.list_named_actors():  # in the namespace of Serve: it runs
+        return
+    options = HTTPOptions()
+    if options.host is None:
+        return
+    with socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((options.host, options.port))
+        except OSError as error:
+            raise RayError(
+                f"Serve's proxy cannot listen on {options.host} port {options.port}: {error.strerror}; end the program "
+                "that has the port, or start Serve with another one before: serve start --http-port PORT"
+            ) from None
 
 
 # ---------------------------------------------------------------------------------------------------- resources

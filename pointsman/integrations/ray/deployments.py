@@ -3,6 +3,9 @@
 `Api` calls `EngineHost.host` once for each engine that there may be, and each call lasts as long as its engine. A
 replica takes as many calls as it has engines; the others wait in Serve's queue for a replica that is started. So Serve
 itself finds the replicas, and reports those that are lost.
+
+An end: Serve stops both deployments at once, and says so to neither. `Api` looks at the application's status, and when
+it is stopped, ends as `pointsman serve` does (`status.py`); its engines stay until then, and end with it.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import logging
 import socket
 import sys
 import time
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from pointsman.engine.errors import first_line
@@ -20,10 +25,11 @@ from pointsman.engine.stats import DEFAULT_INTERVAL
 from pointsman.engine.text.tokenizer import model_directory
 from pointsman.integrations.ray.arguments import RaySettings
 from pointsman.integrations.ray.autoscaling import METRIC, POLICY, Load, replicas_wanted
+from pointsman.integrations.ray.status import StatusWatch, is_scaled_down
 from pointsman.server.serve import DEFAULT_RESTARTS, check_chat_template, log_to_stderr, warm_tokenizer
 from pointsman.server.service.engine_client import EngineStartError
 from pointsman.server.service.fleet import DEFAULT_RESUMES, EngineFleet, start_fleet
-from pointsman.server.service.remote import EngineListener, Invitation, host_engine
+from pointsman.server.service.remote import EngineListener, HostLostError, Invitation, host_engine
 from pointsman.server.shares import share_out
 from pointsman.server.wire.messages import Start
 
@@ -33,10 +39,14 @@ API, ENGINES = "api", "engines"
 """Names of the deployments."""
 MAX_ONGOING_REQUESTS = 100_000
 """Of the API, which refuses by itself what is too much (`service/backlog.py`)."""
-SECONDS_TO_LEAVE = 1.0
-"""That a replica of engines has when Serve stops it; its requests go on in another."""
 SECONDS_TO_CLOSE = 10.0
-"""That the API has beside `drain_timeout`."""
+"""That a replica has beside `drain_timeout` when Serve stops it."""
+SECONDS_TO_ANSWER = 1.0
+"""That the exit code of an engine has to reach the API before its replica ends."""
+SECONDS_BETWEEN_LOOKS = 2.0
+"""At the status of the application."""
+PERIODS_OF_SILENCE = 5
+"""Of health checks: a replica of engines that Serve asks no more may be one that it stops."""
 SECONDS_BETWEEN_LOADS = 1.0
 """For which an answer to `replicas_wanted` holds."""
 NEVER_GIVES_UP = sys.maxsize
@@ -65,6 +75,7 @@ class Api:
         self._wanted, self._wanted_at = 1, -SECONDS_BETWEEN_LOADS
         self._listener: EngineListener | None = None
         self._fleet: EngineFleet | None = None
+        self._watching: asyncio.Task[None] | None = None
         serve = settings.serve
         template = serve.server.chat_template
         if template is not None:
@@ -89,12 +100,16 @@ class Api:
             await self._close()
             raise
         self._app = create_app(self._fleet, serve.server)
+        self._app.add_middleware(WithoutRequestId)
+        self._watching = asyncio.create_task(self._watch(self._fleet))
 
     async def __serve_build_asgi_app__(self) -> Any:
         return self._app
 
     async def _launch(self, invitation: Invitation) -> int:
         """Have a replica host an engine; returns its exit code when it has ended."""
+        from ray.exceptions import RayActorError
+
         response = self._engines.host.remote(invitation)
         try:
             code: int = await response
@@ -102,7 +117,9 @@ class Api:
         except asyncio.CancelledError:
             response.cancel()
             raise
-        except Exception as error:  # any of Ray's: the replica is gone, or raised something
+        except RayActorError as error:
+            raise HostLostError(f"{type(error).__name__}: {first_line(error)}") from error
+        except Exception as error:  # any other of Ray's, or what the replica raised
             cause = getattr(error, "cause", None) or error
             if isinstance(cause, ValueError):
                 raise ValueError(first_line(cause)) from None
@@ -122,6 +139,33 @@ class Api:
             )
         return self._wanted
 
+    async def _watch(self, fleet: EngineFleet) -> None:
+        """Notice what Serve does with the application: how many engines are wanted, and when it stops."""
+        from ray import serve
+
+        watch = StatusWatch(serve.get_replica_context().app_name, API, ENGINES)
+        while not watch.is_ending:
+            try:
+                watch.look((await asyncio.to_thread(serve.status)).applications)
+            except Exception as error:  # any of Ray's: the controller is being started again
+                logger.debug("no status: %s", first_line(error))
+            if self._settings.autoscaling is not None and watch.num_replicas is not None:
+                fleet.num_wanted = watch.num_replicas * self._settings.engines_per_replica
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+        await self._end(fleet)
+
+    async def _end(self, fleet: EngineFleet) -> None:
+        """Refuse new requests, let the open ones finish, abort those that take too long, and end the engines."""
+        gate, seconds = self._app.state.gate, self._settings.serve.server.drain_timeout
+        gate.close()
+        if gate.num_open:
+            logger.info("finishing %d open requests, at most %g s", gate.num_open, seconds)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(gate.wait_empty(), seconds)
+        if gate.num_open:
+            logger.warning("%d requests did not finish in time and are aborted", gate.num_open)
+        await fleet.shutdown()
+
     async def check_health(self) -> None:
         """Serve replaces the replica where this raises."""
         if self._fleet is not None:
@@ -131,12 +175,30 @@ class Api:
         await self._close()
 
     async def _close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         fleet, self._fleet = self._fleet, None
         listener, self._listener = self._listener, None
         if fleet is not None:
             await fleet.shutdown()
         if listener is not None:
             await listener.close()
+
+
+class WithoutRequestId:
+    """ASGI: a response has one `x-request-id`, that of Serve's proxy, which is part of the server's own."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def send_without(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                headers = [one for one in message["headers"] if one[0] != b"x-request-id"]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await self._app(scope, receive, send_without)
 
 
 class EngineHost:
@@ -166,7 +228,11 @@ class EngineHost:
         default = 0 if count == 1 else DEFAULT_RESTARTS
         self._max_failures = serve.options.get("max_engine_restarts", default)
         self._num_failures = 0
-        self._death = ""
+        self._is_leaving = False
+        self._hosting: set[asyncio.Future[int]] = set()
+        self._watching: asyncio.Task[None] | None = None
+        self._asked_at = time.monotonic()
+        self._patience = PERIODS_OF_SILENCE * settings.engine_options["health_check_period_s"]
         self._api: Any = None
 
     async def host(self, invitation: Invitation) -> int:
@@ -176,30 +242,81 @@ class EngineHost:
             RuntimeError: this replica has all its engines already.
             ConnectionError: the API cannot be reached from here.
         """
-        if self._death:
-            await asyncio.Event().wait()  # until Serve replaces this replica
+        if self._is_leaving:
+            await asyncio.Event().wait()  # until this replica ends, and the call is repeated in another
         if not self._free:
             raise RuntimeError("all engines of this replica are in use; one more comes with the next replica")
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
         share = self._free.pop()
+        hosting = asyncio.ensure_future(host_engine(invitation, share.options, share.cores))
+        self._hosting.add(hosting)
         try:
-            code = await host_engine(invitation, share.options, share.cores)
+            code = await hosting
+        except asyncio.CancelledError:
+            if not self._is_leaving:
+                raise
+            code = 0
         finally:
+            self._hosting.remove(hosting)
             self._free.append(share)
         if code:
-            self._num_failures += 1
-            logger.error("engine %d ended with exit code %d", invitation.index, code)
-            if self._num_failures > self._max_failures:
-                self._death = f"engine {invitation.index} ended with exit code {code}, and {self._num_failures} in all"
+            self._note_failure(code)
         return code
 
+    def _note_failure(self, code: int) -> None:
+        """End this replica if more of its engines died than may be started again: Serve starts another at once.
+
+        A `check_health` that raises says the same, three times with a traceback and for seconds.
+        """
+        import ray
+
+        self._num_failures += 1
+        ends = self._num_failures > self._max_failures
+        what = "Serve replaces this replica" if ends else "it is started again"
+        logger.error(
+            "an engine process on %s ended with exit code %d (%d times in all; max_engine_restarts is %d); %s",
+            socket.gethostname(),
+            code,
+            self._num_failures,
+            self._max_failures,
+            what,
+        )
+        if ends and not self._is_leaving:
+            self._is_leaving = True
+            actor = ray.get_runtime_context().current_actor
+            asyncio.get_running_loop().call_later(SECONDS_TO_ANSWER, partial(ray.kill, actor, no_restart=True))
+
     async def check_health(self) -> None:
-        """Serve replaces the replica where this raises.
+        """Serve asks replicas that it does not stop, and replaces one where this raises.
 
         Raises:
-            RuntimeError: more of its engines died than may be started again.
+            RuntimeError: this replica took itself for one that is stopped.
         """
-        if self._death:
-            raise RuntimeError(f"{self._death}; at most {self._max_failures} are started again (max_engine_restarts)")
+        self._asked_at = time.monotonic()
+        if self._is_leaving:
+            raise RuntimeError("the engines of this replica have been ended")
+
+    async def _watch(self) -> None:
+        """End the engines when autoscaling stops this replica, so that their requests go on in others now."""
+        from ray import serve
+
+        app = serve.get_replica_context().app_name
+        while True:
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+            if time.monotonic() - self._asked_at < self._patience:
+                continue
+            try:
+                applications = (await asyncio.to_thread(serve.status)).applications
+            except Exception as error:  # any of Ray's: the controller, which asks, is being started again
+                logger.debug("no status: %s", first_line(error))
+                continue
+            if is_scaled_down(applications, app, API, ENGINES):
+                break
+        logger.info("Serve stops this replica; its requests go on in others")
+        self._is_leaving = True
+        for hosting in self._hosting:
+            hosting.cancel()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The number of replicas that the API wants."""
@@ -218,6 +335,7 @@ def application(settings: RaySettings) -> Any:
     from ray import serve
 
     options = dict(settings.engine_options)
+    seconds_to_end = settings.serve.server.drain_timeout + SECONDS_TO_CLOSE
     if settings.autoscaling is None:
         options["num_replicas"] = settings.num_replicas
     else:
@@ -226,7 +344,8 @@ def application(settings: RaySettings) -> Any:
         EngineHost,
         name=ENGINES,
         max_ongoing_requests=settings.engines_per_replica,
-        graceful_shutdown_timeout_s=SECONDS_TO_LEAVE,
+        graceful_shutdown_timeout_s=seconds_to_end,
+        logging_config={"enable_access_log": False},  # its calls are engines, which it logs by itself
         **options,
     )
     api = serve.deployment(
@@ -235,7 +354,7 @@ def application(settings: RaySettings) -> Any:
         num_replicas=1,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         ray_actor_options=settings.api_actor_options,
-        graceful_shutdown_timeout_s=settings.serve.server.drain_timeout + SECONDS_TO_CLOSE,
+        graceful_shutdown_timeout_s=seconds_to_end,
         logging_config={"enable_access_log": False},  # a line for each request, as `pointsman serve` has none
     )
     return api.bind(settings, engines.bind(settings))

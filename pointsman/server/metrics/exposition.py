@@ -93,6 +93,10 @@ class MeasuredFleet(Protocol):
         """By their numbers; they change with restarts."""
 
     @property
+    def expected(self) -> list[int]:
+        """The numbers of those that live, or should."""
+
+    @property
     def num_restarts(self) -> Sequence[int]:
         """How often each engine was started again."""
 
@@ -230,8 +234,8 @@ class _ServerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Every metric of the table; those of an engine's totals only after a first reading."""
-        yield from self._stated()
-        engines = self._metrics.engines
+        engines, expected = self._metrics.engines, self._metrics.fleet.expected
+        yield from self._stated(expected)
         # The same for all metrics, even if another scrape gets a newer one meanwhile.
         read = [(base, engine.stats, engine.client.is_alive) for base, engine in zip(self._bases, engines, strict=True)]
         known = [(base, stats, is_alive) for base, stats, is_alive in read if stats is not None]
@@ -242,12 +246,13 @@ class _ServerCollector(Collector):
                     for base, stats, is_alive in known
                 ]
                 yield self._family(definition, found)
-        yield self._of_engines(STATS_AGE, [engine.stats_age for engine in engines])
+        yield self._family(STATS_AGE, [(self._bases[index], engines[index].stats_age) for index in expected])
         yield from self._kept()
 
-    def _stated(self) -> Iterator[Metric]:
+    def _stated(self, expected: Sequence[int]) -> Iterator[Metric]:
         clients = [engine.client for engine in self._metrics.engines]
-        yield self._of_engines(ENGINE_UP, [float(client.is_alive) for client in clients])
+        up = [(self._bases[index], float(clients[index].is_alive)) for index in expected]
+        yield self._family(ENGINE_UP, up)
         yield self._of_engines(ENGINE_RESTARTS, self._metrics.fleet.num_restarts)
         yield self._of_engines(REQUESTS_RESUMED, self._metrics.fleet.num_resumed)
         yield self._info(CACHE_CONFIG_INFO, [cache_labels(client.info) for client in clients])

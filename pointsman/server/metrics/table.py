@@ -266,7 +266,7 @@ ENGINE_UP = Definition(
     "gauge",
     "0 or 1",
     "Whether the engine's process is alive. If it is not, the engine's counters are the last that were read, and its "
-    "gauges 0.",
+    "gauges 0. Engines that autoscaling may start and does not want now are left out.",
 )
 ENGINE_RESTARTS = Definition(
     "pointsman:engine_restarts_total",

@@ -71,6 +71,7 @@ class EngineFleet:
     Attributes:
         engines: by their numbers; those that died, or were not started yet, are here until they are replaced.
         dead: set when no engine lives, and none will.
+        num_wanted: engines that should live now; fewer than all where something else starts and ends them by the load.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class EngineFleet:
     ) -> None:
         self.engines = list(engines)
         self.dead = asyncio.Event()
+        self.num_wanted = len(self.engines)
         self._restart = restart
         self._max_restarts = max_restarts if restart is not None else 0
         self._max_resumes = max_resumes
@@ -453,6 +455,13 @@ class EngineFleet:
     def num_alive(self) -> int:
         """Engines that live."""
         return sum(engine.is_alive for engine in self.engines)
+
+    @property
+    def expected(self) -> list[int]:
+        """The numbers of the engines that live, and of as many others, the lowest, as are missing from `num_wanted`."""
+        living = {index for index, engine in enumerate(self.engines) if engine.is_alive}
+        others = [index for index in range(len(self.engines)) if index not in living]
+        return sorted([*living, *others[: max(0, self.num_wanted - len(living))]])
 
     @property
     def death(self) -> str | None:

@@ -10,6 +10,9 @@ because the engine has ended or because the other machine has, the connection is
 the engine process exits (`engine_process.py`). A machine that vanishes without a word is noticed after
 `SECONDS_OF_SILENCE`.
 
+Which engine comes first is for the machines to decide: an engine that connects has the lowest number for which one is
+waited for, whichever call hosts it. So the numbers of those that live have no gaps, however often they are replaced.
+
 Messages are pickled, so bytes are read as messages only behind the token of the invitation, which is valid once. It
 travels as `launch` sends it; who can read that network could call an engine. Run it where Ray or a similar system runs:
 in a network of trusted machines.
@@ -29,6 +32,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from pointsman.engine.errors import first_line
@@ -42,6 +46,8 @@ MAX_HELLO_BYTES = 1 << 20
 SECONDS_FOR_HELLO = 60.0
 """From a connection to its token, which comes at once; this process may be slow to read it."""
 SECONDS_TO_CONNECT = 10.0
+SECONDS_TO_NEXT_HOST = 1.0
+"""Before another host is asked for in place of one that is gone: whatever chooses it may not know yet."""
 SECONDS_OF_SILENCE = 15
 """After which a machine that answers nothing counts as gone, by TCP's own probes."""
 _HELLO = struct.Struct(f"!{TOKEN_BYTES}sdI")
@@ -55,12 +61,15 @@ class Invitation:
     host: str
     port: int
     token: bytes
-    index: int
-    """The engine's number."""
 
 
 Launch = Callable[[Invitation], Awaitable[int]]
-"""Hosts an engine somewhere (`host_engine`); returns its exit code when it has ended. Cancelled, it ends it."""
+"""Hosts an engine somewhere (`host_engine`); returns its exit code when it has ended. Cancelled, it ends it. Raises
+`HostLostError` where what would have hosted it is gone."""
+
+
+class HostLostError(EngineStartError):
+    """What hosts an engine, or would have, is gone. Before its engine has connected, another host is asked for."""
 
 
 class EngineListener:
@@ -70,13 +79,16 @@ class EngineListener:
         sock: listens.
         launch: hosts an engine somewhere.
         template: what to make; the host adds options of its own, and the engine's number is in its name.
+
+    There are as many invitations that no engine has accepted as engines that are waited for.
     """
 
     def __init__(self, sock: socket.socket, launch: Launch, template: Start) -> None:
         self._sock = sock
         self._launch = launch
         self._template = template
-        self._invited: dict[bytes, asyncio.Future[_Arrival]] = {}
+        self._invited: dict[bytes, asyncio.Future[int]] = {}  # the calls that will host an engine, by token
+        self._waited_for: dict[int, asyncio.Future[_Arrival]] = {}  # by the engine's number
         self._greeting: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.get_running_loop().create_task(self._accept())
 
@@ -113,24 +125,18 @@ class EngineListener:
             ValueError: the model cannot be run there, or a knob is out of range; the message says which.
             EngineStartError: no engine came, or it ended before its model was loaded.
         """
-        loop = asyncio.get_running_loop()
-        token = secrets.token_bytes(TOKEN_BYTES)
-        arrived = self._invited[token] = loop.create_future()
-        host, port = self._sock.getsockname()[:2]
-        hosting = asyncio.ensure_future(self._launch(Invitation(host, port, token, index)))
+        arriving = self._waited_for[index] = asyncio.get_running_loop().create_future()
+        self._invite()
         try:
-            await asyncio.wait((hosting, arrived), return_when=asyncio.FIRST_COMPLETED)
+            arrival = await arriving
         except asyncio.CancelledError:
-            hosting.cancel()
-            if arrived.done() and not arrived.cancelled():
-                arrived.result().sock.close()
+            self._waited_for.pop(index, None)
+            if len(self._invited) > len(self._waited_for):
+                self._invited.popitem()[1].cancel()
+            if not arriving.cancelled() and arriving.exception() is None:  # it has just come
+                arriving.result().sock.close()
+                arriving.result().hosting.cancel()
             raise
-        finally:
-            del self._invited[token]
-        if not arrived.done():
-            arrived.cancel()
-            raise _not_started(hosting)
-        arrival = arrived.result()
         start = replace(
             self._template,
             options={**self._template.options, **arrival.options},
@@ -138,7 +144,37 @@ class EngineListener:
             name=f"engine {index}",
             clock_offset=arrival.clock_offset,
         )
-        return await EngineClient.connect(RemoteProcess(index, hosting, arrival.sock), arrival.sock, start, tokenizer)
+        process = RemoteProcess(index, arrival.hosting, arrival.sock)
+        return await EngineClient.connect(process, arrival.sock, start, tokenizer)
+
+    def _invite(self) -> None:
+        """Have one more engine hosted."""
+        token = secrets.token_bytes(TOKEN_BYTES)
+        host, port = self._sock.getsockname()[:2]
+        hosting = self._invited[token] = asyncio.ensure_future(self._launch(Invitation(host, port, token)))
+        hosting.add_done_callback(partial(self._note_end, token))
+
+    def _note_end(self, token: bytes, hosting: asyncio.Future[int]) -> None:
+        """A call has ended that was to host an engine. If none has connected, none will."""
+        if self._invited.pop(token, None) is None:
+            return
+        if not hosting.cancelled() and isinstance(hosting.exception(), HostLostError):
+            loop = asyncio.get_running_loop()
+            loop.call_later(SECONDS_TO_NEXT_HOST, self._invite_missing)
+        else:
+            arriving = self._next_waited_for()
+            if arriving is not None:
+                arriving.set_exception(_not_started(hosting))
+
+    def _invite_missing(self) -> None:
+        """In place of an invitation that was lost with its host, unless it is not needed any more."""
+        if len(self._invited) < len(self._waited_for):
+            self._invite()
+
+    def _next_waited_for(self) -> asyncio.Future[_Arrival] | None:
+        """The engine of the lowest number that is waited for, which is not waited for any more; None: there is none."""
+        numbers = [index for index, arriving in self._waited_for.items() if not arriving.done()]
+        return self._waited_for.pop(min(numbers)) if numbers else None
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
@@ -161,14 +197,14 @@ class EngineListener:
             async with asyncio.timeout(SECONDS_FOR_HELLO):
                 token, sent_at, size = _HELLO.unpack(await _receive(sock, _HELLO.size))
                 offset = time.monotonic() - sent_at
-                waiting = self._invited.get(token)
-                if waiting is None or waiting.done() or size > MAX_HELLO_BYTES:
+                if token not in self._invited or size > MAX_HELLO_BYTES:
                     logger.warning("a connection without the token of an engine was closed")
                     return
                 options = pickle.loads(await _receive(sock, size))
-            if not waiting.done():
+            hosting = self._invited.pop(token, None)
+            if hosting is not None and (arriving := self._next_waited_for()) is not None:
                 keep_watch(sock)
-                waiting.set_result(_Arrival(sock, offset, options))
+                arriving.set_result(_Arrival(sock, offset, options, hosting))
                 taken = True
         except (OSError, TimeoutError, EOFError) as error:
             logger.warning("a connection that was no engine's was closed: %s", first_line(error))
@@ -183,6 +219,8 @@ class _Arrival(NamedTuple):
     sock: socket.socket
     clock_offset: float
     options: dict[str, Any]
+    hosting: asyncio.Future[int]
+    """The call that hosts it."""
 
 
 class RemoteProcess:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import pickle
+import re
 import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from _server_process import free_port
@@ -21,7 +23,7 @@ from pointsman.server.service import remote
 from pointsman.server.service.engine_client import EngineClient, EngineStartError, start_process
 from pointsman.server.service.fleet import EngineFleet, start_fleet
 from pointsman.server.service.inbox import ClientStream
-from pointsman.server.service.remote import EngineListener, Invitation, host_engine, numbered
+from pointsman.server.service.remote import EngineListener, HostLostError, Invitation, host_engine, numbered
 from pointsman.server.wire.messages import Delta, EngineRequest, Start
 from tests.forked_engines import fork_server
 from tests.server.engine_pool import cancel
@@ -39,20 +41,20 @@ class Hosts:
         self.options = options
         self.free = asyncio.Semaphore(num_free)
         self.codes: list[int] = []
-        self.lost: dict[int, asyncio.Event] = {}
+        self.lost: dict[asyncio.Task[Any] | None, asyncio.Event] = {}  # by the call that hosts
         self.invitations: list[Invitation] = []
 
     async def launch(self, invitation: Invitation) -> int:
         await self.free.acquire()
         self.invitations.append(invitation)
-        lost = self.lost[invitation.index] = asyncio.Event()
+        lost = self.lost[asyncio.current_task()] = asyncio.Event()
         hosting = asyncio.ensure_future(host_engine(invitation, self.options))
         gone = asyncio.ensure_future(lost.wait())
         try:
             await asyncio.wait((hosting, gone), return_when=asyncio.FIRST_COMPLETED)
             if lost.is_set():  # the engine process lives on, and nobody hosts it
                 asyncio.get_running_loop().create_task(self.forget(hosting))
-                raise ConnectionError("the node is gone")
+                raise HostLostError("the node is gone")
             self.codes.append(hosting.result())
             return hosting.result()
         except asyncio.CancelledError:
@@ -109,12 +111,11 @@ def test_a_fleet_begins_with_its_first_engine_and_loses_no_request_with_a_host_o
         assert hosts.codes[-2:] == [0, 0]
 
     async def run(fleet: EngineFleet, hosts: Hosts) -> None:
-        assert fleet.num_alive == 1
-        present = next(index for index, engine in enumerate(fleet.engines) if engine.is_alive)
+        assert [engine.is_alive for engine in fleet.engines] == [True, False]
         expected = [await read(stream_of(fleet, name)) for name in ("a", "bb")]
         assert len(await fleet.stats()) == 1
         text = (await ServerMetrics(fleet, "demo").render())[0].decode()
-        assert f'pointsman:engine_up{{engine="{1 - present}",model_name="demo"}} 0.0' in text
+        assert 'pointsman:engine_up{engine="1",model_name="demo"} 0.0' in text
         assert "pointsman:engine_process" not in text  # of another machine
         hosts.free.release()
         await until(lambda: fleet.num_alive == 2)
@@ -126,7 +127,7 @@ def test_a_fleet_begins_with_its_first_engine_and_loses_no_request_with_a_host_o
             assert {one.engine for one in streams} == {0, 1}
             doomed = fleet.engines[streams[0].engine]
             hosts.free.release()
-            lose(doomed, hosts, streams[0].engine)
+            lose(doomed, hosts)
             assert await reading == expected
             await asyncio.wait_for(doomed.dead.wait(), 10)
             await until(lambda: fleet.num_alive == 2)
@@ -137,12 +138,69 @@ def test_a_fleet_begins_with_its_first_engine_and_loses_no_request_with_a_host_o
     with_listener(test, lambda: Hosts(num_free=1))
 
 
-def kill_engine(engine: EngineClient, hosts: Hosts, index: int) -> None:
+def kill_engine(engine: EngineClient, hosts: Hosts) -> None:
     os.kill(engine.info.pid, signal.SIGKILL)
 
 
-def lose_host(engine: EngineClient, hosts: Hosts, index: int) -> None:
-    hosts.lost[index].set()
+def lose_host(engine: EngineClient, hosts: Hosts) -> None:
+    assert isinstance(engine._process, remote.RemoteProcess)
+    hosts.lost[cast("asyncio.Task[int]", engine._process._hosting)].set()
+
+
+def test_engines_that_live_have_the_lowest_numbers_and_the_others_are_missed_only_where_they_are_wanted() -> None:
+    async def test(listener: EngineListener, hosts: Hosts) -> None:
+        fleet = await start_fleet(listener.start, 4, 100, wait_for_all=False)
+        metrics = ServerMetrics(fleet, "demo")
+        fleet.num_wanted = 2
+        try:
+            await until(lambda: fleet.num_alive == 2)
+            assert await ups(metrics) == {"0": 1.0, "1": 1.0}
+            kill_engine(fleet.engines[0], hosts)
+            await until(lambda: fleet.num_alive == 1)
+            assert await ups(metrics) == {"0": 0.0, "1": 1.0}
+            hosts.free.release()
+            await until(lambda: fleet.num_alive == 2)
+            assert await ups(metrics) == {"0": 1.0, "1": 1.0}
+            fleet.num_wanted = 1
+            kill_engine(fleet.engines[0], hosts)
+            await until(lambda: fleet.num_alive == 1)
+            assert await ups(metrics) == {"1": 1.0}
+        finally:
+            await fleet.shutdown()
+
+    async def ups(metrics: ServerMetrics) -> dict[str, float]:
+        text = (await metrics.render())[0].decode()
+        for name in ("pointsman:engine_up", "pointsman:stats_age_seconds"):
+            found = {one: float(value) for one, value in re.findall(rf'^{name}{{engine="(\d)".*}} (.*)$', text, re.M)}
+            if name == "pointsman:engine_up":
+                up = found
+        assert up.keys() == found.keys()
+        return up
+
+    with_listener(test, lambda: Hosts(num_free=2))
+
+
+def test_a_host_that_is_lost_before_it_starts_an_engine_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(listener: EngineListener, hosts: Hosts) -> None:
+        num_lost = 0
+
+        async def launch(invitation: Invitation) -> int:
+            nonlocal num_lost
+            if num_lost < 2:
+                num_lost += 1
+                raise HostLostError("the replica is gone")
+            return await hosts.launch(invitation)
+
+        own = await EngineListener.open(HOST, launch, Start(OPTIONS, None, None, 0, False))
+        try:
+            fleet = await start_fleet(own.start, 1, 0)
+            await fleet.shutdown()
+        finally:
+            await own.close()
+        assert num_lost == 2
+        assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+
+    with_listener(test)
 
 
 def test_what_cannot_start_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
@@ -152,7 +210,7 @@ def test_what_cannot_start_is_an_error_and_leaves_nothing(tmp_path: Path) -> Non
         await until(lambda: len(hosts.codes) == len(hosts.invitations))
         with pytest.raises(EngineStartError, match="no room"):
             await EngineListener.start(await opened(no_room), 0, 0)
-        nowhere = Invitation(HOST, free_port(), b"", 0)
+        nowhere = Invitation(HOST, free_port(), b"")
         with pytest.raises(ConnectionError, match=r"cannot connect to the API process at 127\.0"):
             await host_engine(nowhere, {})
         with pytest.raises(EngineStartError, match="exit code 3"):
