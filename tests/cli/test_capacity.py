@@ -181,7 +181,7 @@ def test_ctrl_c_prints_the_bracket_so_far(pointsman: Run, monkeypatch: pytest.Mo
             raise KeyboardInterrupt
 
     monkeypatch.setattr(ProgressBar, "update", interrupt)
-    finished = pointsman("capacity", "--requests", 400, "--output-tokens", 5, "--ttft-target", "1s")
+    finished = pointsman("capacity", "--requests", 1500, "--output-tokens", 5, "--ttft-target", "1s")
     assert finished.code == 130
     assert "Interrupted" in finished.out
     assert finished.err == ""
