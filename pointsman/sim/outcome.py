@@ -55,8 +55,7 @@ class Timings:
         self.num_preemptions = np.zeros(capacity, dtype=np.int64)
         self.replica = np.zeros(capacity, dtype=np.int64)
         self.reason = np.full(capacity, UNFINISHED, dtype=np.int64)
-        self._steps: list[tuple[Int64Array, float]] = []
-        self._runs: list[tuple[Int64Array, FloatArray]] = []
+        self._events: list[tuple[Int64Array, float | FloatArray]] = []  # those of a request in their order
         self._gaps: tuple[FloatArray, Int64Array] = (_NO_TIMES, _NO_NUMBERS)
 
     # ------------------------------------------------------------------ while time passes
@@ -80,11 +79,11 @@ class Timings:
 
     def token(self, numbers: Int64Array, now: float) -> None:
         """Each of these requests got a token at `now`."""
-        self._steps.append((numbers, now))
+        self._events.append((numbers, now))
 
     def tokens(self, numbers: Int64Array, times: FloatArray) -> None:
         """Each of these requests got a token at the end of each of some steps, `times[1:]`."""
-        self._runs.append((numbers, times))
+        self._events.append((numbers, times))
 
     def finished(self, number: int, request: Request) -> None:
         """The request finished."""
@@ -112,38 +111,49 @@ class Timings:
         return self._gaps
 
     def _read_events(self) -> None:
-        """Each event of a request follows another one of it, so sorted by request they give its times in order."""
-        steps, runs = self._steps, self._runs
-        self._steps, self._runs = [], []
-        parts = [numbers for numbers, _ in steps] + [numbers for numbers, _ in runs]
-        if not parts:
+        """Each event of a request follows another one of it, so ordered by request they give its times in order."""
+        events, self._events = self._events, []
+        if not events:
             return
-        sizes = np.array(list(map(len, parts)))
-        ends = np.array([now for _, now in steps])
-        within = _Within([times for _, times in runs])  # between the tokens of a run
-        first, last = np.concatenate([ends, within.first]), np.concatenate([ends, within.last])
-        longest = np.concatenate([np.zeros(len(steps)), within.longest()])
-        numbers = np.concatenate(parts)
-        first, last, longest = (each.repeat(sizes) for each in (first, last, longest))
-        order = np.lexsort((first, numbers))
-        numbers, first, last, longest = numbers[order], first[order], last[order], longest[order]
+        sizes = np.array([len(numbers) for numbers, _ in events])
+        is_step = np.array([isinstance(times, float) for _, times in events])
+        within = _Within([times for _, times in events if not isinstance(times, float)])  # between the tokens of a run
+        first, longest = np.empty(len(events)), np.zeros(len(events))
+        first[is_step] = [times for _, times in events if isinstance(times, float)]
+        last = first.copy()
+        first[~is_step], last[~is_step], longest[~is_step] = within.first, within.last, within.longest()
+        numbers = np.concatenate([numbers for numbers, _ in events])
+        order = _stable_order(numbers, self.count)
+        numbers, event = numbers[order], np.arange(len(events), dtype=np.int32).repeat(sizes)[order]
         begins = np.append(True, numbers[1:] != numbers[:-1])
-        between = np.append(0.0, first[1:] - last[:-1])
-        between[begins] = 0.0
         starts = begins.nonzero()[0]
-        owners = numbers[starts]
-        self.first_token[owners] = first[starts]
-        self.last_token[owners] = last[np.append(starts[1:], len(numbers)) - 1]
-        self.max_gap[owners] = np.maximum.reduceat(np.maximum(between, longest), starts)
-        single = between[~begins]
-        counts = sizes[len(steps) :].repeat(within.sizes)
-        self._gaps = np.concatenate([single, within.gaps]), np.concatenate([np.ones(len(single), np.int64), counts])
+        owners, last_of = numbers[starts], event[np.append(starts[1:], len(numbers)) - 1]
+        self.first_token[owners] = first[event[starts]]
+        self.last_token[owners] = last[last_of]
+        between = first[event]
+        between[1:] -= last[event[:-1]]
+        between[starts] = 0.0
+        num_single = len(numbers) - len(starts)
+        gaps, counts = np.empty(num_single + len(within.gaps)), np.ones(num_single + len(within.gaps), dtype=np.int64)
+        np.compress(~begins, between, out=gaps[:num_single])
+        gaps[num_single:], counts[num_single:] = within.gaps, sizes[~is_step].repeat(within.sizes)
+        self._gaps = gaps, counts
+        self.max_gap[owners] = np.maximum.reduceat(np.maximum(between, longest[event], out=between), starts)
 
     def _grow(self) -> None:
         for name, column in vars(self).items():
             if isinstance(column, np.ndarray):
                 fresh = np.full_like(column, np.nan if name in self._FLOATS else UNFINISHED if name == "reason" else 0)
                 setattr(self, name, np.concatenate([column, fresh]))
+
+
+def _stable_order(numbers: Int64Array, count: int) -> Int64Array:
+    """Indices that order numbers below `count`, equal ones as they come. NumPy sorts 16 bits by their digits, in a
+    fraction of the time."""
+    order = numbers.astype(np.uint16).argsort(kind="stable")
+    if count > 1 << 16:
+        order = order[(numbers >> 16)[order].argsort(kind="stable")]
+    return order
 
 
 class _Within:
