@@ -82,8 +82,8 @@ class SchedulerConfig:
 
     pad_first_decodes: bool = False
     """Whether a request whose first step computes one token alone verifies `num_draft_tokens` placeholders beside it
-    (`UNSAMPLED`, which no host accepts), unless that step continues a prefill: so that all rows of the step have as
-    many tokens, as graphs captured for uniform decodes need."""
+    (`UNSAMPLED`, which no host accepts), unless that step continues a prefill, or a limit on drafts cuts them: so that
+    all rows of the step have as many tokens, as graphs captured for uniform decodes need."""
 
     order: str | Order = "fcfs"
     """Which request is admitted next: a name, with parameters if need be ("name:key=value,key=value"), or an object

@@ -123,6 +123,7 @@ class Admission:
         if 0 < config.prefill_threshold <= self._padding:
             self._padding = 0
         self._max_padded = config.max_model_len - 1 - self._padding
+        self._limits_of_padding = [limit for limit in gates.limits if limit.limits_drafts]
         self._may_pad: bool | None = False  # in the step that is open; None: if something of the request is cached
         self._batch = batch
         self._kv = kv
@@ -559,7 +560,7 @@ class Admission:
             return self._judge_load(request, start, match, external, key)
         known = state.num_tokens
         want = known - start
-        padding = self._padding_of(start, want) if self._padding else 0
+        padding = self._padding_of(request, start, want) if self._padding else 0
         if padding >= view.budget:
             if padding < self.budget.tokens:  # an emptier step holds it
                 return Deferral(Reason.BUDGET, padding + 1 - view.budget)
@@ -578,10 +579,14 @@ class Admission:
             padding = 0
         return Grant(match, want, start, charge + padding, loaded, padding)
 
-    def _padding_of(self, start: int, want: int) -> int:
-        """Placeholders that a request verifies in its first step."""
+    def _padding_of(self, request: Request, start: int, want: int) -> int:
+        """Placeholders that a request verifies in its first step: all, or none where a limit on drafts cuts them."""
         may_pad = start > 0 if self._may_pad is None else self._may_pad
-        return self._padding if want == 1 and may_pad and start < self._max_padded else 0
+        if want != 1 or not may_pad or start >= self._max_padded:
+            return 0
+        padded = want + self._padding
+        is_allowed = all(limit.check(request, start, padded, self._view) == padded for limit in self._limits_of_padding)
+        return self._padding if is_allowed else 0
 
     def _judge_load(
         self, request: Request, start: int, match: Match, external: External, key: tuple[Any, ...]

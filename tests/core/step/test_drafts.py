@@ -446,6 +446,26 @@ def test_a_first_step_is_not_padded_where_blocks_are_short() -> None:
     assert tokens_of(output) == {"a": 1, "b": 1}
 
 
+@pytest.mark.parametrize(
+    ("tokens", "budget", "expected"),
+    [
+        (2, 16, {"a": 1, "b": 1}),
+        (4, 16, {"a": 1, "b": 4}),
+        (2, 4, {"a": 1, "b": 1}),  # it does not wait for the budget of placeholders that it may not have
+    ],
+)
+def test_a_first_step_is_padded_as_far_as_limits_on_drafts_allow(
+    tokens: int, budget: int, expected: dict[str, int]
+) -> None:
+    host = speculative(
+        pad_first_decodes=True, max_num_batched_tokens=budget, token_limits=(f"prefill-threshold:tokens={tokens}",)
+    )
+    host.add("a", 1, max_tokens=4)
+    host.step()
+    host.add("b", 1, max_tokens=4)
+    assert tokens_of(host.step()) == expected
+
+
 # ---------------------------------------------------------------------- what is refused
 
 
