@@ -397,7 +397,7 @@ class KVCacheManager(KVCache):
         state = request._state
         row = state.row
         assert row is not None
-        table = batch.block_table[row, : batch.num_slots.item(row) // self.block_size].astype(INT64)
+        table = self.table(batch, row)
         if self.prefix is None and not self.has_connector:
             self.pool.release_unshared(table)
             if self.returned is not None:

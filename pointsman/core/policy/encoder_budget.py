@@ -87,7 +87,9 @@ class EncoderCache(Limit):
             self.revision += 1
         for request in sorted(self._holds, key=_serial):  # as they were admitted
             computed = request._state.num_computed_tokens
-            self._let_go(request, [item for item in self._holds[request] if item[1] < computed < item[1] + item[2]])
+            self._let_go(
+                request, [item for item in self._holds[request] if item.start < computed < item.start + item.length]
+            )
 
     def close(self) -> tuple[tuple[tuple[Request, int], ...], tuple[EncoderEntry, ...]]:
         """A step is decided: inputs that it computes (request, index of its input), and entries to free before."""
