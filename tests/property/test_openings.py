@@ -84,15 +84,12 @@ def spent_budget_is_not_noted(patch: pytest.MonkeyPatch) -> None:
 
 
 def filled_places_are_trusted_for_ever(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(batch, "RECENT", 12)  # so that some runs fit, and rows are flushed between them
-    keep = find("Batch._keep_recent")
+    check = find("PastFinishes._check_tokens")
 
-    def keep_recent(columns: Any, rows: Any, *args: Any) -> None:
-        fill = columns.recent_fill[rows].copy()
-        keep(columns, rows, *args)
-        columns.recent_fill[rows] = fill
+    def check_tokens(past_finishes: Any, requests: Any, rows: Any, tokens: Any, num_old: int) -> list[int]:
+        return [index for index in check(past_finishes, requests, rows, tokens, num_old) if index >= num_old]
 
-    replace(patch, "Batch._keep_recent", keep_recent)
+    replace(patch, "PastFinishes._check_tokens", check_tokens)
 
 
 def token_limits_are_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -134,3 +131,9 @@ def test_a_planted_fault_is_found(plant: Fault, variant: str, monkeypatch: pytes
         except AssertionError:
             return
     pytest.fail("nothing was noticed")
+
+
+def test_tokens_of_rows_that_are_flushed_between_runs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "RECENT", 12)
+    for seed in range(8):
+        drive(seed, VARIANTS["blank"], disturbs=False)

@@ -413,6 +413,7 @@ class Batch:
         requests: Sequence[Request],
         rows: Int64Array,
         token_ids: Int32Array,
+        new: list[int],
         before: Int64Array,
         after: Int64Array,
         num_steps: int,
@@ -422,7 +423,8 @@ class Batch:
         `num_steps` more. `last` are pairs of an index i and the token that row i gets as its last one. Nothing of these
         rows is in flight.
 
-        The places behind a row's newest token are filled with its token once, and then hold it already.
+        The places behind a row's newest token are filled with its token once, and then hold it already. `new` are the
+        indices of rows where `recent_fill` is not the token.
         """
         if num_steps >= self._least_room:
             self._flush_rows(requests, rows, before)
@@ -431,7 +433,8 @@ class Batch:
                 self._repeat_long(requests, rows, token_ids, before, after, last)
                 self.least_left -= num_steps
                 return
-        for index in (self.recent_fill[rows] != token_ids).nonzero()[0].tolist():
+            new = list(range(len(rows)))
+        for index in new:
             row = rows.item(index)
             start = self.recent_offset.item(row) + before.item(index) - row * self._num_recent
             self.recent_tokens[row, start:] = self.recent_fill[row] = token_ids[index]

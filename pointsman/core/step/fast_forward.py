@@ -318,14 +318,30 @@ def token_array(name: str, values: Any) -> Int32Array:
     Raises:
         StepResultError: they are no token ids.
     """
-    given: npt.NDArray[Any] = values if isinstance(values, np.ndarray) else np.asarray(values)
-    if given.dtype is not INT32:
-        if given.size and not np.issubdtype(given.dtype, np.integer):
-            raise StepResultError(f"{name} has type {given.dtype}; it must be integers")
-        wide = given.astype(INT64)
-        if wide.size and wide.max() > MAX_INT:
-            raise StepResultError(f"{name} has token id {wide.max()}; ids must be between 0 and {MAX_INT}")
-        given = np.where(wide < 0, -1, wide).astype(INT32)
-    if given.size and given.item(given.argmin()) < 0:
-        raise StepResultError(f"{name} has token id {given.min()}; ids must be between 0 and {MAX_INT}")
+    given = int32_array(name, values)
+    if given.size:
+        check_token(name, given.item(given.argmin()))
     return given
+
+
+def int32_array(name: str, values: Any) -> Int32Array:
+    """The values as int32, negative ones still among them.
+
+    Raises:
+        StepResultError: they are no integers, or larger ones.
+    """
+    given: npt.NDArray[Any] = values if isinstance(values, np.ndarray) else np.asarray(values)
+    if given.dtype is INT32:
+        return given
+    if given.size and not np.issubdtype(given.dtype, np.integer):
+        raise StepResultError(f"{name} has type {given.dtype}; it must be integers")
+    wide = given.astype(INT64)
+    if wide.size and wide.max() > MAX_INT:
+        raise StepResultError(f"{name} has token id {wide.max()}; ids must be between 0 and {MAX_INT}")
+    return np.maximum(wide, -1).astype(INT32)
+
+
+def check_token(name: str, token: int) -> None:
+    """Raises StepResultError: it is negative, and no token id."""
+    if token < 0:
+        raise StepResultError(f"{name} has token id {token}; ids must be between 0 and {MAX_INT}")

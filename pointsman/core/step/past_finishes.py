@@ -32,7 +32,7 @@ from pointsman.core.state.request import Request
 from pointsman.core.step.admission import Admission
 from pointsman.core.step.drafts import Drafts
 from pointsman.core.step.emit import Emission
-from pointsman.core.step.fast_forward import FastForward, token_array
+from pointsman.core.step.fast_forward import FastForward, check_token, int32_array, token_array
 from pointsman.core.step.opening import Opening, Openings
 from pointsman.core.step.request_table import End, RequestTable
 from pointsman.core.step.update import stop_condition
@@ -108,16 +108,15 @@ class PastFinishes:
             rows, new = opening.rows[: opening.num_samples], opening.sampling
             num_old = len(rows) - len(new)
             requests = requests[:num_old] + new
-        counts, tokens, last = _checked(len(rows), lengths, token_ids, last_token_ids)
-        self._check_tokens(requests, tokens, num_old)
-        first = counts.item(counts.argmin()) if len(counts) else 1
+        counts, tokens, last, first = _checked(len(rows), lengths, token_ids, last_token_ids)
+        new_tokens = self._check_tokens(requests, rows, tokens, num_old)
         limit = self._limit(num_steps, rows, counts, opening)
         if limit:
             limit, ends = self._ends(requests, rows, tokens, last, counts, limit, first, num_old)
         if not limit:
             return 0, 0, []
         num_sampled, finishes = self._commit(
-            first_step_id, times, requests, rows, tokens, counts, limit, first, ends, opening
+            first_step_id, times, requests, rows, tokens, new_tokens, counts, limit, first, ends, opening
         )
         return limit, num_sampled, finishes
 
@@ -177,6 +176,7 @@ class PastFinishes:
             request, is_last = requests[index], step == counts.item(index)
             token = last.item(index) if is_last else tokens.item(index)
             if is_last:
+                check_token("last_token_ids", token)
                 last_tokens.append((index, token))
             end = stop_condition(request, request._state.num_tokens + step, token)
             if end is None:
@@ -203,20 +203,21 @@ class PastFinishes:
                 found.append((sooner, index))
         return found
 
-    def _check_tokens(self, requests: tuple[Request, ...], tokens: Int32Array, num_old: int) -> None:
-        """Raises StepResultError: a token would stop its request in every step."""
-        batch = self._batch
-        old = tokens[:num_old]
-        stops = old == batch.members.eos_token_id[:num_old]
-        if batch.stop_filter.num_rows:
-            stops |= batch.stop_filter.may_stop(old)
-        found = stops.nonzero()[0].tolist() if num_old and stops.item(stops.argmax()) else []
-        for index in (*found, *range(num_old, len(requests))):
+    def _check_tokens(
+        self, requests: tuple[Request, ...], rows: Int64Array, tokens: Int32Array, num_old: int
+    ) -> list[int]:
+        """Returns the indices of those whose token is not the one that they got in the run before. Raises
+        StepResultError: a token is none, or would stop its request in every step."""
+        is_new = self._batch.recent_fill[rows[:num_old]] != tokens[:num_old]
+        new = is_new.nonzero()[0].tolist()
+        new.extend(range(num_old, len(requests)))
+        for index in new:
             if tokens.item(index) in requests[index].stop_set:
                 raise StepResultError(
                     f"token {tokens[index]} of token_ids stops request {requests[index].request_id!r}; what stops it "
                     "belongs into last_token_ids"
                 )
+        return new
 
     # ------------------------------------------------------------------ at once
 
@@ -227,6 +228,7 @@ class PastFinishes:
         requests: tuple[Request, ...],
         rows: Int64Array,
         tokens: Int32Array,
+        new_tokens: list[int],
         counts: Int64Array,
         num_steps: int,
         first: int,
@@ -263,7 +265,7 @@ class PastFinishes:
                 finishes.append(Finishes(1, (), kv.pool.usage_after(num_taken)))
         after = before + lengths
         batch.num_computed_tokens[rows] = after - ONE
-        batch.repeat(requests, rows, tokens, before, after, num_steps, ends.last_tokens)
+        batch.repeat(requests, rows, tokens, new_tokens, before, after, num_steps, ends.last_tokens)
         self._drafts.last_updated_step = last_step_id
         table.take_reports()  # what the output of the first step would report
         over: list[End] = []
@@ -292,17 +294,18 @@ class PastFinishes:
 
 def _checked(
     num_rows: int, lengths: Integers, token_ids: Integers, last_token_ids: Integers
-) -> tuple[Int64Array, Int32Array, Int32Array]:
-    """[rows] the lengths, tokens and last tokens.
+) -> tuple[Int64Array, Int32Array, Int32Array, int]:
+    """[rows] the lengths, tokens and last tokens; and the least length, 1 if there is no row.
 
     Raises:
         StepResultError: they are not that.
     """
     counts = flat_integers("lengths", lengths, StepResultError)
-    tokens, last = token_array("token_ids", token_ids), token_array("last_token_ids", last_token_ids)
+    tokens, last = token_array("token_ids", token_ids), int32_array("last_token_ids", last_token_ids)
     for name, values in (("lengths", counts), ("token_ids", tokens), ("last_token_ids", last)):
         if values.shape != (num_rows,):
             raise StepResultError(f"{name} has shape {values.shape}; give one for each of {num_rows} request(s)")
-    if num_rows and counts.item(counts.argmin()) < 1:
-        raise StepResultError(f"lengths has {counts.min()}; every request gets a token in at least 1 step")
-    return counts, tokens, last
+    first = counts.item(counts.argmin()) if num_rows else 1
+    if first < 1:
+        raise StepResultError(f"lengths has {first}; every request gets a token in at least 1 step")
+    return counts, tokens, last, first
