@@ -391,7 +391,6 @@ class Replica:
         usages = {each.num_steps: each.kv_cache_usage for each in finishes}
         opened, alone = 0, None
         if opening is not None:
-            self._note_admitted(opening)
             opened = 1
             if num_steps == 1:
                 alone = opening.num_rows, opening.num_tokens, usages[1]
@@ -467,13 +466,13 @@ class Replica:
         return times[: done + 1], ends
 
     def _place_opened(self, opening: Opening) -> None:
-        """Note what is known of the requests that the opening will admit, by the rows that they will get."""
-        for row, request in zip(opening.rows[opening.num_continued :].tolist(), opening.admitted, strict=True):
-            self._place(row, self._known[request])
-
-    def _note_admitted(self, opening: Opening) -> None:
-        for request, grant in zip(opening.admitted, opening.grants, strict=True):
-            self._timings.admitted(self._known[request].number, self.now, grant.num_cached_tokens)
+        """Note what is known of the requests that the opening admits, by the rows that they get. If it is not done, the
+        next step admits the same."""
+        rows, num_continued = opening.rows, opening.num_continued
+        for index, request in enumerate(opening.admitted):
+            known = self._known[request]
+            self._place(rows.item(num_continued + index), known)
+            self._timings.admitted(known.number, self.now, opening.grants[index].num_cached_tokens)
 
     def _place_admitted(self, output: SchedulerOutput) -> None:
         """Note what is known of the requests that got a row."""

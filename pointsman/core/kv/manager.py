@@ -239,14 +239,9 @@ class KVCacheManager(KVCache):
         num_tokens: Int64Array,
         lengths: Int64Array | int,
         num_steps: int,
-        placed: Sequence[Int64Array] = (),
     ) -> Callable[[int], None]:
         """As `grow_for_steps`, where row i, which has `num_tokens[i]` and lacks the last of them, decodes in the first
         `lengths[i]` of the steps, and blocks are released between them.
-
-        Args:
-            placed: further places in the flat block table, whose blocks are allocated in the first step, after those of
-                the rows.
 
         Returns:
             What allocates the blocks of all steps before a given one; to be called with rising numbers.
@@ -255,7 +250,7 @@ class KVCacheManager(KVCache):
         room = slots - num_tokens
         room += ONE
         lacking = (room < lengths).nonzero()[0]
-        if not len(lacking) and not placed:
+        if not len(lacking):
             return _grown
         steps, short_rows, slots = room[lacking], rows[lacking], slots[lacking]
         if num_steps <= self.block_size:  # a block for each
@@ -267,16 +262,13 @@ class KVCacheManager(KVCache):
             short = (lengths if isinstance(lengths, int) else lengths[lacking]) - steps
             _, places, steps = self._places_in_order(batch, rows, lacking, slots, steps, short)
         numbers, done = steps.tolist(), 0
-        if placed:
-            at = bisect_left(numbers, 1)
-            places = np.concatenate([places[:at], *placed, places[at:]])
-            numbers[at:at] = [0] * (len(places) - len(numbers))
 
         def grow(before: int) -> None:
             nonlocal done
             end = bisect_left(numbers, before, done)
             if end > done:
-                batch.flat_table[places[done:end]] = self.take(end - done)
+                # A scatter that converts takes longer.
+                batch.flat_table[places[done:end]] = self.take(end - done).astype(INT32)
                 done = end
 
         return grow

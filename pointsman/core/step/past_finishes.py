@@ -248,21 +248,14 @@ class PastFinishes:
         # A row of an opening has computed its last known token as one that decodes has.
         before = batch.num_tokens[rows] if opening is None else opening.num_known_tokens
         lengths = np.minimum(counts, num_steps) if first < num_steps else num_steps
-        num_taken = 0  # by the opening, and not allocated yet
-        if opening is None:
-            grow = kv.grow_in_turn(batch, rows, before, lengths, num_steps)
-        elif kv.prefix is None:
-            num_taken = opening.num_grown + opening.num_blocks
-            grow = kv.grow_in_turn(batch, rows, before, lengths, num_steps, self._openings.places(opening))
-        else:  # what is found in the cache, and what is published, depends on the order
-            grow = kv.grow_in_turn(batch, rows, before, lengths, num_steps)
+        grow = kv.grow_in_turn(batch, rows, before, lengths, num_steps)
+        if opening is not None:
             grow(1)
             self._openings.fill(opening, float(times[0]))
-        if opening is not None:
             if opening.is_budget_spent:
                 self._openings.keep_output(opening, first_step_id)
             if not ends.by_step or ends.by_step[0][0] > 1:
-                finishes.append(Finishes(1, (), kv.pool.usage_after(num_taken)))
+                finishes.append(Finishes(1, (), kv.pool.usage))
         after = before + lengths
         batch.num_computed_tokens[rows] = after - ONE
         batch.repeat(requests, rows, tokens, new_tokens, before, after, num_steps, ends.last_tokens)
