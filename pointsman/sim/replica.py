@@ -388,7 +388,10 @@ class Replica:
         end = times.item(num_steps)
         if num_steps > 1 or opening is None:
             self._decode_seconds = max(end - times.item(num_steps - 1), LEAST_SECONDS)
-        usages = {each.num_steps: each.kv_cache_usage for each in finishes}
+        usages, finished = dict[int, float](), list[Request]()
+        for step, requests, usage in finishes:
+            usages[step] = usage
+            finished += requests
         opened, alone = 0, None
         if opening is not None:
             opened = 1
@@ -411,7 +414,7 @@ class Replica:
             if stop == num_steps:
                 break
             left = numbers[lengths > stop]
-        return _Done(end, self._finished([request for each in finishes for request in each.requests]), alone)
+        return _Done(end, self._finished(finished), alone)
 
     def _times(
         self,

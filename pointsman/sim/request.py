@@ -39,9 +39,9 @@ class Turn:
     num_output_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SimRequest:
-    """A request that the simulator sends. Lengths are tokens."""
+    """A request that the simulator sends; nothing changes it. Lengths are tokens."""
 
     request_id: str
     num_prompt_tokens: int

@@ -124,8 +124,10 @@ class KVCacheManager(KVCache):
         state, size = request._state, self.block_size
         if state.holding is not None:
             return Match(state.holding.blocks, state.prefix_node, len(state.holding.blocks) * size)
+        if self.prefix is None:
+            return _NO_MATCH
         root = Root.of(request)
-        if self.prefix is None or not request.use_prefix_cache:
+        if not request.use_prefix_cache:
             return Match(NO_BLOCKS, root, 0)
         if state.encoder_inputs and self._marks.key(request):
             self.reset()  # earlier marks are invalid
@@ -517,6 +519,10 @@ class KVCacheManager(KVCache):
             return ()
         saves, self.saves = self.saves, []
         return tuple(saves)
+
+
+_NO_MATCH = Match(NO_BLOCKS, Root(), 0)
+"""Where nothing is cached, so that it is not read what is."""
 
 
 def _grown(before: int) -> None:

@@ -73,6 +73,8 @@ class FirstComeFirstServed(Policy):
             insort(first, entry)
             if len(first) > MAX_SORTED:
                 self._unsort(MAX_SORTED // 2)
+        elif not self._heap and len(first) < MAX_SORTED:
+            first.append(entry)
         else:
             heapq.heappush(self._heap, entry)
         self._length += 1

@@ -419,17 +419,23 @@ class Request(Sealed, _Asked):
     ) -> Self:
         # What is given in the usual type, and in range, is not handed to its check: a simulator makes many requests.
         checks = _Checks(request_id)
+        is_usual = (
+            type(max_tokens) is type(min_tokens) is type(priority) is int
+            and 0 <= max_tokens <= MAX_INT
+            and 0 <= min_tokens <= MAX_INT
+            and 0 <= priority <= MAX_INT
+        )
         asked: Any = _Asked()
         asked._state = state = RequestState(request_id, prompt_token_ids)
         asked.request_id = request_id
-        is_usual = type(arrival_time) is float and isfinite(arrival_time)
-        asked.arrival_time = arrival_time if is_usual else checks.seconds(arrival_time)
-        state.max_tokens = max_tokens if _is_count(max_tokens) else checks.integer("max_tokens", max_tokens, 0)
+        is_finite = type(arrival_time) is float and isfinite(arrival_time)
+        asked.arrival_time = arrival_time if is_finite else checks.seconds(arrival_time)
+        state.max_tokens = max_tokens if is_usual else checks.integer("max_tokens", max_tokens, 0)
         asked.max_total_tokens = None
         if max_total_tokens is not None:
             asked.max_total_tokens = checks.integer("max_total_tokens", max_total_tokens, 1)
-        asked.min_tokens = min_tokens if _is_count(min_tokens) else checks.integer("min_tokens", min_tokens, 0)
-        state.priority = priority if _is_count(priority) else checks.priority(priority)
+        asked.min_tokens = min_tokens if is_usual else checks.integer("min_tokens", min_tokens, 0)
+        state.priority = priority if is_usual else checks.priority(priority)
         asked.eos_token_ids = checks.token_ids(eos_token_ids) if len(eos_token_ids) else ()
         asked.ignore_eos = ignore_eos
         asked.stop_token_ids = checks.token_ids(stop_token_ids) if stop_token_ids else ()

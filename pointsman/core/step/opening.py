@@ -173,8 +173,8 @@ class Openings:
             or len(self._events.admitted) > 1  # than the statistics
         ):
             return None
-        pool, budget = kv.pool, admission.budget.full
-        rows = members.rows
+        pool, budget, size = kv.pool, admission.budget.full, kv.block_size
+        num_free, rows = pool.num_free, members.rows
         num_lacking = num_blocks = context = attended = num_tokens = num_samples = 0
         chunk = None
         if num_prefilling:
@@ -194,9 +194,9 @@ class Openings:
             num_known_tokens += ONE
         if chunk is not None:
             start, end, num_blocks, is_last = chunk
-            size = end - start
-            num_tokens, context, budget = num_tokens + size, context + end, budget - size
-            attended += size * start + size * (size + 1) // 2
+            count = end - start
+            num_tokens, context, budget = num_tokens + count, context + end, budget - count
+            attended += count * start + count * (count + 1) // 2
             if is_last:
                 known_tokens.append(end)
         grants: list[Grant] = []
@@ -204,7 +204,7 @@ class Openings:
         is_budget_spent = False
         if num_queued:
             publishers = [] if chunk is None else [members.requests[-1]]
-            seats = admission.max_num_active_seqs - num_rows
+            seats, reserves = admission.max_num_active_seqs - num_rows, self._reserves
             for request in [queue.peek()] if num_queued == 1 else queue.first(MOST_ADMITTED + 1):
                 if seats <= 0:
                     return None
@@ -224,34 +224,34 @@ class Openings:
                     return None
                 match = kv.look_up(request)
                 start, known, taken = match.num_tokens, state.num_tokens, num_lacking + num_blocks
-                shared = 0
+                shared = 0  # of the blocks that it found, those that others hold too
                 if start:
                     shared = pool.num_in_use(match.blocks)
                     if shared < len(match.blocks) and taken > pool.num_blank:
                         return None  # what it found may be evicted
                 if publishers and kv.prefix is not None and self._may_find_more(kv, request, start, publishers):
                     return None
-                size = min(known - start, budget)
-                end = start + size
-                first, full = kv.blocks_for(end) - shared, kv.blocks_for(known) - shared
-                num_running = num_rows + len(admitted)
-                demand = Demand(first, full, 0, num_running > 0, num_queued - len(admitted))
-                required = first
-                for reserve in self._reserves:
-                    required += reserve.blocks(request, demand, self._view)
-                if taken + required > pool.num_free:
+                end = known if known - start <= budget else start + budget
+                count = end - start
+                required = first = -(-end // size) - shared
+                if reserves:
+                    full, num_others = -(-known // size) - shared, len(admitted)
+                    demand = Demand(first, full, 0, num_rows + num_others > 0, num_queued - num_others)
+                    for reserve in reserves:
+                        required += reserve.blocks(request, demand, self._view)
+                if taken + required > num_free:
                     return None
                 num_blocks += first
-                num_tokens, context, budget, seats = num_tokens + size, context + end, budget - size, seats - 1
-                attended += size * start + size * (size + 1) // 2
+                num_tokens, context, budget, seats = num_tokens + count, context + end, budget - count, seats - 1
+                attended += count * start + count * (count + 1) // 2
                 if end == known:
                     known_tokens.append(end)
-                grants.append(Grant(match, size, start, size))
+                grants.append(Grant(match, count, start, count))
                 admitted.append(request)
                 publishers.append(request)
             if not is_budget_spent and len(admitted) < num_queued:
                 return None
-        if num_lacking + num_blocks > pool.num_free:
+        if num_lacking + num_blocks > num_free:
             return None
         rows = members.rows
         if admitted:
@@ -260,11 +260,11 @@ class Openings:
                 return None
             rows = _joined(rows, free_rows)
             set_writeable(rows, False)
+            num_rows += len(admitted)
         if known_tokens:
             num_known_tokens = _joined(num_known_tokens, known_tokens)
             num_samples += len(known_tokens)
         set_writeable(num_known_tokens, False)
-        num_rows += len(admitted)
         return Opening(
             num_tokens,
             num_rows,
@@ -333,20 +333,21 @@ class Openings:
         assert kv is not None
         table.now = now
         size, members = kv.block_size, batch.members
-        chunk = opening.chunk
+        chunk, admitted = opening.chunk, opening.admitted
         if chunk is not None:
             row = members.rows.item(-1)
             batch.num_slots[row] += chunk.num_blocks * size
             batch.num_computed_tokens[row] = chunk.end
             if chunk.is_last:
                 batch.clear_flags(row, PREFILLING)
-        for request, grant in zip(opening.admitted, opening.grants, strict=True):
+        for index, grant in enumerate(opening.grants):
+            end = grant.end
             table.queue.pop()
-            row = table.admit(request, grant, kv.blocks_for(grant.end) * size)
-            if grant.end < request._state.num_tokens:
+            row = table.admit(admitted[index], grant, -(-end // size) * size)
+            if end < admitted[index]._state.num_admitted_tokens:
                 batch.set_prefilling(row)
-        if opening.admitted:
-            batch.members = Members(batch, opening.rows, members.requests + opening.admitted)
+        if admitted:
+            batch.members = Members(batch, opening.rows, members.requests + admitted)
 
     def fill(self, opening: Opening, now: float) -> None:
         """Allocate the blocks of the chunk and of the admitted requests, and publish their prompts, in turn."""

@@ -295,9 +295,10 @@ def _checked(
     """
     counts = flat_integers("lengths", lengths, StepResultError)
     tokens, last = token_array("token_ids", token_ids), int32_array("last_token_ids", last_token_ids)
-    for name, values in (("lengths", counts), ("token_ids", tokens), ("last_token_ids", last)):
-        if values.shape != (num_rows,):
-            raise StepResultError(f"{name} has shape {values.shape}; give one for each of {num_rows} request(s)")
+    if not counts.shape == tokens.shape == last.shape == (num_rows,):
+        for name, values in (("lengths", counts), ("token_ids", tokens), ("last_token_ids", last)):
+            if values.shape != (num_rows,):
+                raise StepResultError(f"{name} has shape {values.shape}; give one for each of {num_rows} request(s)")
     first = counts.item(counts.argmin()) if num_rows else 1
     if first < 1:
         raise StepResultError(f"lengths has {first}; every request gets a token in at least 1 step")
