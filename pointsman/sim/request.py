@@ -15,6 +15,7 @@ import math
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
+from struct import pack
 
 import numpy as np
 import numpy.typing as npt
@@ -123,12 +124,12 @@ def _token(token: int) -> bytes:
 
 def _own_text(index: int, length: int, vocab_size: int, seed: int) -> bytes:
     """Text of one request: the digits of an odd number, and one of them repeated."""
-    key = 2 * index + 1
-    digits: list[bytes] = []
+    key, digits = 2 * index + 1, list[int]()
     for _ in range(min(_num_digits(vocab_size), length)):
-        digits.append(_token((key + seed) % vocab_size))
+        digits.append((key + seed) % vocab_size)
         key //= vocab_size
-    return b"".join(digits) + digits[0] * (length - len(digits)) if digits else b""
+    text = pack(f"{len(digits)}i", *digits)
+    return text + text[:4] * (length - len(digits))
 
 
 def _shared_text(request: SimRequest, vocab_size: int, seed: int) -> bytes:

@@ -353,16 +353,18 @@ class Openings:
         """Allocate the blocks of the chunk and of the admitted requests, and publish their prompts, in turn."""
         batch, kv = self._batch, self._kv
         assert kv is not None
-        chunk, num_old = opening.chunk, opening.num_continued
+        chunk, num_old, publishes = opening.chunk, opening.num_continued, kv.prefix is not None
         if chunk is not None:
             end = kv.blocks_for(chunk.end)
             row, new = opening.rows.item(num_old - 1), slice(end - chunk.num_blocks, end)
             batch.block_table[row, new] = kv.take(chunk.num_blocks)
-            kv.publish_prompt(batch, batch.members.requests[num_old - 1])
+            if publishes:
+                kv.publish_prompt(batch, batch.members.requests[num_old - 1])
         for index, request in enumerate(opening.admitted):
             grant = opening.grants[index]
             kv.place(batch, opening.rows.item(num_old + index), kv.admit(request, grant.match, grant.end, now))
-            kv.publish_prompt(batch, request)
+            if publishes:
+                kv.publish_prompt(batch, request)
         if kv.unpublished:
             kv.publish_deferred(batch)
 
