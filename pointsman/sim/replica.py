@@ -37,6 +37,7 @@ from pointsman.core import (
     SchedulerOutput,
     StepResult,
 )
+from pointsman.core.state.sealed import new_tuple
 from pointsman.sim.host_memory import HostMemory, HostTier, check_host_memory
 from pointsman.sim.outcome import Event, Timeline, Timings
 from pointsman.sim.request import EOS_TOKEN, VOCAB_SIZE, SimRequest, blank_prompt, filler_token, prompt_tokens
@@ -193,7 +194,7 @@ class Replica:
             retention=request.retention,
         )
         num_tokens = length + max(1, request.num_output_tokens)
-        self._known[made] = _Known(number, num_tokens, filler_token(request.index))
+        self._known[made] = new_tuple(_Known, (number, num_tokens, filler_token(request.index)))
         planned = self._planned
         if planned is None:
             self.now = max(self.now, now)
@@ -364,7 +365,7 @@ class Replica:
         scheduler = self.scheduler
         opening = scheduler.opening()
         if opening is not None:
-            seconds = self._step_time.of_step(StepLoad._make(opening[:5]))
+            seconds = self._step_time.of_step(new_tuple(StepLoad, opening[:5]))
             self._place_opened(opening)
             rows, known = opening.rows[: opening.num_samples], opening.num_known_tokens
             context = opening.num_context_tokens
@@ -398,8 +399,8 @@ class Replica:
             if num_steps == 1:
                 alone = opening.num_rows, opening.num_tokens, usages[1]
             else:
-                event = Event(times.item(1), 1, opening.num_rows, opening.num_tokens, 0, usages[1])
-                self._events.append(event)
+                event = (times.item(1), 1, opening.num_rows, opening.num_tokens, 0, usages[1])
+                self._events.append(new_tuple(Event, event))
         numbers = left = self._number[rows]
         begin = 0
         for stretch_end in stretches:
@@ -409,12 +410,12 @@ class Replica:
             size, count = stop - max(begin, opened), len(left)
             if size:
                 usage = usages.get(stop, scheduler.kv_cache_usage)
-                self._events.append(Event(times.item(stop), size, count, size * count, 0, usage))
+                self._events.append(new_tuple(Event, (times.item(stop), size, count, size * count, 0, usage)))
             begin = stop
             if stop == num_steps:
                 break
             left = numbers[lengths > stop]
-        return _Done(end, self._finished(finished), alone)
+        return new_tuple(_Done, (end, self._finished(finished), alone))
 
     def _times(
         self,

@@ -76,7 +76,7 @@ def what_is_published_in_the_step_is_forgotten(patch: pytest.MonkeyPatch) -> Non
 
 def requests_finish_in_another_order(patch: pytest.MonkeyPatch) -> None:
     release = find("RequestTable.release_in_turn")
-    replace(patch, "RequestTable.release_in_turn", lambda table, ends: release(table, ends[::-1]))
+    replace(patch, "RequestTable.release_in_turn", lambda table, requests: release(table, requests[::-1]))
 
 
 def spent_budget_is_not_noted(patch: pytest.MonkeyPatch) -> None:

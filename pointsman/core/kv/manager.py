@@ -28,6 +28,7 @@ from pointsman.core.state.interfaces import Eviction
 from pointsman.core.state.numbers import INT32, INT64, ONE
 from pointsman.core.state.output import Save
 from pointsman.core.state.request import Request
+from pointsman.core.state.sealed import new_tuple
 from pointsman.core.state.tokens import NO_TOKENS
 
 Int32Array = npt.NDArray[np.int32]
@@ -136,7 +137,7 @@ class KVCacheManager(KVCache):
             return Match(NO_BLOCKS, root, 0)
         token_bytes = state.known_bytes() if max_blocks * size > state.num_prompt_tokens else state.prompt_bytes
         blocks, node = self.prefix.look_up(root, token_bytes, max_blocks)
-        return Match(blocks, node, len(blocks) * size)
+        return new_tuple(Match, (blocks, node, len(blocks) * size))
 
     def num_blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -229,10 +230,11 @@ class KVCacheManager(KVCache):
         if len(lacking) == 1:
             return self._grow_one_row(batch, rows, lacking, num_steps - room.item(lacking.item(0)))
         steps = room[lacking]
-        owners, places, steps = self._places_in_order(batch, rows, lacking, slots[lacking], steps, num_steps - steps)
-        blocks = self.take(len(owners))
+        short = num_steps - steps
+        counts, order, places, steps = self._places_in_order(batch, rows[lacking], slots[lacking], steps, short)
+        blocks = self.take(len(order)).astype(INT32)
         batch.flat_table[places] = blocks
-        return blocks.astype(INT32), owners, steps
+        return blocks, lacking.repeat(counts)[order], steps
 
     def grow_in_turn(
         self,
@@ -262,7 +264,7 @@ class KVCacheManager(KVCache):
             places, steps = places[order], steps[order]
         else:
             short = (lengths if isinstance(lengths, int) else lengths[lacking]) - steps
-            _, places, steps = self._places_in_order(batch, rows, lacking, slots, steps, short)
+            _, _, places, steps = self._places_in_order(batch, short_rows, slots, steps, short)
         numbers, done = steps.tolist(), 0
 
         def grow(before: int) -> None:
@@ -276,34 +278,30 @@ class KVCacheManager(KVCache):
         return grow
 
     def _places_in_order(
-        self,
-        batch: Batch,
-        rows: Int64Array,
-        lacking: Int64Array,
-        slots: Int64Array,
-        steps: Int64Array,
-        short: Int64Array,
-    ) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Of the blocks that rows lack, in the order of steps, and of rows within one: the index of the row in `rows`,
-        the place in the flat block table, and the step.
+        self, batch: Batch, rows: Int64Array, slots: Int64Array, steps: Int64Array, short: Int64Array
+    ) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
+        """Give rows slots for the blocks that they lack.
 
         Args:
-            lacking: [m] the indices in `rows` of rows that lack blocks; each of the next arguments is of these.
-            slots: tokens that their blocks hold.
-            steps: in which each lacks its first block.
-            short: for how many steps it lacks blocks from then on.
+            rows: [m] which lack blocks.
+            slots: [m] tokens that their blocks hold.
+            steps: [m] in which each lacks its first block.
+            short: [m] for how many steps it lacks blocks from then on.
+
+        Returns:
+            How many blocks each row lacks; and of these blocks, row after row, the order by step, and in that order
+            the place in the flat block table, and the step.
         """
         counts = (short + (self.block_size - 1)) // self._size
         total = int(counts.dot(batch.ones[: len(counts)]))  # in half the time of a sum
-        owners, short_rows = lacking, rows[lacking]
-        places = batch.table_starts[short_rows] + slots // self._size
-        batch.num_slots[short_rows] = slots + counts * self._size
-        if total > len(lacking):
+        places = batch.table_starts[rows] + slots // self._size
+        batch.num_slots[rows] = slots + counts * self._size
+        if total > len(rows):
             within = np.arange(total) - (counts.cumsum() - counts).repeat(counts)
-            owners, places, steps = (each.repeat(counts) for each in (owners, places, steps))
-            places, steps = places + within, steps + within * self._size
+            places = places.repeat(counts) + within
+            steps = steps.repeat(counts) + within * self._size
         order = steps.argsort(kind="stable")
-        return owners[order], places[order], steps[order]
+        return counts, order, places[order], steps[order]
 
     def _grow_one_row(
         self, batch: Batch, rows: Int64Array, lacking: Int64Array, num_short: int
@@ -480,7 +478,7 @@ class KVCacheManager(KVCache):
         blocks = table[first:end].astype(INT64, copy=False)
         spans = prefix.publish(state.prefix_node, token_bytes, first, blocks, request)
         run, start, length = spans[-1]
-        state.prefix_node = Place(run, start + length - 1)
+        state.prefix_node = new_tuple(Place, (run, start + length - 1))
         state.num_published_blocks = end
         self.pool.set_cached(blocks)
         if self.saves is not None:

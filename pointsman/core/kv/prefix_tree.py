@@ -40,6 +40,7 @@ from pointsman.core.state.numbers import ZERO
 
 if TYPE_CHECKING:
     from pointsman.core.state.request import Request
+from pointsman.core.state.sealed import new_tuple
 
 Int64Array = npt.NDArray[np.int64]
 _MAX_EVICTED = 4096  # blocks whose runs are shortened together, which bounds how long that takes
@@ -221,8 +222,10 @@ class PrefixCache:
             else:
                 self._add_duplicates(span, blocks[start - first : start - first + span.length])
             spans.append(span)
-            node = Place(span.run, span.first + span.length - 1)
-            start += span.length
+            run, begin, length = span
+            start += length
+            if start < end:
+                node = Place(run, begin + length - 1)
         self.num_publications += 1
         return spans
 
@@ -242,7 +245,7 @@ class PrefixCache:
         self._index_of[blocks] = self._counting[: run.length]
         if self.listener is not None:
             self.listener.added(run, request, start)
-        return Span(run, 0, run.length)
+        return new_tuple(Span, (run, 0, run.length))
 
     def _add_duplicates(self, span: Span, blocks: Int64Array) -> None:
         run, first, count = span

@@ -666,11 +666,6 @@ class Request(Sealed, _Asked):
         return self._state.output_since(start)
 
 
-def _is_count(value: object) -> bool:
-    """Whether the value is a Python int from 0 to `MAX_INT`."""
-    return type(value) is int and 0 <= value <= MAX_INT
-
-
 class _Checks:
     """Whether what is asked can ever run: every method returns the value, or raises RequestRefused."""
 
@@ -690,10 +685,10 @@ class _Checks:
 
     def token_ids(self, values: Sequence[int]) -> tuple[int, ...]:
         """EOS or stop tokens."""
-        usual = [token for token in values if _is_count(token)]
-        if len(usual) == len(values):
-            return tuple(usual)
-        return tuple([self.integer("an EOS or stop token id", token, 0) for token in values])
+        for token in values:
+            if type(token) is not int or not 0 <= token <= MAX_INT:
+                return tuple([self.integer("an EOS or stop token id", each, 0) for each in values])
+        return tuple(values)
 
     def priority(self, value: object) -> int:
         try:

@@ -10,6 +10,10 @@ from __future__ import annotations
 
 from typing import ClassVar, NoReturn
 
+new_tuple = tuple.__new__
+"""`new_tuple(Kind, (value, ...))` is a named tuple of all its fields, in their order, in less than half the time of
+`Kind(...)`: for those of which a step makes several."""
+
 
 class Sealed:
     """Refuses to assign and to delete attributes. It must be the first base of a class."""

@@ -42,6 +42,7 @@ from pointsman.core.state.batch import PREFILLING, Batch, Members
 from pointsman.core.state.events import Events
 from pointsman.core.state.numbers import INT64, ONE, set_writeable
 from pointsman.core.state.request import Request
+from pointsman.core.state.sealed import new_tuple
 from pointsman.core.step.admission import Admission
 from pointsman.core.step.emit import Emission
 from pointsman.core.step.in_flight import Grant, StepsInFlight
@@ -236,7 +237,8 @@ class Openings:
                 required = first = -(-end // size) - shared
                 if reserves:
                     full, num_others = -(-known // size) - shared, len(admitted)
-                    demand = Demand(first, full, 0, num_rows + num_others > 0, num_queued - num_others)
+                    others_run = num_rows + num_others > 0
+                    demand = new_tuple(Demand, (first, full, 0, others_run, num_queued - num_others))
                     for reserve in reserves:
                         required += reserve.blocks(request, demand, self._view)
                 if taken + required > num_free:
@@ -246,7 +248,7 @@ class Openings:
                 attended += count * start + count * (count + 1) // 2
                 if end == known:
                     known_tokens.append(end)
-                grants.append(Grant(match, count, start, count))
+                grants.append(new_tuple(Grant, (match, count, start, count, 0, 0, False)))
                 admitted.append(request)
                 publishers.append(request)
             if not is_budget_spent and len(admitted) < num_queued:
@@ -265,7 +267,7 @@ class Openings:
             num_known_tokens = _joined(num_known_tokens, known_tokens)
             num_samples += len(known_tokens)
         set_writeable(num_known_tokens, False)
-        return Opening(
+        values = (
             num_tokens,
             num_rows,
             context,
@@ -282,6 +284,7 @@ class Openings:
             num_blocks,
             self._seen(kv, step_id),
         )
+        return new_tuple(Opening, values)
 
     def _chunk(self, kv: KVCacheManager, row: int, budget: int) -> Chunk | None:
         """What a row computes of its prompt; None: it is no partial prefill, or there is no budget for it."""

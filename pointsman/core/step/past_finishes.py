@@ -29,6 +29,7 @@ from pointsman.core.state.events import Events
 from pointsman.core.state.numbers import ONE, flat_integers
 from pointsman.core.state.output import Integers
 from pointsman.core.state.request import Request
+from pointsman.core.state.sealed import new_tuple
 from pointsman.core.step.admission import Admission
 from pointsman.core.step.drafts import Drafts
 from pointsman.core.step.emit import Emission
@@ -209,7 +210,7 @@ class PastFinishes:
         """Returns the indices of those whose token is not the one that they got in the run before. Raises
         StepResultError: a token is none, or would stop its request in every step."""
         is_new = self._batch.recent_fill[rows[:num_old]] != tokens[:num_old]
-        new = is_new.nonzero()[0].tolist()
+        new: list[int] = is_new.nonzero()[0].tolist()
         new.extend(range(num_old, len(requests)))
         for index in new:
             if tokens.item(index) in requests[index].stop_set:
@@ -255,7 +256,7 @@ class PastFinishes:
             if opening.is_budget_spent:
                 self._openings.keep_output(opening, first_step_id)
             if not ends.by_step or ends.by_step[0][0] > 1:
-                finishes.append(Finishes(1, (), kv.pool.usage))
+                finishes.append(new_tuple(Finishes, (1, (), kv.pool.usage)))
         after = before + lengths
         batch.num_computed_tokens[rows] = after - ONE
         batch.repeat(requests, rows, tokens, new_tokens, before, after, num_steps, ends.last_tokens)
@@ -269,9 +270,10 @@ class PastFinishes:
                 table.take_reports()
                 over = []
             table.now = float(times[step])
-            table.release_in_turn(group)
+            finished = [end.request for end in group]
+            table.release_in_turn(finished)
             over += group
-            finishes.append(Finishes(step, tuple([end.request for end in group]), kv.pool.usage))
+            finishes.append(new_tuple(Finishes, (step, tuple(finished), kv.pool.usage)))
         if over:
             table.close(over)
         if not ends.by_step or ends.by_step[-1][0] < num_steps:

@@ -29,6 +29,7 @@ from pointsman.core.state.events import (
 from pointsman.core.state.interfaces import Order
 from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
+from pointsman.core.state.sealed import new_tuple
 from pointsman.core.state.status import FinishReason, ParkReason, PreemptionCause, RequestStatus
 from pointsman.core.step.in_flight import AdmittedRequest, Grant, StepRecord, StepsInFlight
 
@@ -209,7 +210,7 @@ class RequestTable:
         if self._events.admitted:
             looked_up = self._kv.caches and request.use_prefix_cache
             cached, external = grant.num_cached_tokens, grant.num_external_tokens
-            event = Admitted(request, resumed, cached, external, looked_up, self.now)
+            event = new_tuple(Admitted, (request, resumed, cached, external, looked_up, self.now))
             for method in self._events.admitted:
                 method(event)
         return row
@@ -311,10 +312,10 @@ class RequestTable:
             self.release_rows([end.request for end in running if end.reason is FinishReason.ERROR], publish=False)
         self._settle(ends)
 
-    def release_in_turn(self, ends: list[End]) -> None:
+    def release_in_turn(self, requests: list[Request]) -> None:
         """The first part of `finish`, for running requests that stop by themselves while no step is in flight: release
         their blocks. They keep their rows until `close`, so that several of these calls can share one of that."""
-        self._release_blocks([end.request for end in ends], True, is_finished=True)
+        self._release_blocks(requests, True, is_finished=True)
 
     def close(self, ends: list[End]) -> None:
         """The second part: release their rows, and finish them, in the order of `release_in_turn`."""

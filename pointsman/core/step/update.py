@@ -25,6 +25,7 @@ from pointsman.core.state.output import IntArray, SchedulerOutput, StepResult, U
 from pointsman.core.state.repetition import REPETITION_DETECTED
 from pointsman.core.state.request import Request
 from pointsman.core.state.runs import Runs
+from pointsman.core.state.sealed import new_tuple
 from pointsman.core.state.status import FinishReason
 from pointsman.core.step.in_flight import StepRecord, StepsInFlight
 from pointsman.core.step.prompt_parts import PromptParts
@@ -44,7 +45,7 @@ def stop_condition(request: Request, num_tokens: int, token_id: int) -> End | No
     pattern_size = watch.observe(token_id) if watch is not None else None
     if token_id in request.stop_set and num_tokens - state.num_prompt_tokens >= request.min_tokens:
         is_eos = not request.ignore_eos and token_id in request.eos_token_ids
-        return End(request, FinishReason.STOP, "", None if is_eos else token_id)
+        return new_tuple(End, (request, FinishReason.STOP, "", None if is_eos else token_id))
     if num_tokens >= state.token_limit:
         return End(request, FinishReason.LENGTH, state.limit_detail)
     if pattern_size is not None and num_tokens - state.num_prompt_tokens >= request.min_tokens:
