@@ -405,9 +405,10 @@ class Replica:
         begin = 0
         for stretch_end in stretches:
             stop = min(stretch_end, num_steps)
-            if len(left):
+            count = len(left)
+            if count:
                 self._timings.tokens(left, times[begin : stop + 1])
-            size, count = stop - max(begin, opened), len(left)
+            size = stop - (begin if begin > opened else opened)
             if size:
                 usage = usages.get(stop, scheduler.kv_cache_usage)
                 self._events.append(new_tuple(Event, (times.item(stop), size, count, size * count, 0, usage)))

@@ -54,16 +54,10 @@ class Finishes(NamedTuple):
     """Share of the blocks that requests hold after it, 0 to 1."""
 
 
-class _Ends(NamedTuple):
-    """Who finishes in a run."""
-
-    by_step: list[tuple[int, list[End]]]
-    """(number of steps until then, who finishes in row order), in the order of steps."""
-    last_tokens: list[tuple[int, int]]
-    """(index, token): what stops them, where it is not what they sample in every step."""
-
-
-_NO_ENDS = _Ends([], [])
+_Ends = list[tuple[int, list[End]]]
+"""Who finishes in a run: (number of steps until then, who finishes in row order), in the order of steps."""
+_LastTokens = list[tuple[int, int]]
+"""(index, token): what stops them, where it is not what they sample in every step."""
 
 
 class PastFinishes:
@@ -113,11 +107,11 @@ class PastFinishes:
         new_tokens = self._check_tokens(requests, rows, tokens, num_old)
         limit = self._limit(num_steps, rows, counts, opening)
         if limit:
-            limit, ends = self._ends(requests, rows, tokens, last, counts, limit, first, num_old)
+            limit, ends, last_tokens = self._ends(requests, rows, tokens, last, counts, limit, first, num_old)
         if not limit:
             return 0, 0, []
         num_sampled, finishes = self._commit(
-            first_step_id, times, requests, rows, tokens, new_tokens, counts, limit, first, ends, opening
+            first_step_id, times, requests, rows, tokens, new_tokens, counts, limit, first, ends, last_tokens, opening
         )
         return limit, num_sampled, finishes
 
@@ -150,9 +144,9 @@ class PastFinishes:
         limit: int,
         first: int,
         num_old: int,
-    ) -> tuple[int, _Ends]:
+    ) -> tuple[int, _Ends, _LastTokens]:
         """How many of `limit` steps go by until a request ends sooner than after its length, by its token limit or as
-        it ends a part of its prompt; and who finishes in them.
+        it ends a part of its prompt; who finishes in them, and with which tokens.
 
         Raises:
             StepResultError: a last token does not stop its request.
@@ -161,16 +155,17 @@ class PastFinishes:
         if limited:
             limit = min(limited)[0]
         if first > limit and not limited:
-            return limit, _NO_ENDS
-        ending = [(counts.item(index), index) for index in (counts <= limit).nonzero()[0].tolist()]
-        if len(ending) == len(counts):
-            limit = max(ending)[0] if ending else 1
-        finishing = sorted(ending + [each for each in limited if each[0] == limit])
+            return limit, [], []
+        finishing = [(counts.item(index), index) for index in (counts <= limit).nonzero()[0].tolist()]
+        if len(finishing) == len(counts):
+            limit = max(finishing)[0] if finishing else 1
+        finishing += [each for each in limited if each[0] == limit]
+        finishing.sort()
         for step, index in finishing:
-            if requests[index]._state.more_input or requests[index]._state.parts:  # it does not finish
+            state = requests[index]._state
+            if state.more_input or state.parts:  # it does not finish
                 limit = min(limit, step - 1)
-        by_step: dict[int, list[End]] = {}
-        last_tokens = []
+        ends, last_tokens = _Ends(), _LastTokens()
         for step, index in finishing:
             if step > limit:
                 break
@@ -185,8 +180,11 @@ class PastFinishes:
                     f"token {token} does not stop request {request.request_id!r} after {step} step(s); lengths must be "
                     "greater than the number of steps for a request that goes on"
                 )
-            by_step.setdefault(step, []).append(end)
-        return limit, _Ends(list(by_step.items()), last_tokens)
+            if ends and ends[-1][0] == step:
+                ends[-1][1].append(end)
+            else:
+                ends.append((step, [end]))
+        return limit, ends, last_tokens
 
     def _limited(
         self, requests: tuple[Request, ...], rows: Int64Array, counts: Int64Array, limit: int, num_old: int
@@ -234,6 +232,7 @@ class PastFinishes:
         num_steps: int,
         first: int,
         ends: _Ends,
+        last_tokens: _LastTokens,
         opening: Opening | None,
     ) -> tuple[int, list[Finishes]]:
         """Returns the number of sampled tokens, and the finishes."""
@@ -255,15 +254,15 @@ class PastFinishes:
             self._openings.fill(opening, float(times[0]))
             if opening.is_budget_spent:
                 self._openings.keep_output(opening, first_step_id)
-            if not ends.by_step or ends.by_step[0][0] > 1:
+            if not ends or ends[0][0] > 1:
                 finishes.append(new_tuple(Finishes, (1, (), kv.pool.usage)))
         after = before + lengths
         batch.num_computed_tokens[rows] = after - ONE
-        batch.repeat(requests, rows, tokens, new_tokens, before, after, num_steps, ends.last_tokens)
+        batch.repeat(requests, rows, tokens, new_tokens, before, after, num_steps, last_tokens)
         self._drafts.last_updated_step = last_step_id
         table.take_reports()  # what the output of the first step would report
         over: list[End] = []
-        for step, group in ends.by_step:
+        for step, group in ends:
             grow(step)
             if over and step == num_steps:  # only those of the last step are yet to be reported
                 table.close(over)
@@ -276,7 +275,7 @@ class PastFinishes:
             finishes.append(new_tuple(Finishes, (step, tuple(finished), kv.pool.usage)))
         if over:
             table.close(over)
-        if not ends.by_step or ends.by_step[-1][0] < num_steps:
+        if not ends or ends[-1][0] < num_steps:
             table.take_reports()
             grow(num_steps)
         table.now = float(times[num_steps])
