@@ -241,11 +241,11 @@ class KVCacheManager(KVCache):
         batch: Batch,
         rows: Int64Array,
         num_tokens: Int64Array,
-        lengths: Int64Array | int,
+        lengths: Int64Array,
         num_steps: int,
     ) -> Callable[[int], None]:
         """As `grow_for_steps`, where row i, which has `num_tokens[i]` and lacks the last of them, decodes in the first
-        `lengths[i]` of the steps, and blocks are released between them.
+        `lengths[i]` of the steps, or all rows in the first `lengths`, and blocks are released between them.
 
         Returns:
             What allocates the blocks of all steps before a given one; to be called with rising numbers.
@@ -263,7 +263,7 @@ class KVCacheManager(KVCache):
             order = steps.argsort(kind="stable")
             places, steps = places[order], steps[order]
         else:
-            short = (lengths if isinstance(lengths, int) else lengths[lacking]) - steps
+            short = (lengths[lacking] if lengths.ndim else lengths) - steps
             _, _, places, steps = self._places_in_order(batch, short_rows, slots, steps, short)
         numbers, done = steps.tolist(), 0
 

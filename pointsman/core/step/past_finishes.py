@@ -247,7 +247,7 @@ class PastFinishes:
             self._openings.place(opening, float(times[0]))
         # A row of an opening has computed its last known token as one that decodes has.
         before = batch.num_tokens[rows] if opening is None else opening.num_known_tokens
-        lengths = np.minimum(counts, num_steps) if first < num_steps else num_steps
+        lengths = np.minimum(counts, num_steps) if first < num_steps else np.array(num_steps)
         grow = kv.grow_in_turn(batch, rows, before, lengths, num_steps)
         if opening is not None:
             grow(1)
@@ -283,7 +283,7 @@ class PastFinishes:
             self._admission.stand_still_for_budget(float(times[0]))
         else:
             self._admission.stand_still(None, float(times[num_steps - 1]), 0)
-        return len(rows) * num_steps if isinstance(lengths, int) else int(np.add.reduce(lengths)), finishes
+        return int(np.add.reduce(lengths)) if first < num_steps else len(rows) * num_steps, finishes
 
 
 def _checked(
