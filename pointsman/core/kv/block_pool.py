@@ -119,14 +119,16 @@ class BlockPool:
 
     def release(self, blocks: Int64Array) -> None:
         """Drop one reference from each block of a table (distinct ids, in table order)."""
+        if not len(blocks):
+            return
         left = self.num_references[blocks] - ONE
         self.num_references[blocks] = left
-        freed = blocks[::-1] if not np.count_nonzero(left) else blocks[left == ZERO][::-1]
-        is_cached = self.is_cached[freed]
-        num_cached = np.count_nonzero(is_cached)
+        freed = blocks[::-1] if not left.item(left.argmax()) else blocks[left == ZERO][::-1]
+        is_cached = self.is_cached[freed].tobytes()  # a count and a search cost less than in the array
+        num_cached = is_cached.count(1)
         num_blank = len(freed) - num_cached
         # The published blocks of a table are its first ones.
-        assert not num_cached or is_cached.argmax() == num_blank, "a table has a gap in what is cached"
+        assert not num_cached or is_cached.find(1) == num_blank, "a table has a gap in what is cached"
         if num_blank:
             self._push_blank(freed[:num_blank])
         if num_cached:

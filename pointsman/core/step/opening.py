@@ -187,7 +187,7 @@ class Openings:
         num_known_tokens = batch.zeros[:0]
         if len(rows):
             computed = batch.num_computed_tokens[rows]
-            num_lacking = int(np.count_nonzero(computed >= batch.num_slots[rows]))
+            num_lacking = (computed >= batch.num_slots[rows]).tobytes().count(1)
             num_tokens = num_samples = len(rows)
             context = attended = int(computed.dot(batch.ones[:num_tokens])) + num_tokens
             budget -= num_tokens
