@@ -285,9 +285,9 @@ class Replica:
     def _fill(self, times: FloatArray, done: int, end: int, num_rows: int, context: int) -> None:
         """Set the ends of the decodes after step `done` of a run up to step `end`. In the first step of the run these
         rows read `context` positions, or would have."""
-        part = times[done : end + 1]
-        part[1:] = self._step_time.of_decodes(num_rows, context + num_rows * done, end - done)
-        np.add.accumulate(part, out=part)
+        seconds = self._step_time.of_decodes(num_rows, context + num_rows * done, end - done)
+        seconds[0] += times[done]
+        np.add.accumulate(seconds, 0, None, times[done + 1 : end + 1])
 
     def _plan_ahead(self) -> _Step | None:
         """The oldest step in flight ends next; the one after it is scheduled as soon as the oldest begins."""

@@ -212,40 +212,38 @@ class PrefixCache:
         """
         spans: list[Span] = []
         start, end = first, first + len(blocks)
+        self.num_publications += 1
         while start < end:
             span = self._successors(node, token_bytes, start, end)
             if span is not None and self._evicted:
                 self._settle()
                 span = self._successors(node, token_bytes, start, end)
             if span is None:
-                span = self._add_run(node, token_bytes, start, end, blocks[start - first :], request)
-            else:
-                self._add_duplicates(span, blocks[start - first : start - first + span.length])
+                spans.append(self._add_run(node, token_bytes, start, end, blocks[start - first :], request))
+                break
+            self._add_duplicates(span, blocks[start - first : start - first + span.length])
             spans.append(span)
-            run, begin, length = span
-            start += length
-            if start < end:
-                node = Place(run, begin + length - 1)
-        self.num_publications += 1
+            node = Place(span.run, span.first + span.length - 1)
+            start += span.length
         return spans
 
     def _add_run(
         self, node: Node, token_bytes: bytes, start: int, end: int, blocks: Int64Array, request: Request
     ) -> Span:
-        size = self._block_bytes
-        run = Run(self._next_run_id, node, token_bytes[start * size : end * size], blocks)
-        self._next_run_id += 1
-        self._runs[run.run_id] = run
-        head = run.token_bytes[:size]
+        size, run_id, length = self._block_bytes, self._next_run_id, end - start
+        tokens = token_bytes[start * size : end * size]
+        self._runs[run_id] = run = Run(run_id, node, tokens, blocks)
+        self._next_run_id = run_id + 1
         if isinstance(node, Root):
-            self._roots[node, head] = run
+            self._roots[node, tokens[:size]] = run
         else:
-            node.run.children[node.at, head] = run
-        self._run_of[blocks] = run.run_id
-        self._index_of[blocks] = self._counting[: run.length]
+            parent, at = node
+            parent.children[at, tokens[:size]] = run
+        self._run_of[blocks] = run_id
+        self._index_of[blocks] = self._counting[:length]
         if self.listener is not None:
             self.listener.added(run, request, start)
-        return new_tuple(Span, (run, 0, run.length))
+        return new_tuple(Span, (run, 0, length))
 
     def _add_duplicates(self, span: Span, blocks: Int64Array) -> None:
         run, first, count = span

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import compress
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -77,11 +78,18 @@ _COLUMNS = (
     "recent_fill",
 )
 
+_GATHERED = frozenset({"token_limit", "eos_token_id", "_stop_tokens", "ones", "trues", "zeros"})
+
 
 class Members:
-    """The running rows at one moment, in admission order. Immutable: shared with the outputs."""
+    """The running rows at one moment, in admission order. Immutable: shared with the outputs.
+
+    What steps read that are scheduled is gathered when the first of them reads it. Columns that it is gathered from do
+    not change while a request has its row.
+    """
 
     __slots__ = (
+        "_batch",
         "_stop_tokens",
         "eos_token_id",
         "ones",
@@ -101,9 +109,7 @@ class Members:
         self.serials = batch.serial[rows]
         set_writeable(rows, False)
         set_writeable(self.serials, False)
-        self.token_limit = batch.token_limit[rows]
-        self.eos_token_id = batch.eos_token_id[rows]
-        self._stop_tokens: Int32Array | None = None
+        self._batch = batch
         self.span: slice | None = None
         """If these are all running rows: a slice of the columns that holds them, and others, which are free. None: they
         are too few, or too few of the slice."""
@@ -111,9 +117,18 @@ class Members:
             end = 1 + rows.item(rows.argmax())
             if end <= SPAN_PER_ROW * count:
                 self.span = slice(end)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _GATHERED:
+            raise AttributeError(f"Members has no attribute {name!r}")
+        batch, rows, count = self._batch, self.rows, len(self.requests)
+        self.token_limit = batch.token_limit[rows]
+        self.eos_token_id = batch.eos_token_id[rows]
+        self._stop_tokens: Int32Array | None = None
         self.ones = batch.ones[:count]
         self.trues = batch.trues[:count]
         self.zeros = batch.zeros[:count]
+        return getattr(self, name)
 
     def __len__(self) -> int:
         return len(self.requests)
