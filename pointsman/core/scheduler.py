@@ -394,8 +394,8 @@ class Scheduler:
             opening: is the first step. Rows are those that sample in it, running ones first, then admitted ones.
 
         Returns:
-            The number of steps that were done, and for each of them in which requests finished, and for an opening:
-            which finished, and how full the pool is then.
+            The number of steps that were done, and for each of them in which requests finished: which, and how full the
+            pool is then.
 
         Raises:
             StepOrderError: there is no step, or the opening is void. Nothing has changed.

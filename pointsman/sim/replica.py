@@ -395,11 +395,11 @@ class Replica:
             finished += requests
         opened, alone = 0, None
         if opening is not None:
-            opened = 1
+            opened, usage = 1, usages.get(1, opening.kv_cache_usage)
             if num_steps == 1:
-                alone = opening.num_rows, opening.num_tokens, usages[1]
+                alone = opening.num_rows, opening.num_tokens, usage
             else:
-                event = (times.item(1), 1, opening.num_rows, opening.num_tokens, 0, usages[1])
+                event = (times.item(1), 1, opening.num_rows, opening.num_tokens, 0, usage)
                 self._events.append(new_tuple(Event, event))
         numbers = left = self._number[rows]
         begin = 0

@@ -106,7 +106,7 @@ def blocks_of_later_steps_are_allocated_before_a_finish(patch: pytest.MonkeyPatc
 
     def early(kv: Any, *args: Any) -> Callable[[int], None]:
         grow = grow_in_turn(kv, *args)
-        return lambda before: grow(10**6)
+        return lambda before, more=0: grow(10**6, more)
 
     replace(patch, "KVCacheManager.grow_in_turn", early)
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +41,12 @@ Publication = tuple[Request, Int64Array, list[Span]]
 FINAL = -1  # of a block that no step in flight computes: a step before all others
 FEW_ROWS = 3  # for which a loop takes less time than NumPy
 NO_EPOCH = -1  # of a request whose prefix left the tree while it ran
+
+
+class Grow(Protocol):
+    """See `KVCacheManager.grow_in_turn`."""
+
+    def __call__(self, before: int, more: int = 0) -> Int64Array: ...
 
 
 class KVCacheManager(KVCache):
@@ -160,10 +167,15 @@ class KVCacheManager(KVCache):
             if self.shared is not None:
                 self.shared.append((request, len(cached)))
         new = self.take(num_new_blocks)
-        state.num_published_blocks = len(cached)
+        self.begin(request, match)
+        return np.concatenate([cached, new]) if len(cached) else new
+
+    def begin(self, request: Request, match: Match) -> None:
+        """Of `admit`, what is left for a request whose blocks are acquired: it publishes behind what it found."""
+        state = request._state
+        state.num_published_blocks = len(match.blocks)
         state.prefix_node = match.node
         state.prefix_epoch = self.prefix.epoch if self.prefix is not None else 0
-        return np.concatenate([cached, new]) if len(cached) else new
 
     def num_slots(self, request: Request, blocks: Int64Array) -> int:
         return len(blocks) * self.block_size
@@ -243,19 +255,21 @@ class KVCacheManager(KVCache):
         num_tokens: Int64Array,
         lengths: Int64Array,
         num_steps: int,
-    ) -> Callable[[int], None]:
+    ) -> Grow:
         """As `grow_for_steps`, where row i, which has `num_tokens[i]` and lacks the last of them, decodes in the first
         `lengths[i]` of the steps, or all rows in the first `lengths`, and blocks are released between them.
 
         Returns:
-            What allocates the blocks of all steps before a given one; to be called with rising numbers.
+            What allocates the blocks of all steps before a given one; to be called with rising numbers. The first call
+            may ask for so many more, for tables of the caller's, which are allocated after those of the first step and
+            returned.
         """
         slots = batch.num_slots[rows]
         room = slots - num_tokens
         room += ONE
         lacking = (room < lengths).nonzero()[0]
         if not len(lacking):
-            return _grown
+            return self._take_more
         steps, short_rows, slots = room[lacking], rows[lacking], slots[lacking]
         if num_steps <= self.block_size:  # a block for each
             places = batch.table_starts[short_rows] + slots // self._size
@@ -267,15 +281,26 @@ class KVCacheManager(KVCache):
             _, _, places, steps = self._places_in_order(batch, short_rows, slots, steps, short)
         numbers, done = steps.tolist(), 0
 
-        def grow(before: int) -> None:
+        def grow(before: int, more: int = 0) -> Int64Array:
             nonlocal done
             end = bisect_left(numbers, before, done)
-            if end > done:
-                # A scatter that converts takes longer.
-                batch.flat_table[places[done:end]] = self.take(end - done).astype(INT32)
-                done = end
+            count = end - done
+            if not count:
+                return self._take_more(before, more)
+            blocks = own = self.take(count + more)
+            if more:
+                at = bisect_left(numbers, 1, 0, end)
+                own = np.concatenate([blocks[:at], blocks[at + more :]]) if at else blocks[more:]
+                blocks = blocks[at : at + more]
+            batch.flat_table[places[done:end]] = own.astype(INT32)  # a scatter that converts takes longer
+            done = end
+            return blocks
 
         return grow
+
+    def _take_more(self, before: int, more: int = 0) -> Int64Array:
+        """`Grow` of rows that lack no block."""
+        return self.take(more) if more else NO_BLOCKS
 
     def _places_in_order(
         self, batch: Batch, rows: Int64Array, slots: Int64Array, steps: Int64Array, short: Int64Array
@@ -521,10 +546,6 @@ class KVCacheManager(KVCache):
 
 _NO_MATCH = Match(NO_BLOCKS, Root(), 0)
 """Where nothing is cached, so that it is not read what is."""
-
-
-def _grown(before: int) -> None:
-    """No row lacks a block."""
 
 
 def _nodes(blocks: Int64Array, spans: list[Span]) -> list[tuple[int, Place]]:

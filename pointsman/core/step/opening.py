@@ -33,6 +33,7 @@ import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import StepOrderError
+from pointsman.core.kv.block_pool import BlockPool
 from pointsman.core.kv.cache import KVCache
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.policy.fcfs import FirstComeFirstServed
@@ -98,6 +99,8 @@ class Opening(NamedTuple):
     """[num_samples] known tokens of the rows that sample."""
     num_blocks: int
     """Free blocks that admitted requests and the chunk take."""
+    kv_cache_usage: float
+    """Share of the blocks that requests hold after it, 0 to 1, if none finishes in it."""
     seen: tuple[Any, ...]
     """The state in which this is so."""
 
@@ -228,6 +231,8 @@ class Openings:
                 shared = 0  # of the blocks that it found, those that others hold too
                 if start:
                     shared = pool.num_in_use(match.blocks)
+                    if grants and shared < len(match.blocks):
+                        shared += _num_found_again(pool, match.blocks, grants)
                     if shared < len(match.blocks) and taken > pool.num_blank:
                         return None  # what it found may be evicted
                 if publishers and kv.prefix is not None and self._may_find_more(kv, request, start, publishers):
@@ -282,6 +287,7 @@ class Openings:
             rows,
             num_known_tokens,
             num_blocks,
+            1.0 - (num_free - num_lacking - num_blocks) / pool.num_usable,
             self._seen(kv, step_id),
         )
         return new_tuple(Opening, values)
@@ -352,20 +358,40 @@ class Openings:
         if admitted:
             batch.members = Members(batch, opening.rows, members.requests + admitted)
 
-    def fill(self, opening: Opening, now: float) -> None:
-        """Allocate the blocks of the chunk and of the admitted requests, and publish their prompts, in turn."""
-        batch, kv = self._batch, self._kv
+    def takes_at_once(self, opening: Opening) -> bool:
+        """Whether its blocks may be taken together with those of later steps: nothing is published between, or what is
+        has nothing to do with what these evict."""
+        kv, grants = self._kv, opening.grants
+        if kv is None or kv.prefix is None:
+            return True
+        if kv.prefix.listener is not None or opening.chunk is not None or len(grants) > 1:
+            return False
+        # If its first block was looked up and not found, the whole prompt becomes a run of its own.
+        return not grants[0].num_cached_tokens and opening.admitted[0]._state.num_admitted_tokens > kv.block_size
+
+    def fill(self, opening: Opening, now: float, blocks: Int64Array | None) -> None:
+        """Give the chunk and the admitted requests their blocks, and publish their prompts, in turn. `blocks` are
+        taken already, for all of them; None: each takes its own."""
+        batch, kv, rows = self._batch, self._kv, opening.rows
         assert kv is not None
         chunk, num_old, publishes = opening.chunk, opening.num_continued, kv.prefix is not None
+        at = 0
         if chunk is not None:
-            end = kv.blocks_for(chunk.end)
-            row, new = opening.rows.item(num_old - 1), slice(end - chunk.num_blocks, end)
-            batch.block_table[row, new] = kv.take(chunk.num_blocks)
+            end, at = kv.blocks_for(chunk.end), chunk.num_blocks
+            taken = kv.take(at) if blocks is None else blocks[:at]
+            batch.block_table[rows.item(num_old - 1), end - at : end] = taken
             if publishes:
                 kv.publish_prompt(batch, batch.members.requests[num_old - 1])
         for index, request in enumerate(opening.admitted):
-            grant = opening.grants[index]
-            kv.place(batch, opening.rows.item(num_old + index), kv.admit(request, grant.match, grant.end, now))
+            grant, row = opening.grants[index], rows.item(num_old + index)
+            if blocks is None:
+                kv.place(batch, row, kv.admit(request, grant.match, grant.end, now))
+            else:
+                end = kv.blocks_for(grant.end)
+                batch.block_table[row, :end] = blocks[at : at + end]
+                at += end
+                if publishes:
+                    kv.begin(request, grant.match)
             if publishes:
                 kv.publish_prompt(batch, request)
         if kv.unpublished:
@@ -381,6 +407,12 @@ class Openings:
         computed[num_old:] = [grant.num_cached_tokens for grant in opening.grants]
         num_tokens[num_old:] = [grant.num_tokens for grant in opening.grants]
         self._emission.keep_opening(step_id, num_old, computed, num_tokens)
+
+
+def _num_found_again(pool: BlockPool, blocks: Int64Array, grants: list[Grant]) -> int:
+    """How many of these blocks nobody holds, but the requests that get `grants` before will."""
+    before = np.concatenate([grant.match.blocks for grant in grants])
+    return int(np.count_nonzero(np.isin(blocks, before) & (pool.num_references[blocks] == 0)))
 
 
 def _joined(array: Int64Array, more: list[int]) -> Int64Array:

@@ -250,12 +250,12 @@ class PastFinishes:
         lengths = np.minimum(counts, num_steps) if first < num_steps else np.array(num_steps)
         grow = kv.grow_in_turn(batch, rows, before, lengths, num_steps)
         if opening is not None:
-            grow(1)
-            self._openings.fill(opening, float(times[0]))
+            at_once = self._openings.takes_at_once(opening)
+            until = (ends[0][0] if ends else num_steps) if at_once else 1
+            blocks = grow(until, opening.num_blocks if at_once else 0)
+            self._openings.fill(opening, float(times[0]), blocks if at_once else None)
             if opening.is_budget_spent:
                 self._openings.keep_output(opening, first_step_id)
-            if not ends or ends[0][0] > 1:
-                finishes.append(new_tuple(Finishes, (1, (), kv.pool.usage)))
         after = before + lengths
         batch.num_computed_tokens[rows] = after - ONE
         batch.repeat(requests, rows, tokens, new_tokens, before, after, num_steps, last_tokens)
