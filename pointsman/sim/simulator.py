@@ -147,8 +147,8 @@ class Simulation:
         only = replicas[0] if len(replicas) == 1 else None
         if only is not None:  # no routing asks what is unfinished, and nothing arrives because of a finish
             only.passes_finishes = isinstance(self._workload, OpenLoop) and until == math.inf
+        arrival = self._next_arrival()
         while True:
-            arrival = self._next_arrival()
             first: Replica | None
             if only is not None:
                 end = only.plan(arrival)
@@ -159,15 +159,22 @@ class Simulation:
                 if arrival > until or arrival == math.inf:
                     return
                 self._arrive(arrival)
+                arrival = self._next_arrival()
                 continue
             if end > until:
                 return
             assert first is not None
-            for number in first.commit():
-                self._num_finished += 1
-                self._follow(number, first.now)
+            finished = first.commit()
+            if only is not None and only.passes_finishes:
+                self._num_finished += len(finished)
+            else:
+                for number in finished:
+                    self._num_finished += 1
+                    self._follow(number, first.now)
             if first.refused:
                 self._note_refused(first)
+            if self._followers:
+                arrival = self._next_arrival()
             num_events += 1
             if progress is not None and num_events % _PROGRESS_EVERY == 0:
                 progress(self._num_finished, first.now)

@@ -262,19 +262,21 @@ class PastFinishes:
         self._drafts.last_updated_step = last_step_id
         table.take_reports()  # what the output of the first step would report
         over: list[End] = []
+        requests_over: list[Request] = []
         for step, group in ends:
             grow(step)
             if over and step == num_steps:  # only those of the last step are yet to be reported
-                table.close(over)
+                table.close(over, requests_over)
                 table.take_reports()
-                over = []
+                over, requests_over = [], []
             table.now = float(times[step])
             finished = [end.request for end in group]
             table.release_in_turn(finished)
             over += group
+            requests_over += finished
             finishes.append(new_tuple(Finishes, (step, tuple(finished), kv.pool.usage)))
         if over:
-            table.close(over)
+            table.close(over, requests_over)
         if not ends or ends[-1][0] < num_steps:
             table.take_reports()
             grow(num_steps)

@@ -317,9 +317,10 @@ class RequestTable:
         their blocks. They keep their rows until `close`, so that several of these calls can share one of that."""
         self._release_blocks(requests, True, is_finished=True)
 
-    def close(self, ends: list[End]) -> None:
-        """The second part: release their rows, and finish them, in the order of `release_in_turn`."""
-        self._batch.leave([end.request for end in ends], None)
+    def close(self, ends: list[End], requests: list[Request]) -> None:
+        """The second part: release their rows, and finish them, in the order of `release_in_turn`. `requests` are those
+        of `ends`."""
+        self._batch.leave(requests, None)
         self._settle(ends)
 
     def _settle(self, ends: list[End]) -> None:
