@@ -49,6 +49,7 @@ from pointsman.core.step.emit import input_token_ids
 from pointsman.core.step.in_flight import StepRecord
 from pointsman.core.step.opening import Opening
 from pointsman.core.step.past_finishes import Finishes
+from pointsman.core.step.plain import PlainSteps
 from pointsman.core.step.request_table import End
 from pointsman.core.step.rewind import take_back
 from pointsman.core.step.running import InOrder
@@ -102,6 +103,7 @@ class Scheduler:
         "_openings",
         "_parts",
         "_past_finishes",
+        "_plain_steps",
         "_recorder",
         "_run_parts",
         "_running",
@@ -160,7 +162,7 @@ class Scheduler:
         self._max_seen_active_seqs = config.num_seats
         self._watchdog = Watchdog()
         self._next_step_id = start.step_id
-        self._run_parts = self._usual_parts()
+        self._choose_parts()
 
     # ------------------------------------------------------------------ the step
 
@@ -178,7 +180,9 @@ class Scheduler:
                 self._budget.open_step(self._view)
             if self._open_eviction is not None:
                 self._open_eviction()
-            self._run_parts(step)  # displace, advance, publish, admit, emit: see `_mixed_step`
+            # Most steps are plain, and done in one go (`step/plain.py`).
+            if self._plain_steps is None or not self._plain_steps.decide(step):
+                self._run_parts(step)  # displace, advance, publish, admit, emit: see `_mixed_step`
         except PolicyError:
             self._void([step])
             raise
@@ -433,9 +437,14 @@ class Scheduler:
             self._encoder.open(step.step_id, now)
         return step
 
-    def _usual_parts(self) -> Callable[[StepRecord], None]:
-        """The parts of a step while nothing is paused, by `batching`."""
-        return self._prefill_first_step if self._config.batching == "prefill-first" else self._mixed_step
+    def _choose_parts(self) -> None:
+        """The parts of a step, by `batching`, and by whether there is a pause."""
+        self._plain_steps: PlainSteps | None = None
+        self._run_parts: Callable[[StepRecord], None] = self._paused_step
+        if self.pause_mode is not PauseMode.ALL:
+            self._plain_steps = self._parts.plain_steps
+            is_mixed = self._config.batching != "prefill-first"
+            self._run_parts = self._mixed_step if is_mixed else self._prefill_first_step
 
     def _displace(self, step: StepRecord) -> None:
         table = self._table
@@ -623,14 +632,14 @@ class Scheduler:
         if mode is not PauseMode.ALL and self.pause_mode is PauseMode.ALL:
             self._emission.last_output = None  # as in `resume`
         self._admission.pause = Pause(mode, now)
-        self._run_parts = self._paused_step if mode is PauseMode.ALL else self._usual_parts()
+        self._choose_parts()
         if self._events.called:
             send(self._events.called, Call("pause", now, {"mode": mode}))
 
     def resume(self, now: float) -> None:
         """Go on after a `pause`; nothing happens if there was none."""
         self._admission.pause = self._emission.last_output = None  # a step in the pause left rows out that run next
-        self._run_parts = self._usual_parts()
+        self._choose_parts()
         if self._events.called:
             send(self._events.called, Call("resume", now, {}))
 
@@ -818,6 +827,11 @@ class Scheduler:
     def kv_cache_usage(self) -> float:
         """Share of the blocks that requests hold, 0 to 1."""
         return self._kv.pool.usage
+
+    def gauges(self) -> tuple[int, int, int, float]:
+        """(`num_running`, `num_queued`, `num_parked`, `kv_cache_usage`), for hosts that report them in every step."""
+        table = self._table
+        return len(self._batch.members.requests), len(table.queue), len(table.parked), self._kv.pool.usage
 
     @property
     def num_steps_in_flight(self) -> int:

@@ -123,7 +123,7 @@ class BlockPool:
             return
         left = self.num_references[blocks] - ONE
         self.num_references[blocks] = left
-        freed = blocks[::-1] if not left.item(left.argmax()) else blocks[left == ZERO][::-1]
+        freed = blocks[::-1] if not np.count_nonzero(left) else blocks[left == ZERO][::-1]
         is_cached = self.is_cached[freed].tobytes()  # a count and a search cost less than in the array
         num_cached = is_cached.count(1)
         num_blank = len(freed) - num_cached

@@ -259,6 +259,8 @@ def _check_stop_filter(batch: Batch) -> None:
         expected.add(request.stop_set)
     same = batch.stop_filter.num_rows == expected.num_rows and np.array_equal(batch.stop_filter.counts, expected.counts)
     _require(same, 2, "the stop filter holds others than the stop tokens of the rows with several")
+    with_one = sum(len(request.stop_set) == 1 for request in batch.members.requests)
+    _require(with_one == batch.num_with_one_stop, 2, "rows with one stop token are miscounted")
 
 
 def _check_in_flight(batch: Batch, steps: StepsInFlight) -> dict[int, int]:

@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.state.acceptance import Acceptance
-from pointsman.core.state.numbers import BOOL, MAX_INT, ONE, ZERO, set_writeable
+from pointsman.core.state.numbers import BOOL, MAX_INT, ONE, TWO, ZERO, set_writeable
 from pointsman.core.state.request import Request, RequestState
 from pointsman.core.state.runs import Runs
 
@@ -92,7 +92,9 @@ class Members:
         "_batch",
         "_stop_tokens",
         "eos_token_id",
+        "num_flushes",
         "ones",
+        "places_behind",
         "requests",
         "rows",
         "serials",
@@ -110,6 +112,10 @@ class Members:
         set_writeable(rows, False)
         set_writeable(self.serials, False)
         self._batch = batch
+        self.num_flushes = -1
+        self.places_behind = rows
+        """Where the token behind position p of each row is among the recent tokens, less p; of the batch's
+        `num_flushes`."""
         self.span: slice | None = None
         """If these are all running rows: a slice of the columns that holds them, and others, which are free. None: they
         are too few, or too few of the slice."""
@@ -223,9 +229,13 @@ class Batch:
         self.fenced_rows: list[tuple[int, int]] = []  # (last step that names the row, row)
         self.num_prefilling = 0
         self.num_watched = 0
+        self.num_with_one_stop = 0
+        """Rows with one stop token."""
         self.stop_filter = StopFilter()
         self.num_not_ahead = 0
         self.num_no_sample = 0
+        self.num_flushes = 0
+        """Changes whenever `recent_offset` does."""
         self.least_left = 0  # tokens that each row is known to be able to append before one reaches its token limit
         self._least_room = 0  # appends that are known to be possible before a row's recent tokens must be flushed
         self.members = Members(self, np.zeros(0, dtype=np.int64), ())
@@ -250,7 +260,8 @@ class Batch:
         self.num_pending[row] = 0
         self.num_slots[row] = num_slots
         self.token_limit[row] = state.token_limit
-        self.eos_token_id[row] = next(iter(stops)) if len(stops) == 1 else NO_TOKEN
+        has_one_stop = len(stops) == 1
+        self.eos_token_id[row] = next(iter(stops)) if has_one_stop else NO_TOKEN
         self.priority[row] = state.priority
         self.num_preemptions[row] = state.num_preemptions
         self.serial[row] = state.serial
@@ -262,6 +273,7 @@ class Batch:
             | (ENCODER_INPUTS if state.encoder_inputs else 0)
         )
         self.num_watched += watched
+        self.num_with_one_stop += has_one_stop
         self.stop_filter.add(stops)
         self.num_not_ahead += not request.runs_ahead
         self.num_no_sample += no_sample
@@ -282,7 +294,7 @@ class Batch:
     def join(self, rows: list[int], requests: list[Request]) -> None:
         """Placed rows run from now on, after those already running."""
         members = self.members
-        all_rows = np.concatenate([members.rows, np.array(rows, dtype=np.int64)])
+        all_rows = np.concatenate([members.rows, rows])
         self.members = Members(self, all_rows, members.requests + tuple(requests))
 
     def leave(self, requests: list[Request], last_step: int | None) -> None:
@@ -297,6 +309,7 @@ class Batch:
             self.flush(row, state)
             if self.flags.item(row):
                 self.clear_flags(row, PREFILLING | WATCHED | NOT_AHEAD | NO_SAMPLE | ENCODER_INPUTS)
+            self.num_with_one_stop -= len(request.stop_set) == 1
             self.stop_filter.remove(request.stop_set)
             if self.max_drafts:
                 state.add_drafts(*self.acceptance.leave(row))
@@ -385,21 +398,30 @@ class Batch:
             self._make_room(requests, rows, num_tokens)
         return num_tokens
 
-    def append_to_all(self, span: slice, token_ids: Int32Array, *, is_last: bool) -> None:
-        """As `append`, for all running rows, which are within `span`."""
-        rows = self.members.rows
-        num_tokens = self.num_tokens[span]
-        self._flat_recent[(self.recent_offset[span] + num_tokens)[rows]] = token_ids
-        num_tokens += ONE  # in the column
-        if is_last:
-            self.num_pending[span] = ZERO
+    def append_to_all(self, token_ids: Int32Array, newest: Int64Array | None, *, is_last: bool) -> None:
+        """As `append`, for all running rows. `newest`: [members] the position of the newest token of each, if known."""
+        members = self.members
+        rows, span = members.rows, members.span
+        if newest is None:
+            newest = self.num_tokens[rows] - ONE
+        if members.num_flushes != self.num_flushes:
+            members.num_flushes, members.places_behind = self.num_flushes, self.recent_offset[rows] + ONE
+        self._flat_recent[members.places_behind + newest] = token_ids
+        if span is None:
+            self.num_tokens[rows] = newest + TWO
+            self.num_pending[rows] = ZERO if is_last else self.num_pending[rows] - ONE
         else:
-            pending = self.num_pending[span]
-            pending -= ONE
+            column = self.num_tokens[span]
+            column += ONE
+            if is_last:
+                self.num_pending[span] = ZERO
+            else:
+                column = self.num_pending[span]
+                column -= ONE
         self.least_left -= 1
         self._least_room -= 1
         if self._least_room <= 0:
-            self._make_room(self.members.requests, rows, self.num_tokens[rows])
+            self._make_room(members.requests, rows, self.num_tokens[rows])
 
     def append_steps(
         self, requests: Sequence[Request], rows: Int64Array, token_ids: Int32Array, last: Int32Array, num_steps: int
@@ -534,6 +556,7 @@ class Batch:
         starts = rows * self._num_recent
         self._flat_recent[starts] = newest
         self.recent_offset[rows] = starts - (num_tokens - 1)
+        self.num_flushes += 1
         self.recent_limit[rows] = num_tokens - 1 + self._num_recent - self.max_drafts
         self.recent_fill[rows] = NO_TOKEN
 

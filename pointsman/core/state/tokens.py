@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from struct import error as StructError
-from struct import pack
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -70,9 +69,9 @@ def _packed(token_ids: IntArray | Sequence[int]) -> tuple[Int32Array, bytes] | N
     if type(token_ids) is not list or not token_ids or type(token_ids[0]) is not int:
         return None
     try:
-        # A fifth of the time of the general path. As unsigned: "i" takes longer.
-        raw = pack(f"{len(token_ids)}I", *token_ids)
-    except StructError:  # the general path reports what is wrong
+        # A quarter of the time of the general path. As unsigned: "i" takes three times as long.
+        raw = array("I", token_ids).tobytes()
+    except (TypeError, OverflowError):  # the general path reports what is wrong
         return None
     plain = np.frombuffer(raw, INT32)
     # What is too large for int32 is negative as such. `argmin` takes a quarter of the time of `min`.

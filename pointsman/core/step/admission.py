@@ -41,10 +41,11 @@ from pointsman.core.step.in_flight import AdmittedRequest, Grant, StepRecord
 from pointsman.core.step.loading import Loading
 from pointsman.core.step.needs import Need, Needs
 from pointsman.core.step.request_table import RequestTable
-from pointsman.core.step.running import Advance, Running
+from pointsman.core.step.running import Running
 from pointsman.core.step.search import MAX_SKIPPED, KeptVerdict, Search
 
 Int64Array = npt.NDArray[np.int64]
+_SEQUENCE_LIMIT = Reason.SEQUENCE_LIMIT
 
 
 class Standstill(NamedTuple):
@@ -130,6 +131,7 @@ class Admission:
         self._running = running
         self._table = table
         self.gates = gates
+        self._reserves_are_plain = gates.reserves.are_plain
         self._openers, self._commits, self._gates = gates.openers, gates.commits, gates.after_lookup
         self._events = events
         self._transfers = transfers
@@ -141,6 +143,8 @@ class Admission:
         self._kept: KeptVerdict | None = None
         self._lacking: Shortage | None = None  # of the request that was checked last
         self._search = self._make_search(config)
+        self.searches = self._search is not None
+        """Whether requests behind the head may pass it."""
         self._may_stay_blocked = (
             gates.reserves.bypass is None
             and loading is None
@@ -169,7 +173,9 @@ class Admission:
             return
         advance, admitted, now = step.advance, step.admitted, step.now
         assert advance is not None
-        if self._kept is not None and self._stays_blocked(self._kept, step, advance):
+        if not (advance.preempted or batch.num_prefilling or step.displacer is not None) and self.stays_blocked(
+            step, advance.total, self._kv.pool.num_free
+        ):
             return
         closed = self._closed(advance.preempted)
         self._batch_forms = False
@@ -246,31 +252,39 @@ class Admission:
         if self._newly_deferred:
             self._report_deferrals(now)
 
-    def _stays_blocked(self, kept: KeptVerdict, step: StepRecord, advance: Advance) -> bool:
-        """Whether the head of the queue lacks blocks as before, as `check` would find, too: so it is in most steps of a
-        full pool. Then all that `admit` would do is done here, and nothing else is asked."""
-        batch, table, shortage, free = self._batch, self._table, kept.shortage, self._kv.pool.num_free
-        if (
-            shortage is None
-            or free >= shortage.required
-            or not self._may_stay_blocked
-            or advance.preempted
-            or step.displacer is not None
-            or self.pause is not None
-            or batch.num_prefilling
-        ):
+    def stays_blocked(self, step: StepRecord, num_tokens: int, num_free: int, num_taken: int = 0) -> bool:
+        """Whether no sequence slot is free, or the head of the queue lacks blocks as before, as `check` would find:
+        so it is in most steps under load. Then all that `admit` would do is done here, and nothing else is asked.
+
+        Args:
+            step: in which nobody is displaced or preempted, and every running row decodes.
+            num_tokens: that the running rows compute.
+            num_free: blocks that they leave.
+            num_taken: blocks that they have yet to take.
+        """
+        if self.pause is not None or not self._may_stay_blocked:
             return False
-        head, budget, num_running = table.queue.peek(), self.budget.tokens - advance.total, len(batch.members.requests)
-        if (
-            head is not kept.request
-            or head.adapter is not None
-            or budget <= 0
-            or num_running >= self.max_num_active_seqs
-            or kept.key != self._key(budget, num_running, 0)
-        ):
-            return False
-        table.blocker = head
-        self._defer(head, shortage.deferral(free), step)
+        table, num_running = self._table, len(self._batch.members.requests)
+        if num_running >= self.max_num_active_seqs:
+            head, verdict = table.queue.peek(), Deferral(_SEQUENCE_LIMIT, num_running - self.max_num_active_seqs + 1)
+        else:
+            kept = self._kept
+            if kept is None or kept.shortage is None or num_free >= kept.shortage.required:
+                return False
+            if num_taken and (self._depends_on_chunk or self._kv.has_duplicates):  # evictions may change the verdict
+                return False
+            head, budget = table.queue.peek(), self.budget.tokens - num_tokens
+            if (
+                head is not kept.request
+                or head.adapter is not None
+                or budget <= 0
+                or kept.key != self._key(budget, num_running, 0)
+            ):
+                return False
+            verdict = kept.shortage.deferral(num_free)
+        table.skipped, table.blocker = [], head
+        step.blocked_by = verdict.reason
+        self._note(head, verdict, step.now)
         if self._newly_deferred:
             self._report_deferrals(step.now)
         return True
@@ -538,7 +552,7 @@ class Admission:
         """What the verdict on a blocked head depends on, beside the free blocks."""
         kv = self._kv
         found = kv.num_publications if self._depends_on_found else kv.num_held_publications
-        changes = self.gates.reserves.num_changes
+        changes = () if self._reserves_are_plain else self.gates.reserves.num_changes
         if not self._depends_on_chunk:
             return (self._table.num_departures, found, num_running > 0, num_owed_blocks, changes)
         chunk = (budget, kv.num_evictions, *[limit.revision for limit in self.gates.limits])
@@ -555,7 +569,8 @@ class Admission:
             return external
         start = cached + external.num_tokens
         view.match = match
-        view.num_shared_blocks = 0 if self.gates.budget.asks_whole else kv.pool.num_in_use(match.blocks)
+        has_shared = len(match.blocks) > 0 and not self.gates.budget.asks_whole
+        view.num_shared_blocks = kv.pool.num_in_use(match.blocks) if has_shared else 0
         if external.is_async:
             return self._judge_load(request, start, match, external, key)
         known = state.num_tokens

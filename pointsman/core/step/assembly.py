@@ -33,6 +33,7 @@ from pointsman.core.step.in_flight import StepsInFlight
 from pointsman.core.step.loading import Loading, make_loading
 from pointsman.core.step.opening import Openings
 from pointsman.core.step.past_finishes import PastFinishes
+from pointsman.core.step.plain import PlainSteps
 from pointsman.core.step.prompt_parts import PromptParts
 from pointsman.core.step.request_table import RequestTable
 from pointsman.core.step.running import InOrder, Running
@@ -74,6 +75,8 @@ class Parts:
     prompt_parts: PromptParts
     update: Update
     fast_forward: FastForward
+    plain_steps: PlainSteps | None
+    """Does plain steps at once; None: in this configuration a step has parts that these lack."""
     openings: Openings
     past_finishes: PastFinishes
     view: SchedulerView
@@ -161,6 +164,9 @@ def assemble(
     fast_forward = FastForward(
         config, batch, kv, table, steps, running, drafts, transfers, admission, displacement, emission, update, events
     )
+    plain_steps = None
+    if own is not None and _has_plain_steps(config, own, running, admission, budget, displacement, encoder, transfers):
+        plain_steps = PlainSteps(batch, own, table, steps, running, admission, emission)
     has_others = any(part is not None for part in (displacement, encoder, transfers, swap))
     openings = Openings(
         config, batch, kv, table, steps, running, admission, emission, view, events, has_others=has_others
@@ -184,12 +190,34 @@ def assemble(
         prompt_parts,
         update,
         fast_forward,
+        plain_steps,
         openings,
         past_finishes,
         view,
         budget,
         policies,
         listeners_of(policies if swap is None or not swap.compares else (*policies, swap)),
+    )
+
+
+def _has_plain_steps(
+    config: SchedulerConfig,
+    kv: KVCacheManager,
+    running: Running,
+    admission: Admission,
+    budget: StepBudget,
+    *others: object,
+) -> bool:
+    """Whether a step of a configuration may be plain: see `plain.py`. `others` are parts that such a step lacks."""
+    return (
+        config.batching == "mixed"
+        and not config.num_draft_tokens
+        and not config.count_common_prefix
+        and running.steady_allowed
+        and not admission.searches
+        and not budget.policies
+        and kv.saves is None
+        and all(other is None for other in others)
     )
 
 

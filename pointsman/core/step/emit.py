@@ -30,8 +30,9 @@ from pointsman.core.step.running import Advance
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
-_NO_BOOLS = np.zeros(0, dtype=np.bool_)
-_NO_BOOLS.flags.writeable = False
+NO_BOOLS = np.zeros(0, dtype=np.bool_)
+NO_BOOLS.flags.writeable = False
+_PREEMPTED = RequestStatus.PREEMPTED
 
 UNSAMPLED = -1
 """In the input of a step: a token that an earlier step in flight has yet to sample."""
@@ -115,7 +116,7 @@ class Emission:
             NO_INTS,
             NO_INTS,
             NO_INTS,
-            _NO_BOOLS,
+            NO_BOOLS,
             NO_TOKENS,
             NO_INTS,
             (),
@@ -136,10 +137,10 @@ class Emission:
         advance = record.advance
         assert advance is not None
         num_continued = len(advance.requests)
-        cached, external, resumed = NO_INTS, NO_INTS, _NO_BOOLS
+        cached, external, resumed = NO_INTS, NO_INTS, NO_BOOLS
         if record.admitted:
             cached, external = self._add_admitted(advance, record.admitted)
-            resumed = np.array([entry.previous_status is RequestStatus.PREEMPTED for entry in record.admitted])
+            resumed = np.array([entry.previous_status is _PREEMPTED for entry in record.admitted], BOOL)
         resync = self._resync
         groups = places = NO_INTS
         if not self._has_tables:
@@ -232,34 +233,38 @@ class Emission:
         """
         batch, members = self._batch, self._batch.members
         start, count = len(advance.requests), len(admitted)
+        end = start + count
         requests, rows, serials = members.requests, members.rows, members.serials
-        if start + count < len(requests):  # some that ran before do not advance
+        if end < len(requests):  # some that ran before do not advance
             requests = (*advance.requests, *requests[-count:])
             rows = np.concatenate([advance.rows, rows[-count:]])
             serials = np.concatenate([advance.serials, serials[-count:]])
         grants = [entry.grant for entry in admitted]
-        tokens = np.array([grant.num_tokens + grant.num_drafts for grant in grants])
         padding = [grant.num_drafts for grant in grants]
+        tokens = [grant.num_tokens + grant.num_drafts for grant in grants]
         cached = np.array([grant.num_cached_tokens for grant in grants])
         external = batch.zeros[:count]
         if self._kv.has_connector:
             external = np.array([grant.num_external_tokens for grant in grants])
         blocks = [entry.blocks for entry in admitted]
         samples = batch.num_pending[rows[start:]].astype(BOOL)
-        indices = batch.count_up[start : start + count]
+        if np.count_nonzero(advance.samples) + np.count_nonzero(samples) == end:
+            advance.samples = batch.trues[:end]
+        else:
+            advance.samples = np.concatenate([advance.samples, samples])
         advance.requests, advance.rows, advance.serials = requests, rows, serials
         advance.num_computed_tokens = np.concatenate([advance.num_computed_tokens, cached])
         advance.num_scheduled_tokens = np.concatenate([advance.num_scheduled_tokens, tokens])
-        advance.samples = np.concatenate([advance.samples, samples])
-        drafts = batch.zeros[: start + count]
+        drafts = batch.zeros[:end]
         if len(advance.draft_token_ids) or any(padding):
             drafts = np.concatenate([advance.num_draft_tokens, padding])
             placeholders = np.full(sum(padding), UNSAMPLED, dtype=np.int32)
             advance.draft_token_ids = np.concatenate([advance.draft_token_ids, placeholders])
         advance.num_draft_tokens = drafts
         advance.block_ids = np.concatenate([advance.block_ids, *blocks])
-        advance.block_rows = np.concatenate([advance.block_rows, indices.repeat(list(map(len, blocks)))])
-        advance.total += int(tokens.sum()) if count > 1 else tokens.item()
+        indices = batch.count_up[start:end].repeat(list(map(len, blocks)))
+        advance.block_rows = np.concatenate([advance.block_rows, indices])
+        advance.total += sum(tokens)
         return cached, external
 
     def _keep_unsynced(self, advance: Advance) -> None:

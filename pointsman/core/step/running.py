@@ -190,7 +190,7 @@ class Running:
         """Every row decodes one token; None, with nothing changed, if that is not possible."""
         batch, members = self._batch, self._batch.members
         rows, span = members.rows, members.span
-        if in_flight and (self._speculates or batch.num_not_ahead or self._has_last_in_flight()):
+        if in_flight and (self._speculates or not self.may_run_ahead):
             return None
         computed = batch.num_computed_tokens[rows]
         lacking = (computed >= batch.num_slots[rows]).nonzero()[0]
@@ -227,6 +227,11 @@ class Running:
             False,  # preempted
             (),  # unpublished
         )
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether every row may decode while a sample of it is in flight."""
+        return not self._batch.num_not_ahead and not self._has_last_in_flight()
 
     def _has_last_in_flight(self) -> bool:
         """Whether a sample in flight brings a row to its token limit."""

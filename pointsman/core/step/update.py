@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -92,23 +92,25 @@ class Update:
             or result.unsampled
         ):
             return self._append_some(step, output, result)
-        token_ids = checked_tokens(result, len(members.requests))
+        token_ids = flat_tokens(result.token_ids, len(members.requests), ROW_TOKENS, SAMPLED, StepResultError)
         step.is_over = True
-        if members.span is not None:
-            self._batch.append_to_all(members.span, token_ids, is_last=self._is_last())
-        else:
-            self._batch.append(members.requests, members.rows, token_ids, is_last=self._is_last())
+        decodes = output.samples is members.trues  # a plain decode, which computed the newest token of each row
+        newest: Any = output.num_computed_tokens if decodes else None
+        self._batch.append_to_all(token_ids, newest, is_last=len(self._steps.records) == 1)
         return self.plain_ends(members, token_ids)
 
     def plain_ends(self, members: Members, token_ids: Int32Array) -> tuple[UpdateFields, Ends]:
         """Which running requests stop with their newest tokens, after an append to all of them."""
-        done = token_ids == members.eos_token_id
-        ending = self._batch.ending(0)
-        if ending is not None:
-            done |= ending
-        any_done = len(done) and done.item(done.argmax())  # in half the time of counting
-        if not (any_done or self._batch.stop_filter.num_rows or self._batch.num_watched):
+        batch = self._batch
+        done = batch.ending(0) if batch.least_left <= 0 else None
+        if batch.num_with_one_stop:
+            stops = token_ids == members.eos_token_id
+            done = stops if done is None else done | stops
+        any_done = done is not None and len(done) and done.item(done.argmax())  # in half the time of counting
+        if not (any_done or batch.stop_filter.num_rows or batch.num_watched):
             return UpdateFields(token_ids, members.ones), []  # as in most steps
+        if done is None:
+            done = np.zeros(len(token_ids), dtype=np.bool_)
         ends = self._find_ends(members.requests, members.rows, token_ids, done)
         return UpdateFields(token_ids, members.ones), ends
 
@@ -364,11 +366,12 @@ def _cut_at_stop(request: Request, num_tokens: int, run: list[int]) -> tuple[int
 
 ROW_TOKENS = "{} row(s) sample in this step; give one token for each"
 RUN_TOKENS = "{} token(s) are what counts says"
+SAMPLED = "was sampled"
 
 
 def checked_tokens(result: StepResult, expected: int, wanted: str = ROW_TOKENS) -> Int32Array:
     """The result's `expected` tokens as a new array; `wanted` gives the reason for their number."""
-    return flat_tokens(result.token_ids, expected, wanted, "was sampled", StepResultError)
+    return flat_tokens(result.token_ids, expected, wanted, SAMPLED, StepResultError)
 
 
 def checked_samples(output: SchedulerOutput, result: StepResult) -> tuple[Int64Array, Int32Array]:

@@ -81,7 +81,7 @@ from pointsman.integrations.vllm.views import (
 
 logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
 
-new_grammar_output = maker(GrammarOutput, "structured_output_request_ids", "grammar_bitmask", "num_acceptable_drafts")
+new_grammar_output = maker(GrammarOutput, "structured_output_request_ids", "grammar_bitmask")
 
 PAUSES = {PauseState.PAUSED_NEW: PauseMode.ADMISSIONS, PauseState.PAUSED_ALL: PauseMode.ALL}
 
@@ -672,9 +672,7 @@ class Scheduler:
         drafts = scheduler_output.scheduled_spec_decode_tokens
         mask = self._grammars.grammar_bitmask(self._requests, names, drafts)
         acceptable = [len(strip_speculative_padding(drafts.get(name, []))) for name in names]
-        return new_grammar_output(
-            structured_output_request_ids=names, grammar_bitmask=mask, num_acceptable_drafts=acceptable
-        )
+        return new_grammar_output(names, mask, num_acceptable_drafts=acceptable)
 
     # ------------------------------------------------------------------ pauses and resets
 

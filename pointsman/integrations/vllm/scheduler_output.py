@@ -37,10 +37,16 @@ new_output = maker(
     "scheduled_encoder_inputs",
     "finished_req_ids",
     "free_encoder_mm_hashes",
-    "preempted_req_ids",
-    "num_spec_tokens_to_schedule",
-    "new_block_ids_to_zero",
-    "kv_cache_block_copies",
+)
+new_cached = maker(
+    CachedRequestData,
+    "req_ids",
+    "resumed_req_ids",
+    "new_token_ids",
+    "all_token_ids",
+    "new_block_ids",
+    "num_computed_tokens",
+    "num_output_tokens",
 )
 new_request_data = maker(
     NewRequestData,
@@ -52,9 +58,6 @@ new_request_data = maker(
     "block_ids",
     "num_computed_tokens",
     "lora_request",
-    "prompt_embeds",
-    "prompt_is_token_ids",
-    "prefill_token_ids",
 )
 
 
@@ -87,6 +90,8 @@ class OutputMaker:
         self._groups = groups
         self._num_groups = num_groups
         self._told = _Told() if may_fail and groups is None else None
+        self._is_one_group = groups is None and not num_groups and self._told is None
+        """Whether the core's outputs have each block of each row once, in one table."""
         self._v2_runner = v2_runner
         self._uses_mrope = uses_mrope
         self._sends_tokens = sends_tokens
@@ -135,33 +140,47 @@ class OutputMaker:
             ids: of its requests.
             num_drafts: maximum drafts of a request in its next step.
         """
-        count = output.num_continued
-        computed = output.num_computed_tokens.tolist()
+        count, total = output.num_continued, output.total_num_scheduled_tokens
         blocks, block_rows = output.block_ids.tolist(), output.block_rows.tolist()
-        groups = self._groups
-        cached = CachedRequestData(
-            req_ids=ids[:count],
-            resumed_req_ids=set(),
-            new_token_ids=self._sampled_before(output) if self._sends_tokens else [],
-            all_token_ids=self._tokens_of_skipped(output, ids) if self._sends_all_tokens else {},
-            new_block_ids=self._new_block_ids(output, ids, blocks, block_rows),
-            num_computed_tokens=computed if count == len(ids) else computed[:count],
-            num_output_tokens=self._num_output_tokens(output),
+        if self._is_one_group:
+            new_blocks = _new_block_ids(count, blocks, block_rows)
+        else:
+            new_blocks = self._new_block_ids(output, ids, blocks, block_rows)
+        computed = output.num_computed_tokens.tolist()
+        if total == count == len(ids) and ids is self._ones_of and output.samples is self._all_sample:
+            # Each row computes its newest token alone, as in the step before.
+            numbers = (output.num_computed_tokens - self._prompt_ends).tolist()
+            scheduled = self._one_each.copy()
+        else:
+            if count < len(ids):
+                del computed[count:]
+            numbers = self._num_output_tokens(output)
+            scheduled = self._num_scheduled_tokens(output, ids)
+        cached = new_cached(
+            ids[:count],
+            set(),
+            self._sampled_before(output) if self._sends_tokens else [],
+            self._tokens_of_skipped(output, ids) if self._sends_all_tokens else {},
+            new_blocks,
+            computed,
+            numbers,
         )
         made = new_output(
-            scheduled_new_reqs=self._admitted(output, ids, blocks, block_rows, cached) if count < len(ids) else [],
-            scheduled_cached_reqs=cached,
-            num_scheduled_tokens=self._num_scheduled_tokens(output, ids),
-            total_num_scheduled_tokens=output.total_num_scheduled_tokens,
-            scheduled_spec_decode_tokens=_drafts(output, ids) if len(output.draft_token_ids) else {},
-            scheduled_encoder_inputs={},
-            finished_req_ids=_names(output.finished) if output.finished else set(),
-            free_encoder_mm_hashes=[],
+            self._admitted(output, ids, blocks, block_rows, cached) if count < len(ids) else [],
+            cached,
+            scheduled,
+            total,
+            _drafts(output, ids) if len(output.draft_token_ids) else {},
+            {},
+            _names(output.finished) if output.finished else set(),
+            [],
             preempted_req_ids=_names(output.preempted) if output.preempted else set(),
-            num_spec_tokens_to_schedule=num_drafts,
-            new_block_ids_to_zero=None if groups is None else groups.take_to_zero(),
-            kv_cache_block_copies=None if groups is None else groups.take_copies(),
         )
+        if num_drafts:
+            made.num_spec_tokens_to_schedule = num_drafts
+        if self._groups is not None:
+            made.new_block_ids_to_zero = self._groups.take_to_zero()
+            made.kv_cache_block_copies = self._groups.take_copies()
         self._ids_before = ids
         return made
 
@@ -211,12 +230,16 @@ class OutputMaker:
         count = output.num_continued
         if output.total_num_scheduled_tokens == len(ids):
             return self._ones(output, ids).copy()
-        admitted = output.num_scheduled_tokens[count:].tolist()
-        if output.total_num_scheduled_tokens - sum(admitted) > count:
+        if not self._decodes(output):
             return dict(zip(ids, output.num_scheduled_tokens.tolist(), strict=True))
         found = self._ones(output, ids).copy()
-        found.update(zip(ids[count:], admitted, strict=True))
+        found.update(zip(ids[count:], output.num_scheduled_tokens[count:].tolist(), strict=True))
         return found
+
+    def _decodes(self, output: Output) -> bool:
+        """Whether each continued row computes one token."""
+        count, total = output.num_continued, output.total_num_scheduled_tokens
+        return total == output.num_rows or total - sum(output.num_scheduled_tokens[count:].tolist()) == count
 
     def _ones(self, output: Output, ids: list[str]) -> dict[str, int]:
         """1 for each id, in order: those of an earlier output with what has changed since, as making all of them takes
@@ -228,7 +251,8 @@ class OutputMaker:
             for name in ids[output.num_continued :]:
                 ones[name] = 1
             if list(ones) != ids:  # rows were left out, or are back
-                ones = self._one_each = dict.fromkeys(ids, 1)
+                ones = dict.fromkeys(ids, 1)
+            self._one_each = ones = ones.copy()  # without the gaps that keep copies from being quick
             self._ones_of = ids
         return ones
 
@@ -236,8 +260,8 @@ class OutputMaker:
         """Number of output tokens of each continued row at the end of this step, those in flight included."""
         count = output.num_continued
         numbers: list[int]
-        if output.total_num_scheduled_tokens == len(self._ids) == count:  # each its newest token alone
-            numbers = (output.num_computed_tokens - self._prompt_ends).tolist()
+        if self._decodes(output):
+            numbers = (output.num_computed_tokens[:count] - self._prompt_ends[:count]).tolist()
         else:
             ends = output.num_computed_tokens[:count] + output.num_scheduled_tokens[:count]
             if len(output.draft_token_ids):
@@ -284,18 +308,21 @@ class OutputMaker:
                 continue
             of_vllm = request.metadata
             data = new_request_data(
-                req_id=ids[index],
-                prompt_token_ids=of_vllm.prompt_token_ids,
-                mm_features=self._inputs(of_vllm.mm_features, num_hits),
-                sampling_params=of_vllm.sampling_params,
-                pooling_params=of_vllm.pooling_params,
-                block_ids=own,
-                num_computed_tokens=num_hits,
-                lora_request=of_vllm.lora_request,
-                prompt_embeds=of_vllm.prompt_embeds,
-                prompt_is_token_ids=of_vllm.prompt_is_token_ids,
-                prefill_token_ids=request.all_token_ids.tolist() if self._v2_runner else None,
+                ids[index],
+                of_vllm.prompt_token_ids,
+                self._inputs(of_vllm.mm_features, num_hits) if of_vllm.mm_features else [],
+                of_vllm.sampling_params,
+                of_vllm.pooling_params,
+                own,
+                num_hits,
+                of_vllm.lora_request,
             )
+            if of_vllm.prompt_embeds is not None:
+                data.prompt_embeds = of_vllm.prompt_embeds
+            if of_vllm.prompt_is_token_ids is not None:
+                data.prompt_is_token_ids = of_vllm.prompt_is_token_ids
+            if self._v2_runner:
+                data.prefill_token_ids = request.all_token_ids.tolist()
             new.append(data)
         return new
 

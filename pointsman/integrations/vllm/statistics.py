@@ -15,17 +15,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from pointsman.core import Request, Scheduler, SchedulerOutput, StepResult, StepUpdate
 from pointsman.integrations.vllm.support import maker
 
-new_stats = maker(
-    SchedulerStats,
-    "num_running_reqs",
-    "num_waiting_reqs",
-    "num_skipped_waiting_reqs",
-    "kv_cache_usage",
-    "prefix_cache_stats",
-    "spec_decoding_stats",
-    "cudagraph_stats",
-    "perf_stats",
-)
+new_stats = maker(SchedulerStats, "num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs")
 
 
 class Statistics:
@@ -80,19 +70,18 @@ class Statistics:
             of_vllm: vLLM's `SchedulerOutput` that was updated; None: none.
             result: its `ModelRunnerOutput`.
         """
-        scheduler = self._scheduler
+        num_running, num_queued, num_parked, usage = self._scheduler.gauges()
         prefix, self._prefix = self._prefix, self._no_lookups
         drafts, self._drafts = self._drafts, None
-        return new_stats(
-            num_running_reqs=scheduler.num_running,
-            num_waiting_reqs=scheduler.num_queued,
-            num_skipped_waiting_reqs=scheduler.num_parked,
-            kv_cache_usage=scheduler.kv_cache_usage,
-            prefix_cache_stats=prefix,
-            spec_decoding_stats=drafts,
-            cudagraph_stats=None if result is None else result.cudagraph_stats,
-            perf_stats=None if self._work is None or result is None else self._estimate(of_vllm),
-        )
+        stats = new_stats(num_running, num_queued, num_parked, kv_cache_usage=usage, prefix_cache_stats=prefix)
+        if drafts is not None:
+            stats.spec_decoding_stats = drafts
+        if result is not None:
+            if result.cudagraph_stats is not None:
+                stats.cudagraph_stats = result.cudagraph_stats
+            if self._work is not None:
+                stats.perf_stats = self._estimate(of_vllm)
+        return stats
 
     def _estimate(self, of_vllm: Any) -> Any:
         assert self._work is not None
