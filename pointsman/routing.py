@@ -15,7 +15,7 @@ What is compared are the tokens, not hashes of them. The index is a guess at wha
 
 from __future__ import annotations
 
-from array import array
+import struct
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import count
@@ -89,7 +89,7 @@ def full_blocks(token_ids: Sequence[int] | npt.NDArray[np.integer], block_size: 
     if isinstance(token_ids, np.ndarray):
         raw = token_ids.astype(np.int64).tobytes()
     else:
-        raw = array("q", token_ids).tobytes()
+        raw = struct.pack(f"{len(token_ids)}q", *token_ids)
     size = 8 * block_size
     end = (len(token_ids) - 1) // block_size * size
     return [raw[start : start + size] for start in range(0, end, size)]
