@@ -123,9 +123,9 @@ class EngineObservations:
 
     def steps(self, notes: Iterable[StepNote]) -> None:
         """Steps of the engine, in any number at once."""
-        for note in notes:
-            self._iteration_tokens(note.num_scheduled_tokens)
-            self._scheduler_step(note.scheduler_seconds)
+        for num_scheduled_tokens, _, scheduler_seconds in notes:
+            self._iteration_tokens(num_scheduled_tokens)
+            self._scheduler_step(scheduler_seconds)
 
     def client_request(self, n: int, num_generated_tokens: int) -> None:
         """A client's request was answered: with `n` samples, the longest of `num_generated_tokens` tokens."""

@@ -36,7 +36,8 @@ class EventStream:
     def __init__(self, send: Send, headers: Mapping[str, str], scope: Scope | None = None) -> None:
         self._send = send
         extensions = (scope or {}).get("extensions") or {}
-        self._write_now: Callable[[bytes], bool] | None = extensions.get(WRITE_NOW, {}).get("write")
+        self.write_now: Callable[[bytes], bool] = extensions.get(WRITE_NOW, {}).get("write", _never)
+        """Sends events unless the transport has no room for them; returns whether they were sent."""
         self._headers = {**EVENT_HEADERS, **headers}
         self._lock = asyncio.Lock()
 
@@ -49,10 +50,6 @@ class EventStream:
         async with self._lock:
             await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
-    def write_now(self, events: bytes) -> bool:
-        """Send events unless the transport has no room for them; whether they were sent."""
-        return self._write_now is not None and self._write_now(events)
-
     async def close(self, last: bytes = b"") -> None:
         """Send the last events and the end."""
         await self._send({"type": "http.response.body", "body": last + DONE, "more_body": False})
@@ -64,6 +61,10 @@ async def send_json(send: Send, body: str, headers: Mapping[str, str]) -> None:
     facts = {**headers, "content-type": "application/json", "content-length": str(len(data))}
     await send({"type": "http.response.start", "status": 200, "headers": _raw(facts)})
     await send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+def _never(_: bytes) -> bool:
+    return False
 
 
 def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
