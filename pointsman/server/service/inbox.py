@@ -22,7 +22,6 @@ from pointsman.engine.errors import EngineDeadError
 from pointsman.engine.outputs.request_output import Resumed
 from pointsman.server.wire.messages import Delta, EngineOutputs, EngineRequest, StepNote, Unpacker
 
-
 Shortcut: TypeAlias = Callable[[str, list[int], int], bool]
 """Gets the text, the ids and the number of cached tokens of a delta."""
 

@@ -2,9 +2,9 @@
 
 A frame is four bytes of length, one that says how the message is written, and the message. Most messages are pickled.
 The outputs of a step in which requests got tokens, or finished, and nothing else, which is what nearly every step is,
-are written as a tuple by `marshal`: they take a fifth of the time, at both ends. Both ends are the same program, and the
-sockets have no name, so no other program can write into them. Where the engine is on another machine it is a TCP connection, of which no message
-is read before the other end has shown a secret (`service/remote.py`).
+are written as a tuple by `marshal`: they take a fifth of the time, at both ends. Both ends are the same program, and
+the sockets have no name, so no other program can write into them. Where the engine is on another machine it is a TCP
+connection, of which no message is read before the other end has shown a secret (`service/remote.py`).
 """
 
 from __future__ import annotations
@@ -194,8 +194,8 @@ class StepNote(NamedTuple):
 
 
 PlainTokens: TypeAlias = tuple[int, str, list[int], int]
-"""The delta of a request that only got tokens: its key, `text`, `token_ids` and `num_cached_tokens` as in `Delta`. Nearly
-every delta is one, so no object is made of it on its way."""
+"""The delta of a request that only got tokens: its key, then `text`, `token_ids` and `num_cached_tokens` as in `Delta`.
+Nearly every delta is one, so no object is made of it on its way."""
 
 
 @dataclass(slots=True)
