@@ -221,7 +221,6 @@ class Delivery:
     async def send_events(self, writer: TextWriter, scope: Scope, send: Send) -> None:
         """Send events as deltas arrive. An error after the first byte is the last event."""
         events = EventStream(send, self._headers(writer), scope)
-
         num_running, last_chunk = len(self.samples), b""
 
         async def pump(sample: Sample) -> None:
@@ -237,7 +236,7 @@ class Delivery:
                     if not num_running:  # it goes out with the end, in one write
                         last_chunk = chunk
                         return
-                if chunk:
+                if chunk and not events.write_now(chunk):
                     await events.write(chunk)
 
         self._observations.open_streams += 1
