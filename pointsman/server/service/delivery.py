@@ -236,7 +236,9 @@ class Delivery:
                     if not num_running:  # it goes out with the end, in one write
                         last_chunk = chunk
                         return
-                if chunk and not events.write_now(chunk):
+                if chunk and events.has_room():
+                    events.write_now(chunk)
+                elif chunk:
                     await events.write(chunk)
 
         self._observations.open_streams += 1
@@ -283,17 +285,19 @@ class Delivery:
 
 
 def _shortcut(sample: Sample, writer: TextWriter, events: EventStream) -> Shortcut:
-    """Sends plain tokens of a sample at once, where its reader would do nothing else with them."""
-    choice, plain_chunk, write_now = sample.choice, writer.plain_chunk, events.write_now
+    """Sends plain tokens of a sample at once, where its reader would do nothing else with them. Writing comes last: it
+    wakes the client, which may get this processor, and what comes behind would find cold caches.
+    """
+    choice, plain_chunk, has_room, write_now = sample.choice, writer.plain_chunk, events.has_room, events.write_now
     note_tokens = sample.note_tokens
 
     def send_now(text: str, token_ids: list[int], num_cached_tokens: int) -> bool:
-        chunk = plain_chunk(choice, text)
-        if chunk is None or not write_now(chunk):
+        if not has_room() or (chunk := plain_chunk(choice, text)) is None:
             return False
         choice.num_cached_tokens = num_cached_tokens
         if token_ids:
             note_tokens(len(token_ids))
+        write_now(chunk)
         return True
 
     return send_now

@@ -63,6 +63,8 @@ class Inbox(asyncio.Protocol):
         self._on_close()
 
     def _take(self, outputs: EngineOutputs) -> None:
+        if outputs.steps and self.on_steps is not None:
+            self.on_steps(outputs.steps)
         streams = self.streams
         for key in outputs.accepted:
             if (stream := streams.get(key)) is not None:
@@ -82,8 +84,6 @@ class Inbox(asyncio.Protocol):
                 continue
             if (stream := streams.pop(key, None)) is not None:
                 stream.fail(error)
-        if outputs.steps and self.on_steps is not None:
-            self.on_steps(outputs.steps)
 
     def report_end(self, stream: ClientStream, last: Delta) -> None:
         """Call `on_end` for a stream whose request has finished with `last`, or is abandoned."""

@@ -338,16 +338,14 @@ def _plain_end(key: int, delta: Delta) -> tuple[Any, ...] | None:
 
 def _read_plain_outputs(body: memoryview) -> EngineOutputs:
     accepted, tokens, ends, steps = marshal.loads(body)
-    deltas = []
-    for key, (text, token_ids, reason, detail, stop_reason), num_cached_tokens, times in ends:
-        metrics = RequestMetrics(*times)
-        deltas.append(
-            (
-                key,
-                Delta(text, token_ids, None, reason, detail, stop_reason, None, metrics, num_cached_tokens),
-            )
-        )
+    deltas = [_read_end(*end) for end in ends] if ends else []
     return EngineOutputs(accepted, tokens, deltas, [], [StepNote._make(step) for step in steps])
+
+
+def _read_end(key: int, said: tuple[Any, ...], num_cached_tokens: int, times: tuple[Any, ...]) -> tuple[int, Delta]:
+    text, token_ids, reason, detail, stop_reason = said
+    metrics = RequestMetrics(*times)
+    return key, Delta(text, token_ids, None, reason, detail, stop_reason, None, metrics, num_cached_tokens)
 
 
 class Unpacker:

@@ -2,7 +2,7 @@
 
 An event goes out in one write, and `EventStream.write` returns when the transport has taken it. So a slow reader holds
 the transport's buffer and one delta, into which everything that comes meanwhile is merged. While the transport has
-room, `write_now` writes without a task: the server's own protocol offers that to the app, see `http.py`.
+room (`has_room`), `write_now` writes without a task: the server's own protocol offers that to the app, see `http.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from starlette.types import Scope, Send
 
 WRITE_NOW = "pointsman.write_now"
-"""The extension of ASGI with which a protocol offers to write a piece of a body without waiting: `write` gets it, and
-returns whether it was written."""
+"""The extension of ASGI with which a protocol offers to write a piece of a body without waiting: with `write`, as long
+as `has_room` says that it can."""
 
 DONE = b"data: [DONE]\n\n"
 EVENT_HEADERS = {
@@ -36,8 +36,11 @@ class EventStream:
     def __init__(self, send: Send, headers: Mapping[str, str], scope: Scope | None = None) -> None:
         self._send = send
         extensions = (scope or {}).get("extensions") or {}
-        self.write_now: Callable[[bytes], bool] = extensions.get(WRITE_NOW, {}).get("write", _never)
-        """Sends events unless the transport has no room for them; returns whether they were sent."""
+        offered = extensions.get(WRITE_NOW, {"has_room": lambda: False, "write": None})
+        self.has_room: Callable[[], bool] = offered["has_room"]
+        """Whether events can be sent without waiting."""
+        self.write_now: Callable[[bytes], None] = offered["write"]
+        """Sends events, for which there is room."""
         self._headers = {**EVENT_HEADERS, **headers}
         self._lock = asyncio.Lock()
 
@@ -61,10 +64,6 @@ async def send_json(send: Send, body: str, headers: Mapping[str, str]) -> None:
     facts = {**headers, "content-type": "application/json", "content-length": str(len(data))}
     await send({"type": "http.response.start", "status": 200, "headers": _raw(facts)})
     await send({"type": "http.response.body", "body": data, "more_body": False})
-
-
-def _never(_: bytes) -> bool:
-    return False
 
 
 def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
