@@ -7,6 +7,9 @@ from hypothesis import strategies as st
 
 from pointsman.routing import MAX_LEAD, Router, SentBlocks, full_blocks
 
+BLOCK = 16
+"""Bytes of a block of two tokens."""
+
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=14)
 moves = st.lists(
     st.one_of(
@@ -47,25 +50,30 @@ def test_no_engine_is_preferred_beyond_the_bound(num_engines: int, moves: list) 
 
 @given(st.lists(st.tuples(prompts, st.sampled_from(["", "s"])), max_size=40), st.integers(1, 6))
 def test_found_blocks_were_sent_under_the_same_namespace(sent: list[tuple[list[int], str]], capacity: int) -> None:
-    blocks = SentBlocks(capacity)
-    everything = SentBlocks(10_000)
+    blocks = SentBlocks(capacity, 2)
+    everything = SentBlocks(10_000, 2)
+    remembered: list[tuple[str, bytes]] = []  # the naive index: the least recently sent first
     for number, (prompt, namespace) in enumerate(sent):
         before = [full_blocks(one, 2) for one, other in sent[:number] if other == namespace]
         cut = full_blocks(prompt, 2)
         longest = max((common(cut, one) for one in before), default=0)
+        found = [(namespace, cut[: BLOCK * (1 + index)]) in remembered for index in range(len(cut) // BLOCK)]
+        assert blocks.num_found(cut, namespace) == [*found, False].index(False)
         assert blocks.num_found(cut, namespace) <= everything.num_found(cut, namespace) <= longest
         blocks.note(cut, namespace)
         everything.note(cut, namespace)
-        assert len(blocks) <= capacity
-        assert blocks.num_found(cut, namespace) == min(len(cut), capacity), "what was just sent is remembered"
-        assert everything.num_found(cut, namespace) == len(cut)
+        now = [(namespace, cut[: BLOCK * (1 + index)]) for index in range(min(len(cut) // BLOCK, capacity))]
+        remembered = ([one for one in remembered if one not in now] + now[::-1])[-capacity:]
+        assert len(blocks) == len(remembered)
+        assert blocks.num_found(cut, namespace) == min(len(cut) // BLOCK, capacity), "what was just sent is remembered"
+        assert everything.num_found(cut, namespace) == len(cut) // BLOCK
 
 
-def common(one: list[bytes], other: list[bytes]) -> int:
+def common(one: bytes, other: bytes) -> int:
     number = 0
-    while number < min(len(one), len(other)) and one[number] == other[number]:
-        number += 1
-    return number
+    while number < min(len(one), len(other)) and one[number : number + BLOCK] == other[number : number + BLOCK]:
+        number += BLOCK
+    return number // BLOCK
 
 
 def test_prefixes_stay_together_and_new_ones_spread() -> None:

@@ -182,7 +182,7 @@ class RemoteMailbox(Mailbox):
             and (latest.finished or reported is None or self.request.stream)
         ):
             self._reported = latest
-            new.deltas.append((self.key, _delta(latest, reported)))
+            _report(new, self.key, latest, reported)
             if latest.finished:
                 return True
         if error is not None:
@@ -190,16 +190,22 @@ class RemoteMailbox(Mailbox):
         return error is not None
 
 
-def _delta(latest: RequestOutput, reported: RequestOutput | None) -> Delta:
+def _report(outputs: EngineOutputs, key: int, latest: RequestOutput, reported: RequestOutput | None) -> None:
+    """Put what is new about a request into `outputs`."""
     new = latest.since(reported)
     sample = new.outputs[0]
+    entries = sample.token_logprobs
+    of_prompt = new.prompt_token_logprobs if reported is None else None
+    if not latest.finished and entries is None and of_prompt is None:
+        outputs.tokens.append((key, sample.text, sample.token_ids, latest.num_cached_tokens))
+        return
     delta = Delta(sample.text, sample.token_ids, num_cached_tokens=latest.num_cached_tokens)
-    if (entries := sample.token_logprobs) is not None:
+    if entries is not None:
         delta.logprobs = Logprobs.of(entries, new.token_text)
-    if reported is None and (of_prompt := new.prompt_token_logprobs) is not None:
+    if of_prompt is not None:
         delta.prompt_logprobs = Logprobs.of(of_prompt, new.token_text)
     if latest.finished:
         delta.finish_reason, delta.stop_reason = sample.finish_reason, sample.stop_reason
         delta.finish_detail, delta.metrics = sample.finish_detail, latest.metrics
         delta.embedding = latest.embedding
-    return delta
+    outputs.deltas.append((key, delta))

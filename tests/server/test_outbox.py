@@ -11,7 +11,7 @@ from pointsman.core import Request
 from pointsman.engine import SamplingParams
 from pointsman.engine.outputs.request_output import RequestOutput, Transcript
 from pointsman.server.outbox import Outbox, RemoteMailbox, RemotePort
-from pointsman.server.wire.messages import EngineOutputs, EngineRequest, StepNote, Unpacker
+from pointsman.server.wire.messages import Delta, EngineOutputs, EngineRequest, StepNote, Unpacker
 
 
 def read_until(sock: socket.socket, unpacker: Unpacker, done: Any) -> list[Any]:
@@ -73,6 +73,12 @@ class Generation:
         self.mailbox.put(RequestOutput(self.transcript, 0, len(tokens), finished))
 
 
+def deltas_of(news: EngineOutputs, key: int) -> list[Delta]:
+    """What is new about a request, plain tokens first."""
+    plain = [Delta(text, ids, num_cached_tokens=cached) for name, text, ids, cached in news.tokens if name == key]
+    return plain + [delta for name, delta in news.deltas if name == key]
+
+
 def test_deltas_add_up_and_pile_up_nowhere() -> None:
     ours, theirs = socket.socketpair()
     port = RemotePort(ours)
@@ -93,7 +99,7 @@ def test_deltas_add_up_and_pile_up_nowhere() -> None:
     assert found[0].accepted == [1] and not any(news.accepted for news in found[1:])
     assert sum(len(news.steps) for news in found) == num_steps
     for key, most in ((1, num_steps), (2, 2)):
-        deltas = [delta for news in found for name, delta in news.deltas if name == key]
+        deltas = [delta for news in found for delta in deltas_of(news, key)]
         assert [token for delta in deltas for token in delta.token_ids] == list(range(num_steps))
         assert len(deltas) <= most and [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
     assert port.mailboxes == {}
@@ -108,5 +114,5 @@ def test_news_of_a_reader_that_is_gone_is_not_told() -> None:
     failed.mailbox.fail(ValueError("too long"))
     port.ring()
     (news,) = read_until(theirs, Unpacker(), bool)
-    assert news.deltas == [] and [(key, str(error)) for key, error in news.errors] == [(2, "too long")]
+    assert news.tokens == news.deltas == [] and [(key, str(error)) for key, error in news.errors] == [(2, "too long")]
     assert port.mailboxes == {}

@@ -11,8 +11,9 @@ from __future__ import annotations
 import enum
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any
 
 from pointsman.core import RepetitionDetectionParams as RepetitionDetectionParams  # one of the public names
@@ -194,6 +195,14 @@ class SamplingParams:
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # the object is frozen for everyone else
 
+    def __getstate__(self) -> tuple[Any, ...]:
+        """Its values: what dataclasses have for this looks for the fields each time, and every request is pickled."""
+        return _VALUES(self)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        for name, value in zip(_NAMES, state, strict=True):
+            self._set(name, value)
+
     def check_token_ids(self, vocab_size: int) -> None:
         """Check what depends on the model.
 
@@ -226,6 +235,10 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_BELOW
+
+
+_NAMES = tuple(one.name for one in fields(SamplingParams))
+_VALUES: Callable[[SamplingParams], tuple[Any, ...]] = attrgetter(*_NAMES)
 
 
 def _check_number(name: str, value: object, wanted: str) -> None:

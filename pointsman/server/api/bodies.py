@@ -16,9 +16,11 @@ import ctypes
 import gc
 import logging
 from collections.abc import Callable, Coroutine
+from inspect import iscoroutinefunction, signature
 from typing import Any
 
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -224,19 +226,27 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route whose body, if it has one, must be application/json."""
+    """A route whose body, if it has one, must be application/json.
+
+    Where a request has no header that the route declares, and a body as it should be, its endpoint is called without
+    FastAPI's general way to it, which takes several times as long. Any other goes that way, and gets its errors there.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
         has_body = self.body_field is not None
+        call_directly = self._direct_call()
 
         async def strict(request: Request) -> Response:
             if has_body:
                 given = request.headers.get("content-type", "")
                 if given.partition(";")[0].strip().lower() != "application/json":
                     raise ApiError(400, f"the content type is {shown(given)}; send application/json")
+            own = StrictRequest(request.scope, request.receive)
             try:
-                response = await handle(StrictRequest(request.scope, request.receive))
+                response = None if call_directly is None else await call_directly(own)
+                if response is None:
+                    response = await handle(own)
             except ClientDisconnect:  # while it sent its body; nothing reads the response
                 return Response(status_code=400)
             held = request.scope.get("pointsman.body")
@@ -245,3 +255,27 @@ class StrictRoute(APIRoute):
             return response
 
         return strict
+
+    def _direct_call(self) -> Callable[[StrictRequest], Coroutine[Any, Any, Response | None]] | None:
+        """Calls the endpoint, or returns None for a request that FastAPI must look at; None: that is every one."""
+        wanted, endpoint = self.dependant, self.endpoint
+        if len(wanted.body_params) != 1 or self._embed_body_fields or wanted.dependencies:
+            return None
+        name, model = wanted.body_params[0].name, wanted.body_params[0].field_info.annotation
+        headers = {param.alias.lower().encode() for param in wanted.header_params}
+        absent = {param.name: param.default for param in wanted.header_params}
+        is_simple = iscoroutinefunction(endpoint) and {name, *absent} == set(signature(endpoint).parameters)
+        if not (is_simple and isinstance(model, type) and issubclass(model, BaseModel)):
+            return None
+
+        async def call(request: StrictRequest) -> Response | None:
+            if not headers.isdisjoint([header for header, _ in request.scope["headers"]]) or not await request.body():
+                return None
+            try:
+                body = model.model_validate(await request.json())
+            except ValidationError:
+                return None
+            response: Response = await endpoint(**{name: body}, **absent)
+            return response
+
+        return call

@@ -1,13 +1,14 @@
 """What the API process counts while requests run: histograms, refused requests and open streams.
 
-Everything here happens in the event loop's thread, once per delta of every stream, so nothing takes a lock or makes an
-object. `Histogram` is why there is no `prometheus_client.Histogram`: that one walks its buckets, takes two locks and
-adds one observation at a time, and several tokens often come in one delta.
+Everything here happens in the event loop's thread, once per delta of every stream, so nothing takes a lock, and values
+are only noted: they are sorted into buckets when many are there, or when they are read. `Histogram` is why there is no
+`prometheus_client.Histogram`: that one walks its buckets, takes two locks and adds one observation at a time, and
+several tokens often come in one delta.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -44,6 +45,10 @@ if TYPE_CHECKING:
     from pointsman.server.wire.messages import Delta, EngineRequest, StepNote
 
 
+MAX_NEW = 512
+"""Values that a histogram holds before it sorts them into its buckets."""
+
+
 class Histogram:
     """The number of values between ascending bounds, and their sum.
 
@@ -51,7 +56,7 @@ class Histogram:
         bounds: upper bounds of the buckets, inclusive, ascending; one more bucket holds what is above all of them.
     """
 
-    __slots__ = ("_bounds", "_counts", "_names", "sum")
+    __slots__ = ("_bounds", "_counts", "_names", "_new", "_sum")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
@@ -60,20 +65,46 @@ class Histogram:
             for bound in (*bounds, float("inf"))
         ]
         self._counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
+        self._sum = 0.0
+        self._new: list[float] = []  # not in a bucket yet
 
     def observe(self, value: float, times: int = 1) -> None:
         """Count `value`, `times` times."""
-        self._counts[bisect_left(self._bounds, value)] += times
-        self.sum += value * times
+        if times == 1:
+            self._new.append(value)
+            if len(self._new) >= MAX_NEW:
+                self._settle()
+        else:
+            self._counts[bisect_left(self._bounds, value)] += times
+            self._sum += value * times
+
+    def _settle(self) -> None:
+        """Count the new values: each bound is looked for among them, and not each of them among the bounds."""
+        new = self._new
+        self._sum = sum(new, self._sum)
+        new.sort()
+        before = 0
+        for index, bound in enumerate(self._bounds):
+            up_to = bisect_right(new, bound, before)
+            self._counts[index] += up_to - before
+            before = up_to
+        self._counts[-1] += len(new) - before
+        new.clear()
+
+    @property
+    def sum(self) -> float:
+        """Of the values."""
+        self._settle()
+        return self._sum
 
     @property
     def count(self) -> int:
         """The number of values."""
-        return sum(self._counts)
+        return sum(self._counts) + len(self._new)
 
     def buckets(self) -> list[tuple[str, float]]:
         """(upper bound, values up to it) of every bucket, in Prometheus' form: cumulative, "+Inf" last."""
+        self._settle()
         return list(zip(self._names, accumulate(self._counts), strict=True))
 
 
@@ -123,9 +154,9 @@ class EngineObservations:
 
     def steps(self, notes: Iterable[StepNote]) -> None:
         """Steps of the engine, in any number at once."""
-        for note in notes:
-            self._iteration_tokens(note.num_scheduled_tokens)
-            self._scheduler_step(note.scheduler_seconds)
+        for num_scheduled_tokens, _, scheduler_seconds in notes:
+            self._iteration_tokens(num_scheduled_tokens)
+            self._scheduler_step(scheduler_seconds)
 
     def client_request(self, n: int, num_generated_tokens: int) -> None:
         """A client's request was answered: with `n` samples, the longest of `num_generated_tokens` tokens."""

@@ -14,7 +14,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from pointsman.server.metrics.observations import Observations
     from pointsman.server.service.backlog import Ticket
     from pointsman.server.service.gate import Gate
-    from pointsman.server.service.inbox import ClientStream
+    from pointsman.server.service.inbox import ClientStream, Shortcut
     from pointsman.server.wire.answers import AnswerWriter
 
 logger = logging.getLogger(__name__)
@@ -82,23 +81,25 @@ class Sample:
 
     def note(self, delta: Delta) -> None:
         """Count a delta that was read, and observe its time."""
-        num_new = len(delta.token_ids)
-        choice = self.choice
-        choice.num_cached_tokens = delta.num_cached_tokens
-        if num_new:
-            now = time.monotonic()
-            observations = self._observations.engines[self.stream.engine]
-            if choice.num_tokens:
-                observations.inter_token(now - self._last_time, num_new)
-            else:
-                observations.first_token(now - self._last_time)
-                self._ticket.first_token(choice.prompt_index)
-                self._start()
-            self._last_time = now
-            choice.num_tokens += num_new
-            self._tenant.num_generated_tokens += num_new
+        self.choice.num_cached_tokens = delta.num_cached_tokens
+        if delta.token_ids:
+            self.note_tokens(len(delta.token_ids))
         elif delta.embedding is not None:
             self._start()
+
+    def note_tokens(self, num_new: int) -> None:
+        """Count new tokens, one at least, and observe their time."""
+        choice, now = self.choice, time.monotonic()
+        observations = self._observations.engines[self.stream.engine]
+        if choice.num_tokens:
+            observations.inter_token(now - self._last_time, num_new)
+        else:
+            observations.first_token(now - self._last_time)
+            self._ticket.first_token(choice.prompt_index)
+            self._start()
+        self._last_time = now
+        choice.num_tokens += num_new
+        self._tenant.num_generated_tokens += num_new
 
     def _start(self) -> None:
         self.has_started = True
@@ -220,22 +221,24 @@ class Delivery:
     async def send_events(self, writer: TextWriter, scope: Scope, send: Send) -> None:
         """Send events as deltas arrive. An error after the first byte is the last event."""
         events = EventStream(send, self._headers(writer), scope)
-
-        def send_now(sample: Sample, delta: Delta) -> bool:
-            chunk = writer.plain_chunk(sample.choice, delta)
-            if not chunk or not events.write_now(chunk):
-                return False
-            sample.note(delta)
-            return True
+        num_running, last_chunk = len(self.samples), b""
 
         async def pump(sample: Sample) -> None:
-            sample.stream.shortcut = partial(send_now, sample)
+            nonlocal num_running, last_chunk
+            sample.stream.shortcut = _shortcut(sample, writer, events)
             async for delta in sample:
                 check_finish(delta.finish_reason, delta.finish_detail)
-                chunk = writer.plain_chunk(sample.choice, delta)
+                chunk = writer.plain_chunk(sample.choice, delta.text) if delta.finish_reason is None else None
                 if chunk is None:
                     chunk = await in_pieces(writer.chunk(sample.choice, delta))
-                if chunk:
+                if delta.finish_reason is not None:
+                    num_running -= 1
+                    if not num_running:  # it goes out with the end, in one write
+                        last_chunk = chunk
+                        return
+                if chunk and events.has_room():
+                    events.write_now(chunk)
+                elif chunk:
                     await events.write(chunk)
 
         self._observations.open_streams += 1
@@ -249,7 +252,7 @@ class Delivery:
             except Exception:
                 logger.exception("%s: the stream broke off", writer.id)
                 last = error_event(ApiError(500, "the server failed on this request; its log says why"))
-            await events.close(last)
+            await events.close(last_chunk + last)
         finally:
             self._observations.open_streams -= 1
 
@@ -279,3 +282,22 @@ class Delivery:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _shortcut(sample: Sample, writer: TextWriter, events: EventStream) -> Shortcut:
+    """Sends plain tokens of a sample at once, where its reader would do nothing else with them. Writing comes last: it
+    wakes the client, which may get this processor, and what comes behind would find cold caches.
+    """
+    choice, plain_chunk, has_room, write_now = sample.choice, writer.plain_chunk, events.has_room, events.write_now
+    note_tokens = sample.note_tokens
+
+    def send_now(text: str, token_ids: list[int], num_cached_tokens: int) -> bool:
+        if not has_room() or (chunk := plain_chunk(choice, text)) is None:
+            return False
+        choice.num_cached_tokens = num_cached_tokens
+        if token_ids:
+            note_tokens(len(token_ids))
+        write_now(chunk)
+        return True
+
+    return send_now

@@ -191,7 +191,7 @@ class EngineFleet:
         if self._router is None:
             return {0: streams}
         loads = [len(engine.inbox.streams) if engine.takes_requests else None for engine in self.engines]
-        if all(load is None for load in loads):
+        if loads.count(None) == len(loads):
             loads = [len(engine.inbox.streams) if engine.is_alive else None for engine in self.engines]
         groups: dict[int, list[ClientStream]] = {}
         for stream in streams:

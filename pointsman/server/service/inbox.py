@@ -1,13 +1,13 @@
 """What arrives from the engine process: frames become deltas, each delta goes to the stream of its request.
 
-    socket -> Inbox.data_received -> ClientStream.put -> the stream's reader, or its shortcut
+    socket -> Inbox.data_received -> ClientStream.put, put_tokens -> the stream's reader, or its shortcut
 
 A stream is over after the delta with a finish_reason, after an error, and when it is closed:
 
     not sent -> sent -> accepted (queued, its grammar compiled) -> deltas -> over
 
 Deltas that arrive before the reader takes the last one are merged into it, so a stream without a reader holds one.
-While the reader waits for a delta, a shortcut may take it instead: then no task is woken for it.
+While the reader waits, a shortcut may take tokens instead: then no task is woken, and no delta is made of them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from pointsman.engine.aio.mailbox import Waiter
 from pointsman.engine.errors import EngineDeadError
 from pointsman.engine.outputs.request_output import Resumed
 from pointsman.server.wire.messages import Delta, EngineOutputs, EngineRequest, StepNote, Unpacker
+
+Shortcut: TypeAlias = Callable[[str, list[int], int], bool]
+"""Gets the text, the ids and the number of cached tokens of a delta."""
 
 
 class Inbox(asyncio.Protocol):
@@ -60,10 +63,15 @@ class Inbox(asyncio.Protocol):
         self._on_close()
 
     def _take(self, outputs: EngineOutputs) -> None:
+        if outputs.steps and self.on_steps is not None:
+            self.on_steps(outputs.steps)
         streams = self.streams
         for key in outputs.accepted:
             if (stream := streams.get(key)) is not None:
                 stream.accept()
+        for key, text, token_ids, num_cached_tokens in outputs.tokens:
+            if (stream := streams.get(key)) is not None:
+                stream.put_tokens(text, token_ids, num_cached_tokens)
         for key, delta in outputs.deltas:
             if (stream := streams.get(key)) is not None:
                 stream.put(delta)
@@ -76,8 +84,6 @@ class Inbox(asyncio.Protocol):
                 continue
             if (stream := streams.pop(key, None)) is not None:
                 stream.fail(error)
-        if outputs.steps and self.on_steps is not None:
-            self.on_steps(outputs.steps)
 
     def report_end(self, stream: ClientStream, last: Delta) -> None:
         """Call `on_end` for a stream whose request has finished with `last`, or is abandoned."""
@@ -118,8 +124,8 @@ class ClientStream(AsyncIterator[Delta]):
         """Tokens received, read or not."""
         self.num_deaths = 0
         """Engines that died while they had its request."""
-        self.shortcut: Callable[[Delta], bool] | None = None
-        """Gets each delta that arrives while the reader waits, and returns whether it has taken it from the reader."""
+        self.shortcut: Shortcut | None = None
+        """Gets tokens that arrive while the reader waits, and returns whether it has taken them from the reader."""
         self._first_token_time = 0.0
         self._num_cached_tokens = 0
         self._submit = submit
@@ -207,28 +213,37 @@ class ClientStream(AsyncIterator[Delta]):
         self._is_accepted = True
         self._waiter.wake()
 
+    def put_tokens(self, text: str, token_ids: list[int], num_cached_tokens: int) -> None:
+        """Add a delta of nothing but tokens behind what has not been read."""
+        self._note_received(token_ids, num_cached_tokens)
+        if self._next is None and self.shortcut is not None and self._waiter.is_waiting:
+            try:
+                if self.shortcut(text, token_ids, num_cached_tokens):
+                    return
+            except Exception:  # one client's; the reader does the same with the delta, and reports what it raises
+                self.shortcut = None
+        self._leave(Delta(text, token_ids, num_cached_tokens=num_cached_tokens))
+
     def put(self, delta: Delta) -> None:
         """Add a delta behind what has not been read."""
+        self._note_received(delta.token_ids, delta.num_cached_tokens)
+        self._leave(delta)
+
+    def _note_received(self, token_ids: list[int], num_cached_tokens: int) -> None:
         self._is_accepted = True
-        if delta.token_ids:
+        if token_ids:
             if not self.output_token_ids:
                 self._first_token_time = time.monotonic()
-                self._num_cached_tokens = delta.num_cached_tokens
-            self.output_token_ids += delta.token_ids
-        if self._next is not None:
-            self._next.merge(delta)
-        elif self.shortcut is not None and self._waiter.is_waiting and self._takes_shortcut(self.shortcut, delta):
-            return
-        else:
-            self._next = delta
-        self._waiter.wake()
+                self._num_cached_tokens = num_cached_tokens
+            self.output_token_ids += token_ids
 
-    def _takes_shortcut(self, shortcut: Callable[[Delta], bool], delta: Delta) -> bool:
-        try:
-            return shortcut(delta)
-        except Exception:  # one client's; the reader does the same with the delta, and reports what it raises
-            self.shortcut = None
-            return False
+    def _leave(self, delta: Delta) -> None:
+        """To the reader."""
+        if self._next is None:
+            self._next = delta
+        else:
+            self._next.merge(delta)
+        self._waiter.wake()
 
     def fail(self, error: Exception) -> None:
         """No more deltas will come; the reader gets this error once it has read those that have."""

@@ -10,7 +10,6 @@ kinds of requests do differently is in the parts of their `Job`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -258,7 +257,7 @@ class WatchedResponse(Response):
     """A response whose work is cancelled when the client hangs up.
 
     Cancelling closes the streams of the engine, which aborts their requests at the next step boundary. Watching costs
-    two tasks per request and nothing per token.
+    a task per request and nothing per token.
 
     Args:
         work: writes the whole response to the request of a `scope` with the `send` it is given; an exception before its
@@ -283,20 +282,29 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None])
     Raises:
         What the work raises.
     """
-    worker = asyncio.ensure_future(work)
+    task = asyncio.current_task()
+    assert task is not None
+    is_over = has_left = False
+
+    def stop(_: asyncio.Task[None]) -> None:
+        nonlocal has_left
+        if not is_over:
+            has_left = True
+            task.cancel()
+
     watcher = asyncio.ensure_future(_until_disconnected(receive))
+    watcher.add_done_callback(stop)
     try:
-        await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        watcher.cancel()
-        if not worker.done():
-            worker.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait((worker,))
-    if worker.cancelled():
+        await work
+    except asyncio.CancelledError:
+        if task.cancelling() > has_left:  # something else cancels the response
+            raise
         logger.debug("a client hung up before its answer was complete")
-        return
-    worker.result()
+    finally:
+        is_over = True
+        watcher.cancel()
+        if has_left:
+            task.uncancel()
 
 
 async def _until_disconnected(receive: Receive) -> None:

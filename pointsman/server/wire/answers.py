@@ -134,8 +134,10 @@ class TextWriter(AnswerWriter):
     """Of events."""
     head: ClassVar[str]
     """Of a plain chunk, between the choice's index and the text."""
+    middle: ClassVar[str]
+    """Of a plain chunk, between the text and the reasons for the end."""
     tail: ClassVar[str]
-    """Of a plain chunk, behind the text."""
+    """Of a plain chunk that is not the last, behind the text: `middle`, and that there are no reasons yet."""
 
     def __init__(self, body: SamplingFields, model: str, request_id: str | None = None, *, num_top: int | None) -> None:
         super().__init__(body, model, request_id)
@@ -146,22 +148,32 @@ class TextWriter(AnswerWriter):
         self._includes_usage = bool(options and options.include_usage)
         self._continuous_usage = self._includes_usage and bool(options and options.continuous_usage_stats)
         self._is_plain = not (self._has_logprobs or self._returns_token_ids or self._continuous_usage)
+        self._has_opening = True
+        """Whether there is more in a choice's first chunk than in the others."""
 
-    def plain_chunk(self, choice: Choice, delta: Delta) -> bytes | None:
-        """The event of a delta between a choice's first and last one; None: `chunk` writes it."""
-        if self._is_plain and choice.plain_head and delta.finish_reason is None:
-            return f"{choice.plain_head}{quote(delta.text)}{self.tail}".encode("ascii")
+    def plain_chunk(self, choice: Choice, text: str) -> bytes | None:
+        """The event of text between a choice's first and last delta; None: `chunk` writes it."""
+        if self._is_plain and (head := choice.plain_head):
+            return f"{head}{quote(text)}{self.tail}".encode("ascii")
         return None
 
     def chunk(self, choice: Choice, delta: Delta) -> Pieces[bytes]:
         """The events of a delta; none if it holds nothing that is written."""
         if not (delta.token_ids or delta.text or delta.finish_reason is not None):
             return b""
-        events = yield from self._full_chunk(choice, delta, is_first=not choice.plain_head)
-        if not choice.plain_head:
-            start = to_json({**self.envelope(self.object_name), "choices": []})
-            choice.plain_head = f'data: {start.removesuffix("]}")}{{"index":{choice.index},{self.head}'
-        return events
+        is_first = not choice.plain_head
+        if is_first:
+            choice.plain_head = (
+                f'data: {{"id":{quote(self.id)},"object":{quote(self.object_name)},"created":{self.created},'
+                f'"model":{quote(self.model)},"choices":[{{"index":{choice.index},{self.head}'
+            )
+        if not self._is_plain or (is_first and self._has_opening):
+            return (yield from self._full_chunk(choice, delta, is_first=is_first))
+        tail = self.tail
+        if delta.finish_reason is not None:
+            reasons = f'"finish_reason":{quote(delta.finish_reason)},"stop_reason":{to_json(delta.stop_reason)}'
+            tail = f"{self.middle}{reasons}}}]}}\n\n"
+        return f"{choice.plain_head}{quote(delta.text)}{tail}".encode("ascii")
 
     @abstractmethod
     def _full_chunk(self, choice: Choice, delta: Delta, *, is_first: bool) -> Pieces[bytes]:
@@ -209,12 +221,15 @@ class CompletionWriter(TextWriter):
     id_prefix = "cmpl"
     object_name = "text_completion"
     head = '"text":'
-    tail = ',"logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
+    middle = ',"logprobs":null,'
+    tail = f'{middle}"finish_reason":null,"stop_reason":null}}]}}\n\n'
 
     def __init__(self, body: CompletionRequest, model: str, request_id: str | None = None) -> None:
         super().__init__(body, model, request_id, num_top=body.logprobs)
         self._echoes = bool(body.echo)
         self._is_echo_alone = body.max_tokens == 0
+        self._is_plain = self._is_plain and not self._is_echo_alone
+        self._has_opening = self._echoes
         self._has_prompt_logprobs = body.prompt_logprobs is not None
 
     def whole(self, choices: list[Choice], outputs: list[Delta]) -> Pieces[str]:
@@ -296,7 +311,8 @@ class ChatWriter(TextWriter):
     id_prefix = "chatcmpl"
     object_name = "chat.completion.chunk"
     head = '"delta":{"content":'
-    tail = '},"logprobs":null,"finish_reason":null}]}\n\n'
+    middle = '},"logprobs":null,'
+    tail = f'{middle}"finish_reason":null}}]}}\n\n'
 
     def __init__(
         self, body: ChatCompletionRequest, model: str, request_id: str | None = None, *, response_role: str
@@ -395,13 +411,17 @@ class EmbeddingWriter(AnswerWriter):
 # ------------------------------------------------------------------------------------------------- JSON
 
 
+_ASCII = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+_UNICODE = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+
+
 def to_json(value: Any, *, is_ascii: bool = True) -> str:
     """As JSON, without spaces; with everything outside ASCII escaped, or as it is.
 
     Raises:
         ValueError: a float in it is infinite, or NaN.
     """
-    return json.dumps(value, allow_nan=False, ensure_ascii=is_ascii, separators=(",", ":"))
+    return (_ASCII if is_ascii else _UNICODE).encode(value)
 
 
 def with_json(fields: Mapping[str, Any], written: Mapping[str, str], *, is_ascii: bool = True) -> str:

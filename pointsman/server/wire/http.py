@@ -6,7 +6,7 @@
 - A further request before the response to the last (pipelining) is not read. The connection is closed behind that
   response, and the client sends the request again on another, as HTTP/1.1 provides.
 
-- A streamed response may be written without a task, see `write_now`.
+- A streamed response may be written without a task, see `has_room` and `write`.
 
 uvicorn stops reading while a pipelined request waits, and would not notice that the client is gone. Here a connection
 is read until its end, and a client that hangs up stops its request at once.
@@ -115,7 +115,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._is_in_headers = False
         super().on_headers_complete()
         # The app's task begins in the next turn of the loop, and finds this.
-        self.scope["extensions"] = {WRITE_NOW: {"write": partial(write_now, self.cycle)}}
+        self.scope["extensions"] = {
+            WRITE_NOW: {"has_room": partial(has_room, self.cycle), "write": partial(write, self.cycle)}
+        }
 
     def on_message_complete(self) -> None:
         """A request is complete."""
@@ -146,22 +148,20 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._send_timer = None
 
 
-def write_now(cycle: RequestResponseCycle, piece: bytes) -> bool:
-    """Write a piece of the body of a streamed response, as `send` would if it need not wait: no task and none of the
-    app's layers are between. Returns False if that is impossible, or if the client does not read as fast.
-
-    Args:
-        cycle: of the request; its headers have been sent.
-        piece: not empty.
+def has_room(cycle: RequestResponseCycle) -> bool:
+    """Whether a piece of the body of a streamed response can be written now, as `send` would if it need not wait: its
+    headers have been sent, its end has not, and the client reads as fast.
     """
-    if (
+    return not (
         cycle.flow.write_paused
         or cycle.disconnected
         or cycle.response_complete
         or not cycle.chunked_encoding
         or cycle.scope["method"] == "HEAD"
         or cycle.transport.is_closing()
-    ):
-        return False
+    )
+
+
+def write(cycle: RequestResponseCycle, piece: bytes) -> None:
+    """Write a piece, not empty, for which there is room: no task and none of the app's layers are between."""
     cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-    return True

@@ -1,10 +1,10 @@
 """What crosses between the API process and the engine process: messages over a pair of Unix sockets.
 
 A frame is four bytes of length, one that says how the message is written, and the message. Most messages are pickled.
-The outputs of a step in which requests only got tokens, which is what nearly every step is, are written as a tuple by
-`marshal`: they take a fifth of the time, at both ends. Both ends are the same program, and the sockets have no name, so
-no other program can write into them. Where the engine is on another machine it is a TCP connection, of which no message
-is read before the other end has shown a secret (`service/remote.py`).
+The outputs of a step in which requests got tokens, or finished, and nothing else, which is what nearly every step is,
+are written as a tuple by `marshal`: they take a fifth of the time, at both ends. Both ends are the same program, and
+the sockets have no name, so no other program can write into them. Where the engine is on another machine it is a TCP
+connection, of which no message is read before the other end has shown a secret (`service/remote.py`).
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ from __future__ import annotations
 import marshal
 import pickle
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+from pointsman.engine.outputs.request_output import RequestMetrics
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
     from pointsman.core import Explanation
-    from pointsman.engine.outputs.request_output import RequestMetrics, Resumed
+    from pointsman.engine.outputs.request_output import Resumed
     from pointsman.engine.params.pooling import PoolingParams
     from pointsman.engine.params.sampling import SamplingParams
     from pointsman.server.wire.logprobs import Logprobs
@@ -61,6 +64,13 @@ class EngineRequest:
     """False: after the first delta, which reports the first token, one with all remaining tokens is enough."""
     resumed: Resumed | None = None
     """What an engine that died has reported of it; None: nothing yet."""
+
+    def __reduce__(self) -> tuple[type[EngineRequest], tuple[Any, ...]]:
+        """Its values without the names of the fields, which take longer than all the rest."""
+        return EngineRequest, _REQUEST_VALUES(self)
+
+
+_REQUEST_VALUES = attrgetter(*(one.name for one in fields(EngineRequest)))
 
 
 @dataclass(slots=True)
@@ -183,6 +193,11 @@ class StepNote(NamedTuple):
     scheduler_seconds: float
 
 
+PlainTokens: TypeAlias = tuple[int, str, list[int], int]
+"""The delta of a request that only got tokens: its key, then `text`, `token_ids` and `num_cached_tokens` as in `Delta`.
+Nearly every delta is one, so no object is made of it on its way."""
+
+
 @dataclass(slots=True)
 class Delta:
     """What is new about a request since its last delta; of several steps if the reader was slow."""
@@ -201,19 +216,6 @@ class Delta:
     num_cached_tokens: int = 0
     embedding: npt.NDArray[np.float32] | None = None
     """In the last one, of a request with `PoolingParams`."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it holds tokens and their text alone, of a request that goes on."""
-        return (
-            self.finish_reason is None
-            and self.logprobs is None
-            and self.prompt_logprobs is None
-            and self.embedding is None
-            and self.metrics is None
-            and self.stop_reason is None
-            and not self.finish_detail
-        )
 
     def merge(self, later: Delta) -> None:
         """Append the delta that follows this one."""
@@ -239,7 +241,10 @@ class EngineOutputs:
 
     accepted: list[int] = field(default_factory=list)
     """Keys of requests that are queued now."""
+    tokens: list[PlainTokens] = field(default_factory=list)
+    """Of requests that only got tokens."""
     deltas: list[tuple[int, Delta]] = field(default_factory=list)
+    """Of the others: those that finished, and those with more than tokens."""
     errors: list[tuple[int, Exception]] = field(default_factory=list)
     """Of requests that were refused, or that the engine's death ended."""
     steps: list[StepNote] = field(default_factory=list)
@@ -291,24 +296,56 @@ def pack(message: object) -> bytes:
 
 
 def _plain_outputs(outputs: EngineOutputs) -> bytes | None:
-    """Outputs in which requests got tokens and nothing else; None: there is more in them."""
+    """Outputs in which requests got tokens or finished, and nothing else; None: there is more in them."""
     if outputs.errors:
         return None
-    deltas = []
+    ends = []
     for key, delta in outputs.deltas:
-        if not delta.is_plain:
+        end = _plain_end(key, delta)
+        if end is None:
             return None
-        deltas.append((key, delta.text, delta.token_ids, delta.num_cached_tokens))
-    return marshal.dumps((outputs.accepted, deltas, [tuple(step) for step in outputs.steps]))
+        ends.append(end)
+    return marshal.dumps((outputs.accepted, outputs.tokens, ends, [tuple(step) for step in outputs.steps]))
+
+
+def _plain_end(key: int, delta: Delta) -> tuple[Any, ...] | None:
+    """The last delta of a request, of which only what tokens and times say is left; None: there is more in it."""
+    metrics = delta.metrics
+    if (
+        metrics is None
+        or metrics.preemption_causes
+        or metrics.events
+        or delta.logprobs is not None
+        or delta.prompt_logprobs is not None
+        or delta.embedding is not None
+    ):
+        return None
+    return (
+        key,
+        (delta.text, delta.token_ids, delta.finish_reason, delta.finish_detail, delta.stop_reason),
+        delta.num_cached_tokens,
+        (
+            metrics.arrival_time,
+            metrics.first_scheduled_time,
+            metrics.first_token_time,
+            metrics.finished_time,
+            metrics.num_cached_tokens,
+            metrics.num_external_tokens,
+            metrics.num_preemptions,
+        ),
+    )
 
 
 def _read_plain_outputs(body: memoryview) -> EngineOutputs:
-    accepted, deltas, steps = marshal.loads(body)
-    return EngineOutputs(
-        accepted,
-        [(key, Delta(text, token_ids, num_cached_tokens=cached)) for key, text, token_ids, cached in deltas],
-        steps=[StepNote(*step) for step in steps],
-    )
+    accepted, tokens, ends, steps = marshal.loads(body)
+    deltas = [_read_end(*end) for end in ends] if ends else []
+    return EngineOutputs(accepted, tokens, deltas, [], [StepNote._make(step) for step in steps])
+
+
+def _read_end(key: int, said: tuple[Any, ...], num_cached_tokens: int, times: tuple[Any, ...]) -> tuple[int, Delta]:
+    text, token_ids, reason, detail, stop_reason = said
+    metrics = RequestMetrics(*times)
+    return key, Delta(text, token_ids, None, reason, detail, stop_reason, None, metrics, num_cached_tokens)
 
 
 class Unpacker:
@@ -317,12 +354,19 @@ class Unpacker:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[Any]:
+    def feed(self, data: bytes) -> Iterable[Any]:
         """The messages that are complete with these bytes.
 
         Raises:
             ValueError: a frame is longer than any message could be: this is not the other end.
         """
+        if not self._buffer and len(data) >= _HEAD.size:
+            length, kind = _HEAD.unpack_from(data)
+            if len(data) == _HEAD.size + length:  # one whole frame, as a rule
+                return (_read(kind, memoryview(data)[_HEAD.size :]),)
+        return self._feed(data)
+
+    def _feed(self, data: bytes) -> Iterator[Any]:
         buffer = self._buffer
         buffer += data
         start = 0
@@ -334,10 +378,14 @@ class Unpacker:
             if end > len(buffer):
                 break
             with memoryview(buffer) as view, view[start + _HEAD.size : end] as body:
-                message = _read_plain_outputs(body) if kind == _PLAIN else pickle.loads(body)
+                message = _read(kind, body)
             start = end
             yield message
         del buffer[:start]
+
+
+def _read(kind: int, body: memoryview) -> Any:
+    return _read_plain_outputs(body) if kind == _PLAIN else pickle.loads(body)
 
 
 def portable(error: BaseException) -> Exception:

@@ -2,7 +2,7 @@
 
 An event goes out in one write, and `EventStream.write` returns when the transport has taken it. So a slow reader holds
 the transport's buffer and one delta, into which everything that comes meanwhile is merged. While the transport has
-room, `write_now` writes without a task: the server's own protocol offers that to the app, see `http.py`.
+room (`has_room`), `write_now` writes without a task: the server's own protocol offers that to the app, see `http.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from starlette.types import Scope, Send
 
 WRITE_NOW = "pointsman.write_now"
-"""The extension of ASGI with which a protocol offers to write a piece of a body without waiting: `write` gets it, and
-returns whether it was written."""
+"""The extension of ASGI with which a protocol offers to write a piece of a body without waiting: with `write`, as long
+as `has_room` says that it can."""
 
 DONE = b"data: [DONE]\n\n"
 EVENT_HEADERS = {
@@ -36,7 +36,11 @@ class EventStream:
     def __init__(self, send: Send, headers: Mapping[str, str], scope: Scope | None = None) -> None:
         self._send = send
         extensions = (scope or {}).get("extensions") or {}
-        self._write_now: Callable[[bytes], bool] | None = extensions.get(WRITE_NOW, {}).get("write")
+        offered = extensions.get(WRITE_NOW, {"has_room": lambda: False, "write": None})
+        self.has_room: Callable[[], bool] = offered["has_room"]
+        """Whether events can be sent without waiting."""
+        self.write_now: Callable[[bytes], None] = offered["write"]
+        """Sends events, for which there is room."""
         self._headers = {**EVENT_HEADERS, **headers}
         self._lock = asyncio.Lock()
 
@@ -48,10 +52,6 @@ class EventStream:
         """Send events; returns when the transport has room for more."""
         async with self._lock:
             await self._send({"type": "http.response.body", "body": events, "more_body": True})
-
-    def write_now(self, events: bytes) -> bool:
-        """Send events unless the transport has no room for them; whether they were sent."""
-        return self._write_now is not None and self._write_now(events)
 
     async def close(self, last: bytes = b"") -> None:
         """Send the last events and the end."""

@@ -7,9 +7,14 @@ import gc
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any
 
+import fastapi.routing
 import pytest
+from fastapi import APIRouter, FastAPI, Header
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from pointsman.server.api import bodies
@@ -21,6 +26,7 @@ from pointsman.server.api.bodies import (
     BodyLimitMiddleware,
     HeldBody,
     StrictRequest,
+    StrictRoute,
     check_numbers,
 )
 from pointsman.server.wire.errors import ApiError, ErrorAnswers
@@ -54,7 +60,7 @@ def call(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": path, "headers": list(headers)}
+    scope = {"type": "http", "method": "POST", "path": path, "headers": list(headers), "query_string": b""}
     asyncio.run(app(scope, receive, send))  # type: ignore[arg-type]  # a coroutine
     return sent
 
@@ -217,3 +223,99 @@ def test_a_backslash_hides_no_text() -> None:
     """A text may end with one, escaped: the quotation mark behind it is none within the text."""
     body = json.dumps({f"{number}\\": 1 for number in range(MAX_TEXTS + 1)}).encode()
     assert f"{MAX_TEXTS + 1} texts" in refused(body)
+
+
+# ------------------------------------------------------------------------------------------------- routes
+
+
+class Wanted(BaseModel):
+    text: str
+    number: int = 3
+
+
+def strict_app(monkeypatch: pytest.MonkeyPatch, *, is_direct: bool) -> FastAPI:
+    """A route with a body and a header, with the direct way to its endpoint or without."""
+    if not is_direct:
+        monkeypatch.setattr(StrictRoute, "_direct_call", lambda self: None)
+    router = APIRouter(route_class=StrictRoute)
+
+    @router.post("/echo")
+    async def echo(body: Wanted, seconds: Annotated[float | None, Header(alias="X-Seconds", gt=0)] = None) -> Response:
+        if body.text == "refused":
+            raise ApiError(429, "not now")
+        return JSONResponse([body.text, body.number, seconds])
+
+    app = FastAPI()
+    app.include_router(router)
+    ANSWER.install(app)
+    return app
+
+
+JSON = (b"content-type", b"application/json")
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status", "is_read_by_fastapi"),
+    [
+        ([JSON], [b'{"text": "a", ', b'"number": 5}'], 200, False),
+        ([(b"content-type", b"Application/JSON; charset=utf-8")], [b'{"text": "a", "other": 1}'], 200, False),
+        ([JSON], [b'{"text": "refused"}'], 429, False),
+        ([JSON, (b"x-seconds", b"2.5")], [b'{"text": "a"}'], 200, True),
+        ([JSON, (b"x-seconds", b"-1")], [b'{"text": "a"}'], 400, True),
+        ([JSON], [b'{"number": "five"}'], 400, True),
+        ([JSON], [b"[1]"], 400, True),
+        ([JSON], [b""], 400, True),
+        ([JSON], [b'{"text": NaN}'], 400, False),
+        ([(b"content-type", b"text/plain")], [b'{"text": "a"}'], 400, False),
+    ],
+)
+def test_the_direct_way_to_an_endpoint_leads_where_fastapi_does(
+    headers: list[tuple[bytes, bytes]],
+    body: list[bytes],
+    status: int,
+    is_read_by_fastapi: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_solved = 0
+    solve = fastapi.routing.solve_dependencies
+
+    async def counted(**arguments: Any) -> Any:
+        nonlocal num_solved
+        num_solved += 1
+        return await solve(**arguments)
+
+    monkeypatch.setattr(fastapi.routing, "solve_dependencies", counted)
+    direct = call(strict_app(monkeypatch, is_direct=True), path="/echo", headers=headers, body=body)
+    assert num_solved == is_read_by_fastapi
+    assert direct[0]["status"] == status
+    assert direct == call(strict_app(monkeypatch, is_direct=False), path="/echo", headers=headers, body=body)
+
+
+def test_a_route_with_more_than_a_body_and_headers_has_no_direct_way() -> None:
+    router = APIRouter(route_class=StrictRoute)
+
+    async def body_and_query(body: Wanted, asked: int = 1) -> Response:
+        return Response()
+
+    async def two_bodies(body: Wanted, other: Wanted) -> Response:
+        return Response()
+
+    async def no_model(body: list[int]) -> Response:
+        return Response()
+
+    async def with_request(body: Wanted, request: Request) -> Response:
+        return Response()
+
+    def no_coroutine(body: Wanted) -> Response:
+        return Response()
+
+    async def simple(body: Wanted) -> Response:
+        return Response()
+
+    found = []
+    for endpoint in (body_and_query, two_bodies, no_model, with_request, no_coroutine, simple):
+        router.add_api_route(f"/{endpoint.__name__}", endpoint, methods=["POST"])
+        route = router.routes[-1]
+        assert isinstance(route, StrictRoute)
+        found.append(route._direct_call() is not None)
+    assert found == [False] * 5 + [True]

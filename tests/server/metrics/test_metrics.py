@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import re
 import runpy
 import signal
+from bisect import bisect_left
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from pointsman.engine.outputs.request_output import RequestMetrics
 from pointsman.server.metrics import exposition as metrics
 from pointsman.server.metrics import table as metric_table
 from pointsman.server.metrics.exposition import ServerMetrics
-from pointsman.server.metrics.observations import EngineObservations, Histogram, Observations
+from pointsman.server.metrics.observations import MAX_NEW, EngineObservations, Histogram, Observations
 from pointsman.server.metrics.readings import SCRAPED
 from pointsman.server.metrics.table import (
     FINISH_REASONS,
@@ -78,6 +80,19 @@ def test_a_histogram_counts_as_the_librarys_does(observed: list[tuple[float, int
     assert ours.buckets() == [(one.labels["le"], one.value) for one in samples if one.name == "x_bucket"]
     assert ours.sum == pytest.approx(next(one.value for one in samples if one.name == "x_sum"))
     assert ours.count == sum(times for _, times in observed)
+
+
+def test_a_histogram_holds_few_values_outside_of_its_buckets() -> None:
+    generator = random.Random(1)
+    ours, counts = Histogram((1.0, 2.0, 4.0)), [0, 0, 0, 0]
+    for number in range(5 * MAX_NEW + 7):
+        value = generator.choice((0.5, 1.0, 1.5, 3.0, 4.0, 9.0))
+        counts[bisect_left((1.0, 2.0, 4.0), value)] += 1
+        ours.observe(value)
+        assert len(ours._new) < MAX_NEW
+        assert ours.count == number + 1
+    assert [up_to for _, up_to in ours.buckets()] == list(accumulate(counts))
+    assert ours._new == []
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ def test_texts_are_those_of_the_engine_itself(steps: int) -> None:
             assert metrics.first_token_time is not None and metrics.finished_time is not None
             assert metrics.arrival_time <= metrics.first_scheduled_time <= metrics.first_token_time
             assert metrics.first_token_time <= metrics.finished_time
+            assert type(metrics.finished_time) is type(metrics.first_token_time) is float  # not NumPy's, nor its bytes
         assert sum(step.num_generated_tokens for step in steps) == 120
         stats = await client.stats()
         assert stats.scheduler.kv_cache_usage == 0

@@ -124,11 +124,11 @@ def test_a_shortcut_takes_what_comes_while_the_reader_waits_and_no_delta_overtak
         num_short = 0
         may_be_short = True
 
-        def shortcut(delta: Delta) -> bool:
+        def shortcut(text: str, token_ids: list[int], num_cached_tokens: int) -> bool:
             nonlocal num_short
-            if delta.finish_reason is not None or not may_be_short:
+            if not may_be_short:
                 return False
-            found.extend(delta.token_ids)
+            found.extend(token_ids)
             num_short += 1
             return True
 
@@ -143,7 +143,10 @@ def test_a_shortcut_takes_what_comes_while_the_reader_waits_and_no_delta_overtak
         stream.shortcut = shortcut
         for number in range(1, 1000):
             may_be_short = generator.random() < 0.7
-            stream.put(Delta(token_ids=[number]))
+            if generator.random() < 0.9:
+                stream.put_tokens("", [number], 0)
+            else:  # one with more than tokens
+                stream.put(Delta(token_ids=[number]))
             for _ in range(generator.randrange(4)):
                 await asyncio.sleep(0)
         stream.put(Delta(token_ids=[1000], finish_reason="stop"))
@@ -162,13 +165,13 @@ def test_a_shortcut_that_fails_leaves_the_delta_to_the_reader() -> None:
             EngineRequest("a", [5], ENDLESS), lambda streams: streams[0].note_sent(), lambda stream: None
         )
 
-        def shortcut(delta: Delta) -> bool:
+        def shortcut(text: str, token_ids: list[int], num_cached_tokens: int) -> bool:
             raise RuntimeError("the transport is closed")
 
         stream.shortcut = shortcut
         reading = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)
-        stream.put(Delta(token_ids=[5]))
-        assert (await asyncio.wait_for(reading, 5)).token_ids == [5] and stream.shortcut is None
+        stream.put_tokens("five", [5], 3)
+        assert await asyncio.wait_for(reading, 5) == Delta("five", [5], num_cached_tokens=3) and stream.shortcut is None
 
     asyncio.run(test())

@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 
+from pointsman.core import PreemptionCause, RequestEvent, RequestEventType
 from pointsman.core.errors import RequestRefused, UnknownRequest
 from pointsman.engine import SamplingParams
 from pointsman.engine.outputs.request_output import RequestMetrics
@@ -43,14 +44,23 @@ def test_messages_arrive_in_any_pieces() -> None:
 
 
 def test_plain_outputs_are_short_and_arrive_as_they_were() -> None:
-    """A step in which requests got tokens alone: a fraction of the bytes. Anything more, and nothing is left out."""
+    """A step in which requests got tokens, or finished: a fraction of the bytes. With anything more, nothing is left
+    out.
+    """
+    metrics = RequestMetrics(1.0, 1.5, 2.0, 2.5, num_cached_tokens=4, num_external_tokens=2, num_preemptions=1)
     plain = EngineOutputs(
         accepted=[7],
-        deltas=[(key, Delta("é\u2028 \U0001f600", [5, 2**31], num_cached_tokens=key)) for key in range(20)],
+        tokens=[(key, "é\u2028 \U0001f600", [5, 2**31], key) for key in range(20)],
+        deltas=[
+            (20, Delta("x", [6], finish_reason="stop", stop_reason=7, metrics=metrics, num_cached_tokens=4)),
+            (21, Delta(finish_reason="error", finish_detail="why", metrics=RequestMetrics(1.0))),
+        ],
         steps=[StepNote(3, 1, 1e-5), StepNote(4, 4, 0.5)],
     )
     frame = pack(plain)
-    assert list(Unpacker().feed(frame)) == [plain] and len(frame) < 0.5 * len(pickle.dumps(plain))
+    as_deltas = [(key, Delta(text, ids, num_cached_tokens=cached)) for key, text, ids, cached in plain.tokens]
+    num_pickled = len(pickle.dumps(EngineOutputs(plain.accepted, [], as_deltas + plain.deltas, steps=plain.steps)))
+    assert list(Unpacker().feed(frame)) == [plain] and len(frame) < 0.5 * num_pickled
     (found,) = Unpacker().feed(frame)
     assert found.steps[1].num_generated_tokens == 4
     for more in (
@@ -59,13 +69,17 @@ def test_plain_outputs_are_short_and_arrive_as_they_were() -> None:
         {"stop_reason": 0},
         {"logprobs": Logprobs([1], [5], [-0.5], [1], ["a"])},
         {"prompt_logprobs": Logprobs([1], [5], [-0.5], [1], ["a"])},
-        {"metrics": RequestMetrics(arrival_time=1.0, num_cached_tokens=4)},
+        {"metrics": RequestMetrics(1.0, preemption_causes=(PreemptionCause.MEMORY,), num_preemptions=1)},
+        {"metrics": RequestMetrics(1.0, events=[RequestEvent(RequestEventType.QUEUED, 1.0)])},
+        {"metrics": metrics, "logprobs": Logprobs([1], [5], [-0.5], [1], ["a"])},
+        {"metrics": metrics, "prompt_logprobs": Logprobs([1], [5], [-0.5], [1], ["a"])},
     ):
-        outputs = EngineOutputs(deltas=[(1, Delta("a", [5])), (2, Delta("b", [6], **more))])  # type: ignore[arg-type]
+        outputs = EngineOutputs(tokens=[(1, "a", [5], 0)], deltas=[(2, Delta("b", [6], **more))])  # type: ignore[arg-type]
         (found,) = Unpacker().feed(pack(outputs))
         assert pickle.dumps(found) == pickle.dumps(outputs), more
-    (found,) = Unpacker().feed(pack(EngineOutputs(deltas=[(1, Delta(embedding=np.ones(3, np.float32)))])))
-    assert found.deltas[0][1].embedding.tolist() == [1.0] * 3
+    for delta in (Delta(embedding=np.ones(3, np.float32)), Delta(embedding=np.ones(3, np.float32), metrics=metrics)):
+        (found,) = Unpacker().feed(pack(EngineOutputs(deltas=[(1, delta)])))
+        assert found.deltas[0][1].embedding.tolist() == [1.0] * 3
 
 
 def test_what_requests_share_crosses_once() -> None:

@@ -111,6 +111,50 @@ def test_who_cancels_the_response_cancels_the_work() -> None:
     with_client(test)
 
 
+def test_a_client_that_leaves_as_the_work_ends_cancels_nothing_behind_it() -> None:
+    """Whichever of the two is first in a turn of the loop."""
+
+    async def test(client: Client) -> None:
+        for order in range(2):
+            client.has_left = asyncio.Event()
+            done = asyncio.Event()
+
+            async def respond(client: Client = client, done: asyncio.Event = done) -> str:
+                await unless_disconnected(client.receive, work(done))
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                task = asyncio.current_task()
+                return f"{task.cancelling()} cancellations" if task else ""
+
+            async def work(done: asyncio.Event) -> None:
+                await done.wait()
+
+            response = asyncio.ensure_future(respond())
+            await asyncio.sleep(0.01)
+            for event_ in (done, client.has_left)[:: 1 - 2 * order]:
+                event_.set()
+            assert await response == "0 cancellations"
+
+    with_client(test)
+
+
+def test_work_that_fails_when_its_client_leaves_raises_and_leaves_no_cancellation() -> None:
+    async def test(client: Client) -> None:
+        async def work() -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                raise ApiError(400, "no")
+
+        client.has_left.set()
+        with pytest.raises(ApiError):
+            await unless_disconnected(client.receive, work())
+        task = asyncio.current_task()
+        assert task is not None and task.cancelling() == 0
+
+    with_client(test)
+
+
 def test_a_stream_has_headers_events_and_an_end() -> None:
     async def test(client: Client) -> None:
         events = EventStream(client.send, {"x-request-id": "a"})
