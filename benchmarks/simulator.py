@@ -1,7 +1,8 @@
 """How long a simulation takes, and whether decodes that are done at once give what single steps give.
 
 The unit is the CPU time of 1,000 plain steps (`schedule` and `update`) of the same scheduler with 16 running requests,
-measured before and after each simulation. Simulated are an hour of the Azure conversation trace, without and with
+measured before and after each simulation. Steps have become cheaper since the targets were set, so there are two
+figures: in steps of today, and in steps of then (`STEPS_THEN`), which is what the targets are held against. Simulated are an hour of the Azure conversation trace, without and with
 prefix cache, and the Mooncake trace with its shared prefixes; the first requests of both also step by step, and
 compared. A step costs 6 ms, 34 us for each token and 20 ns for each token of context: the hour is about 417,000 steps,
 with ten requests in each.
@@ -35,7 +36,10 @@ from pointsman.traces import TraceRequest, read_trace
 
 MOONCAKE_TRACE = AZURE_TRACE.with_name("mooncake_synthetic.jsonl")
 STEP_TIME = LinearStepTime(per_step=6e-3, per_token=3.4e-5, per_context_token=2e-8)
-AZURE_UNITS = {False: 250.0, True: 330.0}  # at most, without and with prefix cache
+AZURE_UNITS = {False: 250.0, True: 330.0}  # at most, without and with prefix cache, in steps of then
+STEPS_THEN = 1.35
+"""A plain step of commit e657891, of the day on which the targets were set, takes so many times what one of today takes:
+16.0 ms for 1,000 to 11.8, the least of six runs each, interleaved (docs/decisions/0064-plain-steps.md)."""
 MOONCAKE_SECONDS = 10.0
 GROWTH = 1.5
 MEMORY_MIB = 1024
@@ -109,7 +113,7 @@ def in_units(trace: list[TraceRequest], config: SchedulerConfig, unit: Unit, rou
     for _ in range(rounds):
         before = unit.seconds()
         outcome, cpu = timed(trace, config)
-        units.append(cpu / ((before + unit.seconds()) / 2))
+        units.append(cpu / ((before + unit.seconds()) / 2) / STEPS_THEN)
         seconds.append(cpu)
     timeline = outcome.timelines[0]
     return {
@@ -119,6 +123,7 @@ def in_units(trace: list[TraceRequest], config: SchedulerConfig, unit: Unit, rou
         "virtual_seconds": round(outcome.seconds, 1),
         "cpu_seconds": round(median(seconds), 3),
         "units": round(median(units), 1),
+        "units_of_today": round(median(units) * STEPS_THEN, 1),
         "preemptions": outcome.stats[0].num_preemptions,
     }
 
@@ -209,17 +214,27 @@ def main() -> int:
     quick, targets, unit = arguments.quick, Targets(), Unit()
     figures: dict[str, Any] = {"quick": quick, "azure": measure_azure(quick, unit, targets)}
     rows = [
-        [f"Azure, {name}", *(found[key] for key in ("requests", "steps", "events", "cpu_seconds", "units"))]
+        [
+            f"Azure, {name}",
+            *(found[key] for key in ("requests", "steps", "events", "cpu_seconds", "units", "units_of_today")),
+        ]
         for name, found in figures["azure"].items()
     ]
     mooncake = _read(MOONCAKE_TRACE, 400 if quick else None)
     if mooncake is not None:
         found = figures["mooncake"] = in_units(mooncake, mooncake_config(), unit, 1)
-        rows.append(["Mooncake", *(found[key] for key in ("requests", "steps", "events", "cpu_seconds", "units"))])
+        rows.append(
+            [
+                "Mooncake",
+                *(found[key] for key in ("requests", "steps", "events", "cpu_seconds", "units", "units_of_today")),
+            ]
+        )
         if not quick:
             targets.at_most("CPU seconds of the Mooncake trace", found["cpu_seconds"], MOONCAKE_SECONDS)
-    header = ["", "requests", "steps", "events", "CPU s", "units"]
-    print_table("A simulation, in units of 1,000 plain steps with 16 requests", header, rows)
+    header = ["", "requests", "steps", "events", "CPU s", "units", "of today"]
+    print_table(
+        "A simulation, in units of 1,000 plain steps with 16 requests, as they were and as they are", header, rows
+    )
 
     figures["exact"] = {}
     num_exact = NUM_QUICK if quick else None
