@@ -2,10 +2,10 @@
 
 The unit is the CPU time of 1,000 plain steps (`schedule` and `update`) of the same scheduler with 16 running requests,
 measured before and after each simulation. Steps have become cheaper since the targets were set, so there are two
-figures: in steps of today, and in steps of then (`STEPS_THEN`), which is what the targets are held against. Simulated are an hour of the Azure conversation trace, without and with
-prefix cache, and the Mooncake trace with its shared prefixes; the first requests of both also step by step, and
-compared. A step costs 6 ms, 34 us for each token and 20 ns for each token of context: the hour is about 417,000 steps,
-with ten requests in each.
+figures: in steps of today, and in steps of then (`STEPS_THEN`), which is what the targets are held against. Simulated
+are an hour of the Azure conversation trace, without and with prefix cache, and the Mooncake trace with its shared
+prefixes; the first requests of both also step by step, and compared. A step costs 6 ms, 34 us for each token and 20 ns
+for each token of context: the hour is about 417,000 steps, with ten requests in each.
 
 Work grows with events, not with steps: 2,000 requests whose outputs, and the time between whose arrivals, are ten
 times as long, in a pool that never fills, must cost little more.
@@ -38,8 +38,9 @@ MOONCAKE_TRACE = AZURE_TRACE.with_name("mooncake_synthetic.jsonl")
 STEP_TIME = LinearStepTime(per_step=6e-3, per_token=3.4e-5, per_context_token=2e-8)
 AZURE_UNITS = {False: 250.0, True: 330.0}  # at most, without and with prefix cache, in steps of then
 STEPS_THEN = 1.35
-"""A plain step of commit e657891, of the day on which the targets were set, takes so many times what one of today takes:
-16.0 ms for 1,000 to 11.8, the least of six runs each, interleaved (docs/decisions/0064-plain-steps.md)."""
+"""A plain step of commit e657891, of the day on which the targets were set, takes so many times what one of today
+takes: 16.0 ms for 1,000 to 11.8, the least of six runs each, interleaved (docs/decisions/0064-plain-steps.md)."""
+COLUMNS = ("requests", "steps", "events", "cpu_seconds", "units", "units_of_today")
 MOONCAKE_SECONDS = 10.0
 GROWTH = 1.5
 MEMORY_MIB = 1024
@@ -213,22 +214,11 @@ def main() -> int:
         return run_only(arguments.only)
     quick, targets, unit = arguments.quick, Targets(), Unit()
     figures: dict[str, Any] = {"quick": quick, "azure": measure_azure(quick, unit, targets)}
-    rows = [
-        [
-            f"Azure, {name}",
-            *(found[key] for key in ("requests", "steps", "events", "cpu_seconds", "units", "units_of_today")),
-        ]
-        for name, found in figures["azure"].items()
-    ]
+    rows = [[f"Azure, {name}", *(found[key] for key in COLUMNS)] for name, found in figures["azure"].items()]
     mooncake = _read(MOONCAKE_TRACE, 400 if quick else None)
     if mooncake is not None:
         found = figures["mooncake"] = in_units(mooncake, mooncake_config(), unit, 1)
-        rows.append(
-            [
-                "Mooncake",
-                *(found[key] for key in ("requests", "steps", "events", "cpu_seconds", "units", "units_of_today")),
-            ]
-        )
+        rows.append(["Mooncake", *(found[key] for key in COLUMNS)])
         if not quick:
             targets.at_most("CPU seconds of the Mooncake trace", found["cpu_seconds"], MOONCAKE_SECONDS)
     header = ["", "requests", "steps", "events", "CPU s", "units", "of today"]
