@@ -164,13 +164,9 @@ class Simulation:
             if end > until:
                 return
             assert first is not None
-            finished = first.commit()
-            if only is not None and only.passes_finishes:
-                self._num_finished += len(finished)
-            else:
-                for number in finished:
-                    self._num_finished += 1
-                    self._follow(number, first.now)
+            for number in first.commit():
+                self._num_finished += 1
+                self._follow(number, first.now)
             if first.refused:
                 self._note_refused(first)
             if self._followers:

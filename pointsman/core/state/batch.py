@@ -398,6 +398,22 @@ class Batch:
             self._make_room(requests, rows, num_tokens)
         return num_tokens
 
+    def compute_one(self, num_computed_tokens: Int64Array, *, is_first: bool) -> None:
+        """All running rows, which have computed so many tokens, compute and sample one more. `is_first`: no other
+        sample of them is in flight."""
+        rows, span = self.members.rows, self.members.span
+        if span is None:
+            self.num_computed_tokens[rows] = num_computed_tokens + ONE
+            self.num_pending[rows] = ONE if is_first else self.num_pending[rows] + ONE
+            return
+        column = self.num_computed_tokens[span]
+        column += ONE
+        if is_first:
+            self.num_pending[span] = ONE
+        else:
+            column = self.num_pending[span]
+            column += ONE
+
     def append_to_all(self, token_ids: Int32Array, newest: Int64Array | None, *, is_last: bool) -> None:
         """As `append`, for all running rows. `newest`: [members] the position of the newest token of each, if known."""
         members = self.members

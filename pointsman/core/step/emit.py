@@ -30,14 +30,64 @@ from pointsman.core.step.running import Advance
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
-NO_BOOLS = np.zeros(0, dtype=np.bool_)
-NO_BOOLS.flags.writeable = False
+_NO_BOOLS = np.zeros(0, dtype=np.bool_)
+_NO_BOOLS.flags.writeable = False
 _PREEMPTED = RequestStatus.PREEMPTED
 
 UNSAMPLED = -1
 """In the input of a step: a token that an earlier step in flight has yet to sample."""
 _FIRST_LOOK = 16
 """Blocks that are compared at first; the number then doubles, so that short prefixes are cheap."""
+
+
+def output_of(
+    members: Members,
+    step_id: int,
+    num_tokens: int,
+    num_continued: int,
+    num_computed_tokens: Int64Array,
+    num_scheduled_tokens: Int64Array,
+    samples: npt.NDArray[np.bool_],
+    block_ids: Int32Array = NO_TOKENS,
+    block_rows: npt.NDArray[np.integer] = NO_INTS,
+    preempted: tuple[Request, ...] = (),
+    finished: tuple[Request, ...] = (),
+) -> SchedulerOutput:
+    """The output of a step in which all running rows compute `num_tokens` in all, and nothing else is said of them but
+    this."""
+    # By position, as in `Emission.emit`.
+    fields: Any = OutputFields(
+        step_id,
+        num_tokens,
+        num_continued,
+        False,
+        members.requests,
+        members.rows,
+        members.serials,
+        num_computed_tokens,
+        num_scheduled_tokens,
+        samples,
+        members.zeros,
+        NO_TOKENS,
+        NO_INTS,
+        NO_INTS,
+        NO_INTS,
+        _NO_BOOLS,
+        block_ids,
+        block_rows,
+        (),
+        (),
+        preempted,
+        finished,
+        0,
+        (),
+        (),
+        NO_INTS,
+        NO_INTS,
+    )
+    fields.__class__ = SchedulerOutput
+    output: SchedulerOutput = fields
+    return output
 
 
 class Emission:
@@ -98,46 +148,17 @@ class Emission:
         num_scheduled_tokens: Int64Array,
         samples: npt.NDArray[np.bool_],
     ) -> None:
-        members = self._batch.members
-        # By position, as in `emit`.
-        fields: Any = OutputFields(
-            step_id,
-            int(np.add.reduce(num_scheduled_tokens)),
-            num_continued,
-            False,
-            members.requests,
-            members.rows,
-            members.serials,
-            num_computed_tokens,
-            num_scheduled_tokens,
-            samples,
-            members.zeros,
-            NO_TOKENS,
-            NO_INTS,
-            NO_INTS,
-            NO_INTS,
-            NO_BOOLS,
-            NO_TOKENS,
-            NO_INTS,
-            (),
-            (),
-            (),
-            (),
-            0,
-            (),
-            (),
-            NO_INTS,
-            NO_INTS,
+        members, total = self._batch.members, int(np.add.reduce(num_scheduled_tokens))
+        self.last_output = output_of(
+            members, step_id, total, num_continued, num_computed_tokens, num_scheduled_tokens, samples
         )
-        fields.__class__ = SchedulerOutput
-        self.last_output = fields
 
     def emit(self, record: StepRecord) -> None:
         """Build the output of a step that is decided."""
         advance = record.advance
         assert advance is not None
         num_continued = len(advance.requests)
-        cached, external, resumed = NO_INTS, NO_INTS, NO_BOOLS
+        cached, external, resumed = NO_INTS, NO_INTS, _NO_BOOLS
         if record.admitted:
             cached, external = self._add_admitted(advance, record.admitted)
             resumed = np.array([entry.previous_status is _PREEMPTED for entry in record.admitted], BOOL)

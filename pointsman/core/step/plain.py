@@ -11,11 +11,9 @@ from typing import Any
 
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.state.batch import Batch
-from pointsman.core.state.numbers import ONE
-from pointsman.core.state.output import NO_INTS, OutputFields, SchedulerOutput
 from pointsman.core.state.tokens import NO_TOKENS
 from pointsman.core.step.admission import Admission
-from pointsman.core.step.emit import NO_BOOLS, Emission
+from pointsman.core.step.emit import Emission, output_of
 from pointsman.core.step.in_flight import StepRecord, StepsInFlight
 from pointsman.core.step.request_table import RequestTable
 from pointsman.core.step.running import Running
@@ -52,8 +50,8 @@ class PlainSteps:
         """Do all parts of the step, if it is plain. False: it may not be, and nothing has changed."""
         batch, kv, table, emission = self._batch, self._kv, self._table, self._emission
         members = batch.members
-        requests, rows, span = members.requests, members.rows, members.span
-        count, in_flight, waits = len(requests), len(self._steps.records) > 0, len(table.queue) > 0
+        rows = members.rows
+        count, in_flight, waits = len(rows), len(self._steps.records) > 0, len(table.queue) > 0
         if (
             not 0 < count <= self._most_rows
             or batch.num_prefilling
@@ -80,50 +78,22 @@ class PlainSteps:
             block_ids.setflags(False)
             lacking.setflags(False)  # type: ignore[call-arg]
         # What they compute.
-        if span is not None:
-            column = batch.num_computed_tokens[span]
-            column += ONE
-            if in_flight:
-                column = batch.num_pending[span]
-                column += ONE
-            else:
-                batch.num_pending[span] = ONE
-        else:
-            batch.num_computed_tokens[rows] = computed + ONE
-            batch.num_pending[rows] = batch.num_pending[rows] + ONE if in_flight else ONE
+        batch.compute_one(computed, is_first=not in_flight)
         computed.setflags(False)  # type: ignore[call-arg]
-        # The output, by position, as in `Emission.emit`.
         preempted, finished = table.take_reports()
-        fields: Any = OutputFields(
+        step.members = members
+        step.output = output = output_of(
+            members,
             step.step_id,
             count,
             count,
-            False,
-            requests,
-            rows,
-            members.serials,
             computed,
             members.ones,
             members.trues,
-            members.zeros,
-            NO_TOKENS,
-            NO_INTS,
-            NO_INTS,
-            NO_INTS,
-            NO_BOOLS,
             block_ids,
             lacking,
-            (),
-            (),
             tuple(preempted) if preempted else (),
             tuple(finished) if finished else (),
-            0,
-            (),
-            (),
-            NO_INTS,
-            NO_INTS,
         )
-        fields.__class__ = SchedulerOutput
-        step.output, step.members = fields, members
-        emission.last_output = fields if waits else None
+        emission.last_output = output if waits else None
         return True

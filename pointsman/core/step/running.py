@@ -189,7 +189,7 @@ class Running:
     def _advance_steady(self, in_flight: bool) -> Advance | None:
         """Every row decodes one token; None, with nothing changed, if that is not possible."""
         batch, members = self._batch, self._batch.members
-        rows, span = members.rows, members.span
+        rows = members.rows
         if in_flight and (self._speculates or not self.may_run_ahead):
             return None
         computed = batch.num_computed_tokens[rows]
@@ -200,17 +200,7 @@ class Running:
             if not self._kv.can_grow_by_one(batch, short, 1):
                 return None
             block_ids = self._kv.grow_by_one(batch, short, 1)
-        if span is not None:
-            column = batch.num_computed_tokens[span]
-            column += ONE
-            if in_flight:
-                column = batch.num_pending[span]
-                column += ONE
-            else:
-                batch.num_pending[span] = ONE
-        else:
-            batch.num_computed_tokens[rows] = computed + ONE
-            batch.num_pending[rows] = batch.num_pending[rows] + ONE if in_flight else ONE
+        batch.compute_one(computed, is_first=not in_flight)
         # By position, in the order of the fields: with keywords it takes three times as long.
         return Advance(
             members.requests,
