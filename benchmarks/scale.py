@@ -4,7 +4,8 @@
   the prefixes, the pools of two hold all of them, so the hit rate says whether requests are sent where their prefix
   is; a sixth of the prompts' tokens are their own, so it cannot be above 0.83. The processor time of the API process
   for a request, and requests a second, are compared with those of one engine that has both cores and all the memory,
-  with the number of threads that it chooses for this model (one), and with two. Of four engines, which share the cores
+  with the number of threads that it chooses for this model (one), and with two; the processor time's target is held
+  against the server that could have only one (`API_CPU_THEN`). Of four engines, which share the cores
   where there are fewer, the hit rate is measured alone;
 - **kill**: one of two engines is killed (SIGKILL) at a random moment under load, again and again. Every answer is the
   one that it is without that; in bfloat16, it is equal up to the death and goes on validly (`_scale_kills.py`);
@@ -49,6 +50,10 @@ TWO, FOUR, ROUNDED = "two engines", "four engines", "two engines, bfloat16"
 LONG, LONG_QUICK = 300, 150
 """Tokens of a stream that runs when an engine is killed."""
 LEAST_HIT_RATE, MOST_API_CPU, LEAST_THROUGHPUT = 0.80, 1.2, 1.0
+API_CPU_THEN = 1.24
+"""A request cost the API process of commit ee1a867, the last before a server could have several engines, so many times
+what it costs today's with one engine: 4.29 ms to 3.47, both beside two engines, 8 rounds that took turns
+(docs/decisions/0059-plain-tokens.md). The target of that day is held against it."""
 MOST_EXTRA_SECONDS = 2.0
 MOST_GAP = 0.3
 MOST_EXTRA_SHORTFALL = 0.1
@@ -128,19 +133,21 @@ def main() -> int:
     )
     print_table("An engine is killed under load", ("", ""), list(killed.items()))
     targets.at_least("hit rate of two engines", two.hit_rate, LEAST_HIT_RATE)
+    api_ratio = None
     ratios = {side.name: paired_ratio(two.rates, side.rates) for side in compared[1:]}
     if quick:
         for name in (
             "hit rate of four engines",
-            "API processor time of two engines, to one",
+            "API processor time of two engines, to that of the server that could have only one",
             "throughput of two engines, to one with two threads",
             "kills in bfloat16",
         ):
             targets.skip(name, "--quick")
     else:
         targets.at_least("hit rate of four engines", four.hit_rate, LEAST_HIT_RATE)
-        ratio = two.api_milliseconds / sides[ONE].api_milliseconds
-        targets.at_most("API processor time of two engines, to one", ratio, MOST_API_CPU)
+        api_ratio = two.api_milliseconds / sides[ONE].api_milliseconds
+        name = "API processor time of two engines, to that of the server that could have only one"
+        targets.at_most(name, api_ratio / API_CPU_THEN, MOST_API_CPU)
         name = "throughput of two engines, to one with two threads"
         targets.at_least(name, ratios[TWO_THREADS], LEAST_THROUGHPUT)
     targets.at_most("requests that failed when an engine was killed", killed["failed"], 0)
@@ -168,6 +175,7 @@ def main() -> int:
     figures = {
         "hit_rates": {side.name: side.hit_rate for side in measured},
         "api_ms_per_request": {side.name: side.api_milliseconds for side in compared},
+        "api_cpu_to_one_engine": api_ratio,
         "engine_ms_per_request": {side.name: side.engine_milliseconds for side in compared},
         "requests_per_second": {side.name: median(side.rates) for side in compared},
         "throughput_ratios": ratios,

@@ -62,7 +62,7 @@ def with_fleet(
         fleet = await start_fleet(start, num_engines, 100, max_resumes)
         others = asyncio.all_tasks()
         try:
-            async with asyncio.timeout(150):
+            async with asyncio.timeout(short_or_long(150, 900)):  # a restart takes 5 to 20 s, the long form has 12
                 await test(fleet)
                 await cancel(asyncio.all_tasks() - others)
         finally:
