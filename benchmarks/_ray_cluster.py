@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import tempfile
 import time
 import urllib.request
 import uuid
@@ -89,18 +90,24 @@ def cluster(python: Path, folder: Path, num_nodes: int, *, num_cpus: int = 1, **
 
     Args:
         python: the interpreter of an environment with Ray.
-        folder: for its logs, with a short path: sockets are there.
+        folder: for its logs.
         num_nodes: at least 1.
         num_cpus: that each node claims to have.
         variables: environment variables of all its processes.
+
+    Raises:
+        RuntimeError: a node does not start, with what it says.
+        TimeoutError: it takes longer than `SECONDS_TO_START`, with what the head says.
     """
     address = f"127.0.0.1:{free_port()}"
     variables = environment(**variables, **{MARK: uuid.uuid4().hex})
     running = Cluster(python, address, variables, folder)
     head = ["--head", "--port", address.rpartition(":")[2], "--include-dashboard=false"]
     with ExitStack() as stack:
+        # Ray's sockets lie behind 60 characters of its own in it, and a socket's path has 107 at most.
+        short = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True))
         stack.callback(_end_all, running)
-        running.nodes.append(_node(running, num_cpus, *head, "--temp-dir", str(folder / "ray"), log="head.log"))
+        running.nodes.append(_node(running, num_cpus, *head, "--temp-dir", short, log="head.log"))
         deadline = time.monotonic() + SECONDS_TO_START
         while True:
             up = running.asked("len([1 for node in ray.nodes() if node['Alive']])")
@@ -109,6 +116,8 @@ def cluster(python: Path, folder: Path, num_nodes: int, *, num_cpus: int = 1, **
             if up and len(running.nodes) < num_nodes:
                 log = f"node{len(running.nodes)}.log"
                 running.nodes.append(_node(running, num_cpus, "--address", address, log=log))
+            if any(node.poll() is not None for node in running.nodes):
+                raise RuntimeError("".join(log.read_text() for log in sorted(folder.glob("*.log"))))
             if time.monotonic() > deadline:
                 raise TimeoutError((folder / "head.log").read_text())
             time.sleep(0.5)
