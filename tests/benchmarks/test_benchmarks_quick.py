@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from _common import AZURE_TRACE
 
-from benchmarks import openvino_env, vllm_env
+from benchmarks import openvino_env, vllm_env, vllm_scheduler
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -125,7 +125,7 @@ def test_vllm_scheduler() -> None:
     if not vllm_env.is_complete():
         assert figures is None
         return
-    assert set(figures) == {"16", "256, two stop tokens", "256, two steps in flight"}
+    assert set(figures) == {"16", *(f"256, {way}" for way in vllm_scheduler.WAYS)}
     assert all(0 < each["pointsman_us"] < each["vllm_us"] for each in figures.values())
 
 
