@@ -33,7 +33,7 @@ DEFAULT_TARGETS = Targets(ttft=2.0)
 PER_REPLICA, AT_MOST = 2000, 10_000
 """Requests of a probe."""
 _FASTER = "set longer targets, or take a faster device"
-_COLUMNS = ("users", "requests/s", "replicas", "within targets", "TTFT p99", "longest gap p99", "")
+_COLUMNS = ("users", "requests/s", "replicas", "within targets", "TTFT p99", "ITL p99", "longest gap p99", "")
 _WIDTHS = (7, *(max(10, len(column)) for column in _COLUMNS[1:]))
 
 
@@ -185,7 +185,8 @@ class _Search:
             self.console.print(Text(self.service.about_times, style="yellow"))
             self.console.print(f"Targets: {targets_text(self.targets)}; for at least {self.share:.6g} of the requests.")
             how = "from another number of users" if of_users else "faster or slower"
-            self.console.print(f"Each probe is a simulation of these requests, which come {how}.\n")
+            self.console.print(f"Each probe is a simulation of these requests, which come {how}.")
+            self.console.print(f"{arriving.about_trace}\n" if arriving.about_trace else "")
             self._print(_COLUMNS, "bold")
         return question
 
@@ -209,6 +210,7 @@ class _Search:
             str(probe.num_replicas),
             f"{100 * probe.share:.2f} %",
             time_text(probe.ttft_p99),
+            time_text(probe.itl_p99),
             time_text(probe.longest_gap_p99),
             "yes" if probe.meets else "no",
         )
@@ -265,10 +267,12 @@ def _answer(found: Capacity, search: _Search, low: int, high: int, is_complete: 
             f"{misses.rate:.4g} do not)."
         )
         lines.append(f"At {meets.rate:.4g} requests/s, {_figures(meets)}.")
-    if _gaps_decide(misses, search.targets):
+    if misses is not None and _gaps_decide(misses, search.targets):
         lines.append(
-            "It is the gaps that miss: a long prompt in a step delays the next token of all others; a smaller "
-            "--max-num-batched-tokens makes them shorter."
+            "It is the gaps that miss: --itl-target holds for every gap of a request, the longest included. The ITL "
+            f"p99 of all gaps together, which vllm bench prints, is {time_text(misses.itl_p99)} there. A long prompt "
+            "in a step delays the next token of all others: a smaller --max-num-batched-tokens (here "
+            f"{search.service.config.max_num_batched_tokens}) makes the longest gaps shorter."
         )
     if last.num_refused:
         lines.append(
@@ -281,6 +285,8 @@ def _answer(found: Capacity, search: _Search, low: int, high: int, is_complete: 
             f"The requests of that probe arrive within {span:.0f} s, too short to show a slowly growing queue: "
             f"{search.how_to_lengthen(meets)} before you rely on it."
         )
+    if search.arriving.num_left_out:
+        lines.append(search.arriving.about_trace)
     return [*lines, *search.extrapolations(meets)]
 
 
@@ -341,8 +347,8 @@ def _replicas(count: int) -> str:
 
 def _figures(probe: Probe) -> str:
     return (
-        f"{100 * probe.share:.2f} % of the requests meet them, TTFT p99 is {time_text(probe.ttft_p99)}, and 99 % have "
-        f"no gap longer than {time_text(probe.longest_gap_p99)}"
+        f"{100 * probe.share:.2f} % of the requests meet them, TTFT p99 is {time_text(probe.ttft_p99)}, ITL p99 "
+        f"{time_text(probe.itl_p99)}, and 99 % have no gap longer than {time_text(probe.longest_gap_p99)}"
     )
 
 

@@ -168,12 +168,21 @@ def check_seeds(seeds: int, options: Mapping[str, Any]) -> None:
         raise CommandError(f"--seeds is {seeds}, and a trace has the same requests with every seed; leave it out")
 
 
-def print_setting(service: Service, arriving: Arriving, replicas: int, speed: float = 1.0) -> None:
-    """What is simulated. KV blocks come first: an error in their number spoils everything else."""
+def print_setting(
+    service: Service, arriving: Arriving, replicas: int, speed: float = 1.0, *, is_searched: bool = False
+) -> None:
+    """What is simulated. KV blocks come first: an error in their number spoils everything else.
+
+    `is_searched`: what a step may hold is.
+    """
     console = stdout_console()
     several = f", {replicas} replicas" if replicas > 1 else ""
     console.print(Text.assemble(("KV    ", "bold"), service.kv_text), soft_wrap=False)
     console.print(Text.assemble(("on    ", "bold"), f"{service.title}{several}"))
+    config = service.config
+    limits = f"at most {config.max_num_batched_tokens:,} tokens and {config.max_num_seqs:,} requests in a step"
+    if not is_searched:
+        console.print(Text.assemble(("with  ", "bold"), limits))
     console.print(Text.assemble(("load  ", "bold"), f"{arriving.title}{_at_speed(speed)}"))
     console.print()
 

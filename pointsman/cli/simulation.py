@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 from pointsman.cli.errors import CommandError
@@ -72,6 +73,10 @@ class Arriving:
     """Requests of a trace that had no output."""
     of_users: Callable[[int], Workload] | None = None
     """The same requests from that many users, who begin spread over a thinking time; None: they come by themselves."""
+    num_left_out: int = 0
+    """Requests of a trace behind those that are taken."""
+    about_trace: str = ""
+    """How much of a trace that is, in words; empty: there is none."""
 
 
 def what_arrives(options: Mapping[str, Any], num_requests: int | None = None, *, asks_users: bool = False) -> Arriving:
@@ -162,9 +167,10 @@ def _check_options(options: Mapping[str, Any], asks_users: bool) -> None:
 def _traced(options: Mapping[str, Any], num_requests: int | None, asks_users: bool) -> Arriving:
     path = options["trace"]
     try:
-        trace = read_trace(path, limit=num_requests or options.get("limit"))
+        whole = read_trace(path, limit=None if num_requests else options.get("limit"))
     except OSError as error:
         raise CommandError(f"cannot read the trace {path}: {error.strerror}") from None
+    trace = whole[:num_requests]
     served = [request for request in trace if request.num_output_tokens]
     if not served:
         raise CommandError(f"{path}: none of its {len(trace)} requests has output, so there is nothing to serve")
@@ -175,7 +181,29 @@ def _traced(options: Mapping[str, Any], num_requests: int | None, asks_users: bo
     if "users" in options and not asks_users:
         loop = ClosedLoop(options["users"], served, think=think, seed=seed)
         return Arriving(f"{title} from {options['users']} users", lambda _: loop, math.inf, skipped)
-    return Arriving(title, lambda speed: OpenLoop(served, rate=speed), _rate(served), skipped, of_users)
+    return Arriving(
+        title,
+        lambda speed: OpenLoop(served, rate=speed),
+        _rate(served),
+        skipped,
+        of_users,
+        num_left_out=len(whole) - len(trace),
+        about_trace=_about_trace(whole, trace),
+    )
+
+
+def _about_trace(whole: Sequence[TraceRequest], trace: Sequence[TraceRequest]) -> str:
+    minutes, rate = (whole[-1].arrival_time - whole[0].arrival_time) / 60, _rate(whole)
+    pace = f" in {minutes:.3g} min, {rate:.3g} a second" if rate < math.inf else ""
+    of_it = f"The trace has {len(whole):,} requests{pace}"
+    if len(trace) == len(whole):
+        return f"{of_it}."
+    part = (trace[-1].arrival_time - trace[0].arrival_time) / 60
+    outputs = [fmean(one.num_output_tokens for one in some) for some in (trace, whole)]
+    return (
+        f"{of_it}; taken are the first {len(trace):,}, {part:.3g} min of it, with {outputs[0]:.0f} tokens in the mean "
+        f"output (all: {outputs[1]:.0f}). --requests {len(whole)} takes all."
+    )
 
 
 def _rate(trace: Sequence[TraceRequest]) -> float:

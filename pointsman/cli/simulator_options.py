@@ -150,11 +150,18 @@ SCHEDULER: dict[str, Any] = {
 
 TARGETS: dict[str, Any] = {
     "ttft_target": Annotated[
-        str | None, typer.Option(metavar="TIME", help="Longest time to a first token, like 500ms or 2s.")
+        str | None,
+        typer.Option(
+            metavar="TIME", help="Longest time to a first token, like 500ms or 2s; a number alone is seconds."
+        ),
     ],
     "itl_target": Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Longest time between two tokens of a request; holds for every gap."),
+        typer.Option(
+            metavar="TIME",
+            help="Longest time between two tokens of a request. It holds for every gap, the longest included, so it is "
+            "stricter than a p99 of all gaps together.",
+        ),
     ],
 }
 
@@ -185,7 +192,8 @@ TUNED: dict[str, Any] = {
             "--itl-p99",
             "--itl-target",
             metavar="TIME",
-            help="Time between two tokens that 99 % of the requests are to keep, in every gap.",
+            help="Time between two tokens that 99 % of the requests are to keep in every gap, the longest included; "
+            "stricter than a p99 of all gaps together.",
         ),
     ],
     "e2e_p99": Annotated[

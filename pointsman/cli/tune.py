@@ -164,7 +164,7 @@ class _Tuned:
     # ------------------------------------------------------------------ in words
 
     def print_question(self, low: int, high: int) -> None:
-        print_setting(self._service, self._arriving, low, self._speed)
+        print_setting(self._service, self._arriving, low, self._speed, is_searched=True)
         self._say(self._service.about_times, "yellow")
         self._say(
             f"Goodput: requests a second with {targets_text(self._targets)}{', for each replica' if high > 1 else ''}."

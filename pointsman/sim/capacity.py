@@ -51,6 +51,8 @@ class Probe:
     """Of the requests that met all targets."""
     ttft_p99: float | None
     """In seconds; None: no request got a token."""
+    itl_p99: float | None
+    """Of all gaps between two tokens of a request, those of all requests together."""
     longest_gap_p99: float | None
     """99 % of the requests had no longer time between two of their tokens, in seconds."""
     requests_per_second: float
@@ -130,6 +132,7 @@ class Question:
             num_replicas=num_replicas,
             share=share,
             ttft_p99=report.ttft.p99.value,
+            itl_p99=report.itl.p99.value,
             longest_gap_p99=float(np.percentile(gaps, 99)) if len(gaps) else None,
             requests_per_second=throughput,
             num_requests=report.counts.arrived,

@@ -135,6 +135,35 @@ def test_gaps_that_miss_have_a_remedy(pointsman: Run) -> None:
     assert "smaller --max-num-batched-tokens" in words(pointsman("capacity", *given, "--tolerance", 1))
 
 
+def test_a_target_on_gaps_is_told_from_the_p99_of_all_gaps(pointsman: Run) -> None:
+    """Long prompts delay one token of each of the others: most gaps are short, the longest of a request is not."""
+    lengths = ("--prompt-tokens", 6000, "--output-tokens", 300, "--requests", 60, "--tolerance", 0.5)
+    finished = pointsman("capacity", *lengths, "--itl-target", "30ms")
+    printed = words(finished)
+    assert "holds for every gap of a request" in printed and "which vllm bench prints, is" in printed
+    assert "at most 8,192 tokens and 256 requests in a step" in printed
+    assert "--max-num-batched-tokens (here 8192)" in printed
+    (heading,) = [line for line in finished.out.splitlines() if "within targets" in line]
+    assert heading.index("ITL p99") < heading.index("longest gap p99")
+    (found,) = pointsman("capacity", *lengths, "--itl-target", "30ms", "--json").json_lines
+    assert found["misses"]["itl_p99"] < found["misses"]["longest_gap_p99"]
+
+
+def test_the_answer_says_which_part_of_a_trace_it_stands_on(pointsman: Run, tmp_path: Path) -> None:
+    rows = [f"2023-11-16 18:{minute:02}:00.0000000,100,{10 if minute < 20 else 40}" for minute in range(40)]
+    trace = tmp_path / "trace.csv"
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    part = words(pointsman("capacity", "--trace", trace, "--requests", 20, "--ttft-target", "1s"))
+    told = (
+        "The trace has 40 requests in 39 min, 0.0167 a second; taken are the first 20, 19 min of it, with 10 tokens in "
+    )
+    assert (
+        part.count(told + "the mean output (all: 25). --requests 40 takes all.") == 2
+    )  # before the probes, and behind
+    whole = words(pointsman("capacity", "--trace", trace, "--ttft-target", "1s"))
+    assert whole.count("The trace has 40 requests in 39 min, 0.0167 a second.") == 1 and "takes all" not in whole
+
+
 def test_refused_requests_are_named_as_the_reason(pointsman: Run, tmp_path: Path) -> None:
     for options in ([], ["--think", 5], ["--replicas", "1-3"]):
         finished = pointsman("capacity", "--requests", 5, "--prompt-tokens", 300_000, *options)
@@ -167,7 +196,7 @@ def test_gaps_miss_where_they_are_nearer_to_their_target(
     longest_gap: float, ttft: float, num_refused: int, is_said: bool
 ) -> None:
     """TTFT at most 500 ms, gaps at most 100 ms."""
-    probe = Probe(1.0, 1, 0.9895, ttft, longest_gap, 1.0, 2000, num_refused, meets=False)
+    probe = Probe(1.0, 1, 0.9895, ttft, 0.01, longest_gap, 1.0, 2000, num_refused, meets=False)
     assert _gaps_decide(probe, Targets(0.5, 0.1)) is is_said
 
 
