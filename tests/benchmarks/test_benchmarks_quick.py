@@ -55,7 +55,7 @@ def test_what_a_benchmark_imports_is_there(script: str) -> None:
 def test_simulator() -> None:
     if not AZURE_TRACE.exists():
         pytest.skip(f"no trace at {AZURE_TRACE}")
-    figures = run_quick("simulator.py")
+    figures = run_quick("simulator.py", "--no-calibration")
     for name in ("azure", "azure, cached", "mooncake"):
         assert figures["exact"][name]["difference"] <= 1e-9, name
     assert figures["azure"]["plain"]["events"] < figures["azure"]["plain"]["steps"] / 3
