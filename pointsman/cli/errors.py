@@ -24,15 +24,18 @@ class CommandError(Exception):
 
 
 def check_writable(path: str | None) -> None:
-    """Refuse a file that cannot be written before time is spent on what it would hold.
+    """Refuse a file that cannot be written before time is spent on what it would hold. None is left behind.
 
     Raises:
         CommandError: it cannot be opened.
     """
     if path is None:
         return
+    is_new = not Path(path).exists()
     try:
         with Path(path).open("a", encoding="utf-8"):
             pass
+        if is_new:
+            Path(path).unlink()
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error.strerror}") from None

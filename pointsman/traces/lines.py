@@ -57,7 +57,10 @@ def read_csv(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest]:
         elif {"timestamp", "request tokens", "response tokens"} <= set(columns):
             read_line = _csv_reader(columns, "timestamp", "request tokens", "response tokens", seconds)
         else:
-            raise Broken(f"line {line_number}: no trace format begins like this: {shorten(header)!r}")
+            raise Broken(
+                f"line {line_number}: no trace format begins like this: {shorten(header)!r}; a CSV has the columns "
+                "TIMESTAMP, ContextTokens and GeneratedTokens, or Timestamp, Request tokens and Response tokens"
+            )
         yield from _read(lines, read_line)
 
 

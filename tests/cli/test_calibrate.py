@@ -72,6 +72,16 @@ def test_the_last_line_is_json(pointsman: Callable[..., Any], log: Path, known: 
     assert known[0].config.max_steps_in_flight == 1 and known[0].config.num_blocks == 5000
 
 
+def test_a_log_that_is_none_leaves_no_profile(pointsman: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("when,how long\n1,2\n")
+    for profile, before in ((tmp_path / "new.json", None), (tmp_path / "old.json", "{}")):
+        if before is not None:
+            profile.write_text(before)
+        ended = pointsman("calibrate", tmp_path / "log.csv", "--output", profile)
+        assert ended.code == 2 and "begins like this: 'when,how long'" in ended.err
+        assert (profile.read_text() if profile.exists() else None) == before
+
+
 def test_settings_beside_a_recording_have_no_effect_and_it_says_so(
     pointsman: Callable[..., Any], tmp_path: Path
 ) -> None:
