@@ -38,6 +38,8 @@ DENSE_GAP = 1e-6
 _STEP_DOWN, _STEP_UP, _FARTHEST_DOWN = 0.7, 1.4, 0.1
 _SHORT_SPANS = 20
 """A probe whose arrivals last less than so many times the target of the TTFT is too short to show a growing queue."""
+_SHORT_LIVES = 5
+"""Or so many times what a request takes: it begins with an empty service, and is over before that is full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class Probe:
     """In seconds; None: no request got a token."""
     itl_p99: float | None
     """Of all gaps between two tokens of a request, those of all requests together."""
+    e2e_mean: float | None
+    """Seconds from the arrival of a request to its last token."""
     longest_gap_p99: float | None
     """99 % of the requests had no longer time between two of their tokens, in seconds."""
     requests_per_second: float
@@ -133,6 +137,7 @@ class Question:
             share=share,
             ttft_p99=report.ttft.p99.value,
             itl_p99=report.itl.p99.value,
+            e2e_mean=report.e2e.mean.value,
             longest_gap_p99=float(np.percentile(gaps, 99)) if len(gaps) else None,
             requests_per_second=throughput,
             num_requests=report.counts.arrived,
@@ -167,9 +172,10 @@ class Capacity:
     def is_short(self, targets: Targets) -> bool:
         """Whether the requests of the best probe arrive in too short a time to show a queue that grows."""
         best = self.meets
-        if best is None or targets.ttft is None or not best.rate:
+        if best is None or not best.rate:
             return False
-        return (best.num_requests - 1) / best.rate < _SHORT_SPANS * targets.ttft
+        least = max(_SHORT_SPANS * (targets.ttft or 0.0), _SHORT_LIVES * (best.e2e_mean or 0.0))
+        return (best.num_requests - 1) / best.rate < least
 
 
 def highest_rate(question: Question, num_replicas: int = 1, *, tolerance: float = 0.02) -> Capacity:

@@ -196,7 +196,7 @@ def test_gaps_miss_where_they_are_nearer_to_their_target(
     longest_gap: float, ttft: float, num_refused: int, is_said: bool
 ) -> None:
     """TTFT at most 500 ms, gaps at most 100 ms."""
-    probe = Probe(1.0, 1, 0.9895, ttft, 0.01, longest_gap, 1.0, 2000, num_refused, meets=False)
+    probe = Probe(1.0, 1, 0.9895, ttft, 0.01, 2.0, longest_gap, 1.0, 2000, num_refused, meets=False)
     assert _gaps_decide(probe, Targets(0.5, 0.1)) is is_said
 
 

@@ -146,6 +146,13 @@ def test_a_short_probe_is_known_as_one() -> None:
     assert highest_rate(question(0.15, count=20)).is_short(targets)
 
 
+@pytest.mark.parametrize(("e2e_mean", "is_short"), [(28.0, True), (5.0, False)])
+def test_a_probe_that_its_requests_outlast_is_short(e2e_mean: float, is_short: bool) -> None:
+    """300 requests arrive in a minute."""
+    best = Probe(5.0, 1, 1.0, 0.1, 0.02, e2e_mean, 0.05, 4.0, 300, 0, meets=True)
+    assert Capacity(meets=best).is_short(Targets(ttft=0.5)) is is_short
+
+
 def test_each_probe_is_reported_as_it_is_made() -> None:
     seen: list[Probe] = []
     asked = question(0.15, count=30)
