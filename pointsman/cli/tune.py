@@ -283,7 +283,7 @@ class _Tuned:
         table = _table("setting", self._service.settings_of, "best found")
         for name, value in chosen.settings.items():
             if name in _MAIN or value != defaults.settings[name]:
-                table.add_row(name, f"{defaults.settings[name]}", f"{value}")
+                table.add_row(name, _shown(defaults.settings[name]), _shown(value))
         return table
 
     def _frontier(self, found: Tuning) -> Table:
@@ -303,7 +303,7 @@ class _Tuned:
         assert best is not None
         table.add_row("the best", _rate(best.goodput), "", *_times(best.train)[:2])
         for name, trial in found.neighbours:
-            value = f"{name} {trial.settings[name]}"
+            value = f"{name} {_shown(trial.settings[name])}"
             if trial.is_hopeless:  # its figures are those of one stretch
                 table.add_row(value, "-", "far less", "-", "-")
                 continue
@@ -388,10 +388,15 @@ def _table(title: str, *columns: str) -> Table:
 def _others(trial: Trial, base: SchedulerConfig) -> str:
     """The settings without a column that are not those of `base`."""
     return ", ".join(
-        f"{name} {value}"
+        f"{name} {_shown(value)}"
         for name, value in trial.settings.items()
         if name not in _MAIN and value != getattr(base, name)
     )
+
+
+def _shown(value: object) -> str:
+    """The value of a setting; of several policies their names."""
+    return (" + ".join(value) or "none") if isinstance(value, tuple) else f"{value}"
 
 
 def _times(figures: Score) -> Sequence[str]:
