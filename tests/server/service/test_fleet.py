@@ -62,7 +62,7 @@ def with_fleet(
         fleet = await start_fleet(start, num_engines, 100, max_resumes)
         others = asyncio.all_tasks()
         try:
-            async with asyncio.timeout(short_or_long(150, 600)):
+            async with asyncio.timeout(150):
                 await test(fleet)
                 await cancel(asyncio.all_tasks() - others)
         finally:
