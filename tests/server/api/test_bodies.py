@@ -264,6 +264,8 @@ JSON = (b"content-type", b"application/json")
         ([JSON, (b"x-seconds", b"-1")], [b'{"text": "a"}'], 400, True),
         ([JSON], [b'{"number": "five"}'], 400, False),  # a large body that is wrong is not read twice
         ([JSON], [b"[1]"], 400, False),
+        ([JSON], [b"null"], 400, False),
+        ([JSON], [b'"text"'], 400, False),
         ([JSON], [b""], 400, True),
         ([JSON], [b'{"text": NaN}'], 400, False),
         ([(b"content-type", b"text/plain")], [b'{"text": "a"}'], 400, False),
