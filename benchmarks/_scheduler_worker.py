@@ -17,7 +17,7 @@ import random
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from time import process_time
 from typing import Any
@@ -50,6 +50,10 @@ class Settings:
     knobs: dict[str, Any] = field(default_factory=dict)  # more fields of `SchedulerConfig`, for Pointsman alone
 
 
+Backlog = Generator[None, None, dict[str, Any]]
+"""A backlog that is being served."""
+
+
 class Session(ABC):
     """A scheduler and the requests that it was given.
 
@@ -66,6 +70,9 @@ class Session(ABC):
     """End the request of that id at the user's wish."""
     propose: Callable[[Any, Any, Any], object]
     """Drafts for the rows of an output that was updated; only a side that is measured with drafts has it."""
+
+    backlog: Backlog
+    """The one that is being served."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -222,8 +229,9 @@ class Session(ABC):
         self.last_output = output
         return {"us": seconds / count * 1e6}
 
-    def time_backlog(self, lengths: list[tuple[int, int]]) -> dict[str, Any]:
-        """CPU seconds of all calls of the scheduler until a backlog that is there from the start is served."""
+    def serve_backlog(self, lengths: list[tuple[int, int]]) -> Backlog:
+        """Serve a backlog that is there from the start. Yields after each step, so that sides can take turns; returns
+        the CPU seconds of all calls of the scheduler."""
         gc.collect()
         gc.freeze()  # as in `open_decode`
         prompts = [self.tokens(length) for length, _ in lengths]
@@ -247,6 +255,7 @@ class Session(ABC):
             update_seconds += process_time() - start
             steps += 1
             tokens += self.num_scheduled(output)[1]
+            yield
         gc.unfreeze()
         return {
             "seconds": add_seconds + schedule_seconds + update_seconds,
@@ -304,6 +313,16 @@ def serve(session_type: type[Session]) -> None:
         answers.flush()
 
 
+def _advance(backlog: Backlog, steps: int) -> dict[str, Any]:
+    """Serve a backlog for some steps. What it cost, once it is served; nothing before."""
+    try:
+        for _ in range(steps):
+            next(backlog)
+    except StopIteration as end:
+        return dict(end.value)
+    return {}
+
+
 def _answer(command: dict[str, Any], session_type: type[Session], sessions: dict[str, Session]) -> dict[str, Any]:
     what, name = command["command"], command.get("name", "")
     if what == "open":
@@ -320,8 +339,12 @@ def _answer(command: dict[str, Any], session_type: type[Session], sessions: dict
         return sessions[name].time_speculation(command["steps"])
     if what == "abort":
         return sessions[name].time_abort(command["count"])
-    if what == "backlog":
-        return session_type(Settings(**command["settings"])).time_backlog(command["lengths"])
+    if what == "open_backlog":
+        session = sessions[name] = session_type(Settings(**command["settings"]))
+        session.backlog = session.serve_backlog(command["lengths"])
+        return {}
+    if what == "advance_backlog":
+        return _advance(sessions[name].backlog, command["steps"])
     if what == "close":
         del sessions[name]
         gc.unfreeze()

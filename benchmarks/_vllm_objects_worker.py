@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from _scheduler_worker import serve
+from _scheduler_worker import Backlog, serve
 from _vllm_runner import StandInRunner
 from _vllm_worker import VllmSession
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -131,7 +131,7 @@ class ObjectsSession(VllmSession):
     decided: ClassVar[dict[tuple[str, tuple[tuple[int, int], ...]], list[Step]]] = {}
     """By settings and lengths."""
 
-    def time_backlog(self, lengths: Lengths) -> dict[str, Any]:
+    def serve_backlog(self, lengths: Lengths) -> Backlog:
         lengths = [(prompt, most) for prompt, most in lengths]
         key = (str(self.settings), tuple(lengths))
         if key not in self.decided:
@@ -140,7 +140,7 @@ class ObjectsSession(VllmSession):
         self.runner = StandInRunner()
         self.add, self.schedule, self.update = objects.add, objects.schedule, objects.update
         self.counts = objects.counts
-        return super().time_backlog(lengths)
+        return super().serve_backlog(lengths)
 
     def _decide(self, lengths: Lengths) -> list[Step]:
         """What vLLM's scheduler does."""
@@ -165,7 +165,8 @@ class ObjectsSession(VllmSession):
             )
 
         self.update = note
-        super().time_backlog(lengths)
+        for _ in super().serve_backlog(lengths):
+            pass
         return steps
 
 

@@ -77,6 +77,9 @@ WAITING_STEPS = 48
 ABORTS_PER_ROUND = 100
 BACKLOG_REQUESTS = 2_000
 BACKLOG_BLOCKS = (20_000, 4_000)
+BACKLOG_STEPS = 100
+"""Of each side in turn: a shared machine changes its speed within seconds, so that of two whole backlogs in turns one
+may have had the slow ones."""
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 16_384
 TOKEN_BUDGET = 8_192
@@ -204,7 +207,14 @@ def measure_backlog(
     runs: dict[str, list[dict[str, float]]] = {worker.name: [] for worker in workers}
     for _ in range(rounds):
         for worker in workers:
-            runs[worker.name].append(worker.ask("backlog", settings=settings, lengths=lengths))
+            worker.ask("open_backlog", name="backlog", settings=settings, lengths=lengths)
+        serving = list(workers)
+        while serving:
+            for worker in tuple(serving):
+                served = worker.ask("advance_backlog", name="backlog", steps=BACKLOG_STEPS)
+                if served:
+                    runs[worker.name].append(served)
+                    serving.remove(worker)
     generated = sum(output for _, output in lengths)
     middle = {name: sorted(results, key=lambda r: r["seconds"])[len(results) // 2] for name, results in runs.items()}
     ratio = None

@@ -1,7 +1,7 @@
 """How long a simulation takes, and whether decodes that are done at once give what single steps give.
 
 The unit is the CPU time of 1,000 plain steps (`schedule` and `update`) of the same scheduler with 16 running requests,
-measured before and after each simulation. Steps have become cheaper since the targets were set, so there are two
+measured in turns with each simulation. Steps have become cheaper since the targets were set, so there are two
 figures: in steps of today, and in steps of then (`STEPS_THEN`), which is what the targets are held against. Simulated
 are an hour of the Azure conversation trace, without and with prefix cache, and the Mooncake trace with its shared
 prefixes; the first requests of both also step by step, and compared. A step costs 6 ms, 34 us for each token and 20 ns
@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from time import process_time
 from typing import Any
 
@@ -48,6 +49,9 @@ AZURE_UNITS = {False: 250.0, True: 330.0}  # at most, without and with prefix ca
 STEPS_THEN = 1.35
 """A plain step of commit e657891, of the day on which the targets were set, takes so many times what one of today
 takes: 16.0 ms for 1,000 to 11.8, the least of six runs each, interleaved (docs/decisions/0064-plain-steps.md)."""
+SAMPLE_SECONDS = 0.05
+SAMPLE_STEPS, WARM_UP_STEPS = 100, 20
+"""Of the unit, at a time."""
 COLUMNS = ("requests", "steps", "events", "cpu_seconds", "units", "units_of_today")
 MOONCAKE_SECONDS = 10.0
 GROWTH = 1.5
@@ -76,25 +80,55 @@ def mooncake_config() -> SchedulerConfig:
 
 
 class Unit:
-    """1,000 plain steps with 16 running requests."""
+    """1,000 plain steps with 16 running requests, measured all through what it is the unit of.
+
+    A shared machine changes its speed within seconds, by up to two, and plain steps feel it more than a simulation
+    does. A few steps every 50 ms see the same moments.
+    """
 
     def __init__(self) -> None:
-        config = azure_config(False).replace(num_blocks=17_000)
-        self._scheduler = Scheduler(config)
-        for index in range(16):
-            self._scheduler.add(Request(f"r{index}", range(20), arrival_time=0.0, max_tokens=16_000), 0.0)
         self._result = StepResult(np.full(16, 7, dtype=np.int32))
-        self.seconds()
+        self._samples: list[float] = []
+        self._taken = 0.0
+        self._renew()
 
-    def seconds(self) -> float:
-        """CPU seconds, the median of three."""
-        samples = []
-        for _ in range(3):
-            start = process_time()
-            for _ in range(250):
-                self._scheduler.update(self._scheduler.schedule(0.0), self._result, 0.0)
-            samples.append(4 * (process_time() - start))
-        return median(samples)
+    def time(self, trace: list[TraceRequest], config: SchedulerConfig) -> tuple[Outcome, float, float]:
+        """A simulation, its CPU seconds, and those of the unit meanwhile."""
+        self._samples.clear()
+        self._taken = 0.0
+        before = signal.signal(signal.SIGALRM, lambda *_: self._sample())
+        signal.setitimer(signal.ITIMER_REAL, SAMPLE_SECONDS)
+        try:
+            outcome, seconds = timed(trace, config)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        return outcome, seconds - self._taken, fmean(self._samples)
+
+    def _sample(self) -> None:
+        start = process_time()
+        if self._num_left < SAMPLE_STEPS + WARM_UP_STEPS:
+            self._renew()
+        self._step(WARM_UP_STEPS)  # the caches are the simulation's
+        self._samples.append(self._step(SAMPLE_STEPS) * 1_000 / SAMPLE_STEPS)
+        signal.setitimer(signal.ITIMER_REAL, SAMPLE_SECONDS)
+        self._taken += process_time() - start
+
+    def _step(self, count: int) -> float:
+        """CPU seconds of so many steps."""
+        start = process_time()
+        for _ in range(count):
+            self._scheduler.update(self._scheduler.schedule(0.0), self._result, 0.0)
+        self._num_left -= count
+        return process_time() - start
+
+    def _renew(self) -> None:
+        """A scheduler whose requests have all their tokens ahead of them."""
+        self._scheduler = Scheduler(azure_config(False).replace(num_blocks=17_000))
+        self._num_left = 16_000
+        for index in range(16):
+            self._scheduler.add(Request(f"r{index}", range(20), arrival_time=0.0, max_tokens=self._num_left), 0.0)
+        self._step(2 * WARM_UP_STEPS)
 
 
 def azure_trace(limit: int | None) -> list[TraceRequest] | None:
@@ -120,9 +154,8 @@ def in_units(trace: list[TraceRequest], config: SchedulerConfig, unit: Unit, rou
     """A simulation, and what it costs; medians."""
     units, seconds = [], []
     for _ in range(rounds):
-        before = unit.seconds()
-        outcome, cpu = timed(trace, config)
-        units.append(cpu / ((before + unit.seconds()) / 2) / STEPS_THEN)
+        outcome, cpu, unit_seconds = unit.time(trace, config)
+        units.append(cpu / unit_seconds / STEPS_THEN)
         seconds.append(cpu)
     timeline = outcome.timelines[0]
     return {
@@ -221,7 +254,7 @@ def measure_azure(quick: bool, unit: Unit, targets: Targets) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     share = len(trace) / 19_366
     for caching, name in names.items():
-        found = in_units(trace, azure_config(caching), unit, 1 if quick else 3)
+        found = in_units(trace, azure_config(caching), unit, 5)
         figures["cached" if caching else "plain"] = found
         targets.at_most(f"{name} for {len(trace)} requests", found["units"], round(share * AZURE_UNITS[caching], 1))
     return figures
@@ -263,7 +296,7 @@ def main() -> int:
         targets.at_most(f"difference from single steps, {name}", compared["difference"], TOLERANCE)
     small = azure_trace(NUM_GROWTH)
     if small is not None:
-        figures["growth"] = round(growth(small[: NUM_GROWTH // 4] if quick else small, 1 if quick else 3), 3)
+        figures["growth"] = round(growth(small[: NUM_GROWTH // 4] if quick else small, 5 if quick else 3), 3)
         targets.at_most("outputs and gaps ten times as long, CPU time", figures["growth"], GROWTH)
     if arguments.no_calibration:
         targets.skip("errors of a calibration", "--no-calibration")
