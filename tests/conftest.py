@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.soak import SOAK
+from tests.soak import SOAK, part_of_commit
 
 # Started in the background of a script, the tests would hand a deaf ear for Ctrl-C down to all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -32,13 +32,22 @@ LONG_ONES = ("test_docs.py", "integrations", "benchmarks", "server", "cli", "eng
 from each other, is then in small pieces."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests first; those of the long form alone are skipped in the short one."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long tests first; those of the long form alone are skipped in the short one, as are, where all tests are run,
+    those whose turn it is not."""
+    here = Path(__file__).parent
     if not SOAK:
         for item in items:
             if item.get_closest_marker("soak"):
                 item.add_marker(pytest.mark.skip(reason="the long form: make soak"))
-    here = Path(__file__).parent
+    if any((config.invocation_params.dir / argument).resolve() == here for argument in config.args):
+        turns = [item for item in items if item.get_closest_marker("in_turn") and not item.get_closest_marker("skip")]
+        now = set(part_of_commit(turns, 2))
+        for item in turns:
+            if item not in now:
+                item.add_marker(
+                    pytest.mark.skip(reason="it is run with every second commit, or alone, or by make soak")
+                )
 
     def place(item: pytest.Item) -> int:
         if "vllms_own" in item.name:  # in a worker that has imported vLLM already

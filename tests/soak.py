@@ -2,7 +2,8 @@
 
 A test that exists in the long form alone is marked `soak`, and so is a parameter that only the long form has. Where
 cases are many and each finds something of its own, the short form takes a part of them, the next part with the next
-commit.
+commit. A test that takes seconds, of what few changes touch, is marked `in_turn`: where all tests are run, every second
+commit has it.
 """
 
 from __future__ import annotations

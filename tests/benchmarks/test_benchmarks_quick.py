@@ -105,6 +105,7 @@ def test_calibration() -> None:
         assert -0.5 < found["itl_p50"]["error"] < 1
 
 
+@pytest.mark.in_turn
 @pytest.mark.e2e
 def test_scheduler_step() -> None:
     figures = run_quick("scheduler_step.py", "--sizes", "1,64", "--policies", "fair")
@@ -163,6 +164,7 @@ def test_prefix_scaling() -> None:
     assert figures["growth"] < 10  # searching the pool block by block would make it 100
 
 
+@pytest.mark.in_turn
 @pytest.mark.e2e
 def test_page() -> None:
     pytest.importorskip("playwright", reason="the page is measured with Playwright")

@@ -84,6 +84,7 @@ def test_each_line_is_a_turn_and_the_history_is_kept(server: ServerProcess) -> N
     assert "maximum number of tokens" in finished.err  # both were cut at 12
 
 
+@pytest.mark.in_turn
 @pytest.mark.e2e
 def test_a_wrong_key_model_or_address_is_told_before_the_first_question(server: ServerProcess) -> None:
     for key in (None, "wrong"):

@@ -217,6 +217,7 @@ class Breaking(sampler.RequestGrammar):
         return super().mask(*arguments)
 
 
+@pytest.mark.in_turn
 @pytest.mark.e2e
 @pytest.mark.parametrize("where", ["__init__", "mask"])
 def test_an_exception_in_the_grammar_of_a_request_ends_it_alone(

@@ -44,6 +44,7 @@ def python(installed: Path, *arguments: str, executable: str = sys.executable) -
     return done.stdout
 
 
+@pytest.mark.in_turn
 @pytest.mark.e2e
 def test_the_engine_and_the_simulator_find_them_by_name(installed: Path) -> None:
     listed = json.loads(python(installed, "-m", "pointsman", "policies", "--json"))

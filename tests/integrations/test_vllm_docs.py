@@ -123,6 +123,7 @@ def played(line: str, server: Server, cwd: Path) -> str:
     return page
 
 
+@pytest.mark.in_turn
 def test_commands_run_in_the_order_of_the_document(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         asking = [line for line in COMMANDS if SOCKET in line and line.startswith("pointsman")]

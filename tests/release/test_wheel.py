@@ -38,6 +38,7 @@ except ModuleNotFoundError as error:
 """
 
 
+@pytest.mark.in_turn
 @pytest.mark.e2e
 def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     """One test, because building is the larger part of it: NumPy alone is enough for the library, and what is

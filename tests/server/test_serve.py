@@ -167,6 +167,7 @@ def test_warming_up_counts_nowhere() -> None:
         assert completion(server, 4).json()["usage"]["prompt_tokens_details"] in (None, {"cached_tokens": 0})
 
 
+@pytest.mark.in_turn
 def test_sigterm_finishes_what_was_accepted_and_refuses_what_comes() -> None:
     with start_server(*SMALL, "--drain-delay", "0.5", "--drain-timeout", "120") as server:
         clients = [Client(server, 400) for _ in range(6)]  # two of them wait
@@ -221,6 +222,7 @@ def test_a_second_signal_ends_an_engine_that_hangs() -> None:
         assert server.wait(15) == 0 and time.monotonic() - started < 5
 
 
+@pytest.mark.in_turn
 def test_a_slow_reader_gets_its_whole_answer_in_a_drain() -> None:
     """Complete for the server is not yet complete for the client: the last megabytes are in its buffers."""
     body = {"prompt": [5] * 1500, "max_tokens": 4, "prompt_logprobs": 20, "n": 4}
@@ -307,6 +309,7 @@ def test_a_broken_tokenizer_is_the_only_error(tmp_path: Path) -> None:
     assert "SIGKILL" not in str(caught.value) and "out of memory" not in str(caught.value)
 
 
+@pytest.mark.in_turn
 def test_a_broken_chat_template_is_an_error_before_the_model_is_loaded(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}\n{{ message.content }")

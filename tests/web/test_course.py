@@ -427,6 +427,7 @@ EVERY_ANSWER = """() => [...document.querySelectorAll("fieldset")].map((field) =
   }))"""
 
 
+@pytest.mark.in_turn
 @pytest.mark.e2e
 def test_every_lesson_variant_and_answer(visit: Callable[..., Any], course: dict[str, Performed]) -> None:
     page = visit()

@@ -95,6 +95,7 @@ def is_live(page: Any) -> None:
     playwright.expect(page.locator("#link")).to_have_text("Live", timeout=15000)
 
 
+@pytest.mark.in_turn
 def test_a_server_is_watched(visit: Callable[..., Any]) -> None:
     """Key, what runs now, looking back while it goes on, now again, and a server that ends."""
     with start_server(*POOL) as server:

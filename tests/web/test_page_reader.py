@@ -184,6 +184,7 @@ def test_the_columns_are_those_of_the_format() -> None:
         assert listed == [("+" if differences else "") + name for name, differences in columns.items()]
 
 
+@pytest.mark.in_turn
 def test_states_words_and_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.core.observe.film.EVENTS_IN_A_CHUNK", 40)
     paths, questions = films(tmp_path), []
@@ -231,6 +232,7 @@ def test_states_words_and_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             assert waited == pytest.approx(life.waited) and ran == pytest.approx(life.ran)
 
 
+@pytest.mark.in_turn
 def test_a_film_cut_off_among_its_last_blocks_shows_its_whole_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -870,6 +870,7 @@ def test_an_engine_that_is_dropped_ends_its_thread(loaded: LoadedModel) -> None:
     assert not thread.is_alive()
 
 
+@pytest.mark.in_turn
 @pytest.mark.e2e
 @pytest.mark.parametrize("steps", short_of([1, 2], [2]))
 def test_the_interpreter_exits_with_requests_running(steps: int) -> None:

@@ -286,6 +286,7 @@ def pid_of_one_let_go(tokenizer: Any) -> int:
     return compiler.pid
 
 
+@pytest.mark.in_turn
 def test_an_engine_that_is_killed_leaves_nothing_behind() -> None:
     script = f"""
 import sys, time

@@ -121,6 +121,7 @@ def complete(outputs: list[RequestOutput], least: float = 0.9) -> list[int]:
 # ---------------------------------------------------------------------------------------------- what texts look like
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("which", ["demo", "tiny"])
 def test_json_keeps_its_schema(which: str, request: pytest.FixtureRequest) -> None:
     loaded, compiler = request.getfixturevalue(which), request.getfixturevalue(f"{which}_compiler")
@@ -222,6 +223,7 @@ def mixed_params(count: int) -> list[SamplingParams]:
     return params
 
 
+@pytest.mark.in_turn
 def test_tokens_are_the_same_alone_together_and_under_pressure(
     demo: LoadedModel, demo_compiler: GrammarCompiler
 ) -> None:
@@ -414,6 +416,7 @@ def test_failures_end_one_request_only(demo: LoadedModel) -> None:
     assert free_blocks(llm.engine) == llm.engine.scheduler.stats().num_blocks
 
 
+@pytest.mark.in_turn
 def test_a_grammar_that_becomes_slow_ends_its_request(llm: LLM) -> None:
     """Its texts can be read in more ways with every token, which no trial of some tokens shows."""
     params = [

@@ -328,6 +328,7 @@ def test_what_has_not_begun_when_the_server_ends_is_to_be_tried_elsewhere() -> N
     with_app(test, max_num_seqs=2)
 
 
+@pytest.mark.in_turn
 def test_many_samples_leave_others_their_turn() -> None:
     async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
         schema = {"type": "object", "properties": {f"property{i}": {"type": "string"} for i in range(1500)}}
@@ -371,6 +372,7 @@ def test_a_grammar_that_finds_too_many_others_may_be_sent_again() -> None:
     with_app(test)
 
 
+@pytest.mark.in_turn
 def test_tokens_are_made_for_so_many_at_once() -> None:
     async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
         body = {"prompt": "a word or two " * 4000}

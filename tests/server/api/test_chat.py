@@ -127,6 +127,7 @@ def test_a_schema_is_kept_to(client: Any) -> None:
     assert set(person) == {"name", "age"} and isinstance(person["age"], int)
 
 
+@pytest.mark.in_turn
 def test_random_schemas_are_kept_to(server: ServerProcess) -> None:
     rng = random.Random(4)
     schemas = [random_document(rng) for _ in range(NUM_SCHEMAS)]

@@ -47,6 +47,7 @@ async def until_it_runs(http: httpx.AsyncClient, num_tokens: int = 5) -> None:
         await asyncio.sleep(0.005)
 
 
+@pytest.mark.in_turn
 def test_what_is_kept_waits_for_resume_and_gets_the_same_answer() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         expected = (await http.post("/v1/completions", json=LONG)).json()["choices"][0]["text"]
@@ -127,6 +128,7 @@ def test_a_mode_that_does_not_exist_is_a_bad_request_and_pauses_nothing() -> Non
     with_server(test)
 
 
+@pytest.mark.in_turn
 def test_a_reset_can_make_what_runs_compute_its_cache_anew() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         expected = (await http.post("/v1/completions", json=LONG)).json()["choices"][0]["text"]

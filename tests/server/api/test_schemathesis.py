@@ -84,6 +84,7 @@ def limited_server() -> Iterator[ServerProcess]:
         yield server
 
 
+@pytest.mark.in_turn
 @pytest.mark.e2e
 def test_no_request_makes_a_server_error_or_an_answer_that_is_not_described(limited_server: ServerProcess) -> None:
     operations = operations_of(described(limited_server), limited_server)

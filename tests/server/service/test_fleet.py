@@ -130,6 +130,7 @@ async def until_idle(fleet: EngineFleet) -> None:
         assert stats.scheduler.num_free_blocks == stats.scheduler.num_blocks
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("draft_tokens", [pytest.param(3, marks=pytest.mark.soak), 0])
 def test_every_kind_of_request_goes_on_as_if_nothing_had_happened(
     draft_tokens: int, monkeypatch: pytest.MonkeyPatch

@@ -101,6 +101,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.003)
 
 
+@pytest.mark.in_turn
 def test_a_fleet_begins_with_its_first_engine_and_loses_no_request_with_a_host_or_an_engine() -> None:
     async def test(listener: EngineListener, hosts: Hosts) -> None:
         fleet = await start_fleet(listener.start, 2, 100, wait_for_all=False)
