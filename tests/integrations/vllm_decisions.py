@@ -84,7 +84,7 @@ class Workload:
     retention: int | None = None
     """vLLM's `prefix_cache_retention_interval`."""
     is_strict: bool = False
-    """Whether no decision may differ, as nothing runs out."""
+    """Whether no decision may differ, as nothing runs out; where steps run ahead, ours may do more."""
     encoder: tuple[int, int] = (0, 0)
     """Embeddings of a step, and of the cache."""
     is_encoder_decoder: bool = False
@@ -654,10 +654,11 @@ def run_both(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) 
             if has_images and _keeps_others(sides, theirs, ours):
                 tally["kept others"] += 1
                 return None
-            if not workload.scheduler["enable_chunked_prefill"] and _resumes_in_chunks(theirs, ours):
+            if not workload.scheduler["enable_chunked_prefill"] and _resumes_in_chunks(sides[1], theirs, ours):
                 tally["resumed in chunks"] += 1
                 return None
-            if workload.layout and not workload.is_strict and _does_more(theirs, ours):
+            # Where steps run ahead, vLLM's own lets a request wait a step longer for another one's state: see docs.
+            if workload.layout and (workload.asynchronous or not workload.is_strict) and _does_more(theirs, ours):
                 tally["did more"] += 1
                 return None
             if _may_find_otherwise(workload):
@@ -706,11 +707,12 @@ def _may_find_otherwise(workload: Workload) -> bool:
     return bool(workload.layout) and finds and not workload.is_strict
 
 
-def _resumes_in_chunks(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
+def _resumes_in_chunks(side: Side, theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
     """Whether they differ in that ours resumes somebody who fits the step only in part; see docs/vllm.md."""
     more = [name for name in ours["tokens"] if name not in theirs["tokens"]]
     same = theirs["tokens"].items() <= ours["tokens"].items() and theirs["preempted"] == ours["preempted"]
-    return same and bool(more) and more[0] in ours["resumed"]
+    # Workers of the second runner are told of a resumed request as of a new one.
+    return same and bool(more) and side.scheduler.requests[more[0]].num_preemptions > 0
 
 
 def _keeps_others(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
