@@ -110,7 +110,9 @@ def test_both_documented_ways_to_a_log(served: tuple[Path, Path], tmp_path: Path
 @pytest.mark.soak
 def test_the_simulation_of_vllms_own_settings_is_near_what_happened(served: tuple[Path, Path]) -> None:
     compared = last_json(pointsman("vllm", "compare", served[0], "--json", "--ttft-target", "500ms"))
-    assert compared["check"]["e2e_mape"] < 0.15, compared["check"]
+    # Single requests are off by as much as the machine changes its speed meanwhile, all together are not.
+    assert compared["check"]["e2e_mape"] < 0.25, compared["check"]
+    assert abs(compared["check"]["e2e_bias"]) < 0.1, compared["check"]
     assert abs(compared["check"]["ttft_p50_error"]) < 0.25
     assert abs(compared["check"]["tpot_mean_error"]) < 0.1
     assert 0 < compared["rows"]["vLLM, simulated"]["goodput"] <= 1
