@@ -254,7 +254,7 @@ def measure_azure(quick: bool, unit: Unit, targets: Targets) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     share = len(trace) / 19_366
     for caching, name in names.items():
-        found = in_units(trace, azure_config(caching), unit, 5)
+        found = in_units(trace, azure_config(caching), unit, 3 if quick else 5)
         figures["cached" if caching else "plain"] = found
         targets.at_most(f"{name} for {len(trace)} requests", found["units"], round(share * AZURE_UNITS[caching], 1))
     return figures

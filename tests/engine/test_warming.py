@@ -107,6 +107,7 @@ def test_it_leaves_no_trace(loaded: LoadedModel, knobs: dict[str, Any], caplog: 
         assert decisions(recorded) == decisions(untouched), "step by step the same decisions, from the first number on"
 
 
+@pytest.mark.in_turn
 def test_nothing_is_left_to_be_compiled_or_started() -> None:
     engine = make("demo", kv_cache_dtype="bfloat16")
     warm_up(engine)

@@ -64,7 +64,6 @@ ENCODER_DECODERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.in_turn
 def test_decisions_are_those_of_vllms_own_scheduler() -> None:
     """On random workloads, step by step: which images are computed too; and no row reads embeddings that are gone."""
     tally = decided_alike(NUM_WORKLOADS, "images", met_per_100=MET_PER_100)

@@ -56,6 +56,7 @@ def test_fusing_can_be_turned_off(options: dict[str, Any]) -> None:
     assert fused(build(FAMILIES["qwen3"]()), **options) == {}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_model_that_is_large_enough_is_packed(dtype: torch.dtype) -> None:
     """Its products are 512 x 512 and more, so all weights change their form, once; the self-check sees the result."""
