@@ -657,8 +657,7 @@ def run_both(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) 
             if not workload.scheduler["enable_chunked_prefill"] and _resumes_in_chunks(sides[1], theirs, ours):
                 tally["resumed in chunks"] += 1
                 return None
-            # Where steps run ahead, vLLM's own lets a request wait a step longer for another one's state: see docs.
-            if workload.layout and (workload.asynchronous or not workload.is_strict) and _does_more(theirs, ours):
+            if workload.layout and _may_do_more(workload) and _does_more(theirs, ours):
                 tally["did more"] += 1
                 return None
             if _may_find_otherwise(workload):
@@ -698,6 +697,13 @@ def _reads_differ(sides: tuple[Side, Side], step: int, tally: Counter[str]) -> d
     if not which:
         return None
     return {"step": step, "what": which, "theirs": theirs, "ours": ours}
+
+
+def _may_do_more(workload: Workload) -> bool:
+    """Whether ours may run more: it has more blocks; or steps run ahead, where vLLM's own lets a request wait a step
+    longer for a state of another one: see docs/vllm.md."""
+    caches_states = any(kind == "cached state" for kind, _, _ in workload.layout)
+    return not workload.is_strict or (workload.asynchronous and caches_states)
 
 
 def _may_find_otherwise(workload: Workload) -> bool:
