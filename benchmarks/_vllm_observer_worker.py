@@ -10,7 +10,7 @@ from collections import deque
 from statistics import median
 from typing import Any
 
-from _scheduler_worker import Settings, serve
+from _scheduler_worker import Backlog, Settings, serve
 from _vllm_worker import VllmSession
 
 from pointsman.integrations.vllm import Observer
@@ -74,8 +74,9 @@ class Pair:
         ratio = median(observed / own for own, observed in zip(*groups, strict=True))
         return _figures(own_us, (ratio - 1) * own_us, writer_us)
 
-    def time_backlog(self, lengths: list[tuple[int, int]]) -> dict[str, Any]:
-        """CPU microseconds per step of all calls until a backlog that is there from the start is served."""
+    def serve_backlog(self, lengths: list[tuple[int, int]]) -> Backlog:
+        """Serve a backlog that is there from the start, and yield after each step; returns CPU microseconds per step of
+        all calls."""
         gc.collect()
         gc.freeze()
         prompts = [self.own.tokens(length) for length, _ in lengths]
@@ -98,6 +99,7 @@ class Pair:
                 side.update(output, result)
                 seconds[which] += time.thread_time() - start
             steps += 1
+            yield
         self._wait()
         own, observed = (1e6 * each / steps for each in seconds)
         gc.unfreeze()
