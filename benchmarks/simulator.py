@@ -95,10 +95,10 @@ class Unit:
     def time(self, trace: list[TraceRequest], config: SchedulerConfig) -> tuple[Outcome, float, float]:
         """A simulation, its CPU seconds, and those of the unit meanwhile."""
         self._samples.clear()
-        self._taken = 0.0
         before = signal.signal(signal.SIGALRM, lambda *_: self._sample())
-        signal.setitimer(signal.ITIMER_REAL, SAMPLE_SECONDS)
         try:
+            self._sample()
+            self._taken = 0.0  # of the simulation's time
             outcome, seconds = timed(trace, config)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -111,7 +111,7 @@ class Unit:
             self._renew()
         self._step(WARM_UP_STEPS)  # the caches are the simulation's
         self._samples.append(self._step(SAMPLE_STEPS) * 1_000 / SAMPLE_STEPS)
-        signal.setitimer(signal.ITIMER_REAL, SAMPLE_SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, SAMPLE_SECONDS)  # until the next one
         self._taken += process_time() - start
 
     def _step(self, count: int) -> float:

@@ -84,7 +84,7 @@ class Workload:
     retention: int | None = None
     """vLLM's `prefix_cache_retention_interval`."""
     is_strict: bool = False
-    """Whether no decision may differ, as nothing runs out; where steps run ahead, ours may do more."""
+    """Whether no decision may differ, as nothing runs out; but see `_may_do_more`."""
     encoder: tuple[int, int] = (0, 0)
     """Embeddings of a step, and of the cache."""
     is_encoder_decoder: bool = False
