@@ -6,8 +6,9 @@ It imports NumPy and the standard library, and knows no host. Begin with `schedu
     policy/   which request, how many, how much?   step/     what happens in a step?
     observe/  what was decided, and why?
 
-A host builds a `Request`, calls the scheduler's methods and reads what they return. Everything that leaves this package
-is read-only: writing to it raises.
+A host builds a `Request`, calls the scheduler's methods and reads what they return. Requests, outputs, updates and
+explanations are read-only: writing to them raises. What else a call returns is the caller's own copy. `scheduler.py`
+says it in full.
 """
 
 from pointsman.core.config import SchedulerConfig

@@ -91,7 +91,7 @@ class SchedulerConfig:
     as other systems do, see `docs/presets.md`."""
     victim: str | Victim | None = None
     """Which request is preempted when blocks run out: a name, an object with the `Victim` protocol, or None:
-    "lowest-priority" under the order "priority", otherwise "latest"."""
+    "lowest-priority" under the orders "priority" and "priority-by-arrival", otherwise "latest"."""
     reserves: tuple[Any, ...] = ()
     """What else an admission leaves free, beside the knobs below: names, or `Reserve` objects. They add up."""
     token_limits: tuple[Any, ...] = ()

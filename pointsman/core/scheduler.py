@@ -13,7 +13,10 @@ chases its `num_tokens`, and a prefill chunk is a long prompt cut to the budget.
 random number; the same calls give the same decisions. One thread owns it.
 
 A host writes to nothing that it gets from here. Outputs, updates and requests are read-only, and only the scheduler's
-methods change them (`set_priority`, `extend`, `park`, ...); a view (`block_table`) is valid until the next call.
+methods change them (`set_priority`, `extend`, `park`, ...); they may be kept. A view (`block_table`) is valid until the
+next call; other arrays and lists that a method returns are copies. What a host makes stays its own: a `StepResult` and
+its arrays are copied from, and `Request.metadata` is never read. A listener gets the scheduler's own record of a step,
+and only reads it.
 """
 
 from __future__ import annotations

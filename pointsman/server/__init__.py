@@ -10,8 +10,10 @@
 
 Tokenizing, chat templates, HTTP and JSON happen in the API process, so none of them delays a step; and when the engine
 process dies, for whatever reason, the API process still reports it to every client. Each package imports those below
-it. Begin with `service/service.py`. Several engines: `service/fleet.py`; on other machines: `service/remote.py`.
+it. Several engines: `service/fleet.py`; on other machines: `service/remote.py`.
 
-A token's way to the client: `engine/step_loop.py` -> `engine/outputs/processor.py` -> `engine/aio/readers.py` ->
-`outbox.py` -> the socket -> `service/inbox.py` -> `service/delivery.py` -> `wire/answers.py` -> `wire/sse.py`.
+A request's way to the engine: begin with `service/service.py`. A token's way to the client: `engine/model/runner.py`
+(forward pass and sample) -> `engine/step_loop.py` -> `engine/outputs/processor.py` (its text) ->
+`engine/aio/readers.py` -> `outbox.py` (one frame a step) -> the socket -> `service/inbox.py` -> `service/delivery.py`
+-> `wire/answers.py` (the bytes of the event) -> `wire/sse.py` (one write) -> `wire/http.py` (the connection).
 """

@@ -2,7 +2,8 @@
 
     main thread       reads requests and questions of the API process
     engine's thread   runs the steps
-    writer's thread   writes while the socket is full; see `outbox.py`
+                      and writes what they give to the socket (`outbox.py`), as long as it has room
+    writer's thread   writes while the socket is full
 
 It exits when the socket is closed, on `Stop`, or when the engine dies, so it does not outlive the API process. Signals
 to the server as a whole (Ctrl-C, a supervisor's SIGTERM to all processes) are handled by the API process and ignored

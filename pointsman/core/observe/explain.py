@@ -1,7 +1,7 @@
 """Why does this request wait, for which resource, which requests hold it, and since when?
 
-`CAUSES` defines the meaning of each `Reason`: which resource is short, which requests hold it, and its text. Everything
-here is computed only on request.
+A request is deferred in the step, mostly by `step/admission.py` (see `Reason`). `CAUSES` defines the meaning of each
+`Reason`: which resource is short, which requests hold it, and its text. Everything here is computed only on request.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Which request comes next? The orders of the waiting queue.
 
-To add one: a `Policy` with the methods of `Order` (`state/interfaces.py`), its name in `ORDERS` at the end of this
-file; or in a package of its own (`registry.py`); or pass an object as `SchedulerConfig(order=...)`.
+To add one: a `Policy` with the methods of `Order` (`state/interfaces.py`), most easily a `FirstComeFirstServed`
+(`fcfs.py`) with another `key`, and its name in `ORDERS` at the end of this file; or in a package of its own
+(`registry.py`); or pass an object as `SchedulerConfig(order=...)`.
 
 An order is a queue of its own. Those here are a heap (`fcfs.py`), and so are the parts of "earliest-ttft" and "fair",
 which have files of their own. The key of a request is

@@ -1,10 +1,11 @@
 """What is a policy? A decision that can be exchanged: its name, its parameters, what it reads and what it is told.
 
-    order     which waiting request is next                      `state/interfaces.py`: Order
-    victim    which running request is preempted for memory      `state/interfaces.py`: Victim
-    reserve   how many blocks an admission leaves free           `reserve.py`: Reserve
-    limit     how many tokens a request, or a step, advances     `gate.py`: Limit
-    eviction  which cached blocks are evicted last               `state/interfaces.py`: Eviction
+    kind      what it decides                                    its interface               the built-in ones
+    order     which waiting request is next                      `state/interfaces.py`       `order.py`
+    victim    which running request is preempted for memory      `state/interfaces.py`       `victim.py`
+    reserve   how many blocks an admission leaves free           `reserve.py`                `reserve.py`
+    limit     how many tokens a request, or a step, advances     `gate.py`                   `limits.py`
+    eviction  which cached blocks are evicted last               `state/interfaces.py`       `eviction.py`
 
 A policy is given by name, with parameters (`shortest-prefill:ageing=200`), or as an object; `registry.py` finds it. It
 reads a `View` and never moves a request. It is deterministic: it reads no clock, sorts stably, and iterates over no

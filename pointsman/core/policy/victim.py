@@ -1,10 +1,10 @@
-"""Which request is preempted when blocks run out?
+"""Which request is preempted when blocks run out? Asked by `step/running.py`, whenever a running request lacks some.
 
 The other causes (`PreemptionCause`) do not ask here: a more urgent waiting request displaces less urgent ones
-(`step/displacement.py`), a host parks the one that it names, and a reset preempts all.
+(`step/displacement.py`), a host parks the one that it names or has no token for it, and a reset preempts all.
 
-Preemption is by recompute: the request loses its blocks, keeps its tokens, and recomputes them when it is admitted
-again, except those that the prefix cache still holds.
+The request loses its blocks and keeps its tokens. When it is admitted again it recomputes them, except those that the
+prefix cache still holds, or, with `preemption_mode`, loads what it has swapped (`swap.py`).
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ Layout, with R rows (grown by doubling) and W = blocks of the longest request:
     token_limit          int64 [R]     number of tokens at which the request finishes
     eos_token_id         int32 [R]     its one stop token; NO_TOKEN: none, or several (`StopFilter`)
     priority             int64 [R]     smaller is more urgent
+    num_preemptions      int64 [R]     how often the request was preempted
     serial               int64 [R]     which admission the row belongs to; 0: none
     flags                uint8 [R]     anything rare, see the constants
     block_table          int32 [R, W]  block ids; valid up to num_slots / block_size

@@ -1,6 +1,8 @@
 """Why does a request wait? The reasons for a deferral, kept per request and counted per step for the head.
 
-A waiting request gets its reason in `step/admission.py`; `observe/explain.py` puts it in words.
+A waiting request gets its reason where it is checked: in `step/admission.py`, which asks the gates (`core/policy`) and
+the KV cache; while KV is loaded in `step/loading.py` and `kv/transfers.py`; parked in `step/request_table.py`.
+`observe/explain.py` puts it in words, and says which requests only wait behind another one, or for the operator.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from typing import NamedTuple
 
 
 class Reason(enum.Enum):
-    """Why a request was not admitted in a step; or why a running one was left out (`LeftOut` in `step/emit.py`).
+    """Why a request was not admitted in a step; or why a running one was left out (`why_left_out` in
+    `observe/explain.py`).
 
     The first seven are the rungs of the graded response to memory pressure: the one counted is the rung whose removal
     alone would have admitted the request.

@@ -1,4 +1,4 @@
-"""What does a request behind the head of the queue lack? Remembered from its last check, so that few are checked again.
+"""A memory for `search.py`: what each request behind the head lacked at its last check, so that few are checked again.
 
 What it needs does not become less while it waits, but for three causes. Partial prefills may be owed fewer blocks:
 these are counted apart. A reserve may change, or nothing may run: then all is forgotten. And others may come to hold

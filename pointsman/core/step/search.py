@@ -1,4 +1,4 @@
-"""Past a request that lacks blocks: which of those behind it may be admitted, and need they be looked at again?
+"""Past a request that lacks blocks: which of those behind it need to be checked again? The check: `admission.py`.
 
 A step looks at up to 64 requests behind the head. Three ways lead to the same admissions:
 

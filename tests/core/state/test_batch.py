@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ import pointsman.core.step.update as update_module
 from pointsman.core import Request, RequestStatus, StepResult
 from pointsman.core.kv import manager
 from pointsman.core.state import batch
-from pointsman.core.state.batch import STOP_FILTER_SIZE, StopFilter
+from pointsman.core.state.batch import STOP_FILTER_SIZE, Batch, StopFilter
 
 from ..helpers import Host
 
@@ -144,3 +146,10 @@ def test_the_slice_holds_every_running_row_unless_most_of_it_would_be_free(monke
     host.step()
     host.abort("r10")
     assert host.scheduler._batch.members.span is None, "one row is too few"
+
+
+def test_the_layout_names_every_column() -> None:
+    """In the order in which they are made, with their types."""
+    listed = re.findall(r"^    (\w+) +(u?int\d+) \[R", batch.__doc__ or "", re.MULTILINE)
+    columns = Batch(block_size=4, max_blocks=2, accepted_drafts=[0])
+    assert listed == [(name, str(getattr(columns, name).dtype)) for name in batch._COLUMNS]
