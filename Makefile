@@ -19,8 +19,8 @@ export PYTHONDONTWRITEBYTECODE :=
 # A thread of PyTorch's that has no work sleeps instead of spinning: CI machines and laptops have other work to do.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-# The long forms, in parts that run alone: the tests of each part, and its benchmarks.
-SOAKS := core sim engine server vllm page
+# The parts of the soak and of the benchmarks, which run alone: the long forms of tests, and what measures the same.
+PARTS := core sim engine server vllm page
 TESTS_core := tests/core tests/property tests/traces tests/test_routing.py
 TESTS_sim := tests/sim
 TESTS_engine := tests/engine
@@ -29,22 +29,24 @@ TESTS_vllm := tests/integrations
 TESTS_page := tests/web
 BENCHMARKS_core := scheduler_step prefix_scaling
 BENCHMARKS_sim := simulator calibration tune policies auto
-BENCHMARKS_engine := static_vs_continuous time_to_first_token step_overhead async_scheduling speculation kv_transfer
+BENCHMARKS_engine := static_vs_continuous time_to_first_token step_overhead async_scheduling speculation kv_transfer \
+    engine_throughput
 BENCHMARKS_server := server_throughput server_overhead server_load server_faults scale scale_ray
 BENCHMARKS_vllm := vllm_scheduler vllm_observer vllm_engine policies_live
 BENCHMARKS_page := page
-# engine_throughput takes a quarter of an hour beside three other engines: the soak has its quick form, among the tests.
-BENCHMARKS := $(foreach part,$(SOAKS),$(BENCHMARKS_$(part))) engine_throughput
+BENCHMARKS := $(foreach part,$(PARTS),$(BENCHMARKS_$(part)))
 
-.PHONY: help install serve demo test lint kernels vllm format bench bench-quick soak $(SOAKS:%=soak-%) dist clean
+.PHONY: help install serve demo test lint kernels vllm format bench bench-quick soak $(PARTS:%=soak-%) $(PARTS:%=bench-%) \
+    dist clean
 
 help:
 	@echo "make serve   serve the demo model on port 8000, and print a curl that works"
 	@echo "make demo    run the demo model on built-in prompts"
 	@echo "make test    format check, lint, types, all tests in their short form"
-	@echo "make soak    the long forms of all tests, and their benchmarks; a part of it: make soak-core, soak-sim,"
+	@echo "make soak    the long forms of all tests, about an hour; a part of it: make soak-core, soak-sim,"
 	@echo "             soak-engine, soak-server, soak-vllm, soak-page"
-	@echo "make bench   the benchmarks in full, beside vLLM in an environment of its own"
+	@echo "make bench   the benchmarks in full, against their targets, beside vLLM in an environment of its own: hours on"
+	@echo "             a machine that does nothing else; a part of it: make bench-core, and so on"
 	@echo "make format  format the code and repair what the linter can"
 	@echo "make dist    build what is released: dist/*.tar.gz and dist/*.whl"
 
@@ -88,24 +90,27 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# All of them, even if one misses a target.
-check = @missed=; for name in $(1); do $(BIN)/python benchmarks/$$name.py --check || missed="$$missed $$name"; done; \
-    test -z "$$missed" || { echo "targets missed:$$missed"; exit 1; }
-
 bench-quick: $(INSTALLED)
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py --quick; done
 
-bench: $(INSTALLED) vllm
-	$(call check,$(BENCHMARKS))
+# Every script, even where one misses a target, and every part.
+bench:
+	@missed=; for part in $(PARTS); do $(MAKE) --no-print-directory bench-$$part || missed="$$missed $$part"; done; \
+	    test -z "$$missed" || { echo "parts with missed targets:$$missed"; exit 1; }
 
-# Tests use all cores; benchmarks run alone, when no test does.
-soak: lint $(SOAKS:%=soak-%)
+$(PARTS:%=bench-%): bench-%: $(INSTALLED) vllm
+	@missed=; for name in $(BENCHMARKS_$*); do $(BIN)/python benchmarks/$$name.py --check || missed="$$missed $$name"; done; \
+	    test -z "$$missed" || { echo "targets missed:$$missed"; exit 1; }
+
+# Every part, even where a test of one fails: an hour should tell all that it found.
+soak: lint
+	@failed=; for part in $(PARTS); do $(MAKE) --no-print-directory soak-$$part || failed="$$failed $$part"; done; \
+	    test -z "$$failed" || { echo "parts with failed tests:$$failed"; exit 1; }
 
 soak-vllm: vllm
 
-$(SOAKS:%=soak-%): soak-%: $(INSTALLED)
+$(PARTS:%=soak-%): soak-%: $(INSTALLED)
 	POINTSMAN_SOAK=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(TESTS_$*)
-	$(call check,$(BENCHMARKS_$*))
 
 # The sdist, and the wheel from it, in an environment of their own that pyproject.toml describes.
 dist: $(INSTALLED)

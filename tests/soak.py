@@ -2,8 +2,8 @@
 
 A test that exists in the long form alone is marked `soak`, and so is a parameter that only the long form has. Where
 cases are many and each finds something of its own, the short form takes a part of them, the next part with the next
-commit. A test that takes seconds, of what few changes touch, is marked `in_turn`: where all tests are run, every second
-commit has it.
+commit; the long form does so with the seeds of comparisons that take minutes (`seeds`). A test that takes seconds, of
+what few changes touch, is marked `in_turn`: where all tests are run, every second commit has it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,18 @@ def short_or_long(short: int, long: int) -> int:
     return long if SOAK else short
 
 
+def seeds(short: int, long: int) -> range:
+    """The seeds of random workloads: the first `short` of them, in the long form a third of `long`, the next third with
+    the next commit; all with POINTSMAN_PART=all."""
+    if not SOAK:
+        return range(short)
+    number = _part_asked_for()
+    if number is None:
+        return range(long)
+    first, last = (long * (number % 3 + more) // 3 for more in (0, 1))
+    return range(first, last)
+
+
 def short_of(cases: Collection[Any], short: Container[Any]) -> list[Any]:
     """Parameters of a test: all of `cases`, of which the short form runs those in `short`."""
     marked = [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.soak) for case in cases]
@@ -44,17 +56,21 @@ def part_of(cases: Sequence[Case], number: int, num_parts: int) -> Sequence[Case
     return cases[number % num_parts :: num_parts]
 
 
-@cache
 def part_number() -> int | None:
-    """Which part this run takes; None: all of them.
+    """Which part this run takes (`_part_asked_for`); None: all of them, as in the long form if none is asked for."""
+    return None if SOAK and not os.environ.get("POINTSMAN_PART") else _part_asked_for()
 
-    `POINTSMAN_PART` says which (a number, or "all"). Without it the long form takes all, and every other run the part
-    that follows the one of the commit before; where the history is not known, the commit's hash chooses.
+
+@cache
+def _part_asked_for() -> int | None:
+    """`POINTSMAN_PART`, a number, or None for "all"; without it the part that follows the one of the commit before.
+
+    Where the history is not known, the commit's hash chooses.
 
     Raises:
         ValueError: `POINTSMAN_PART` is neither.
     """
-    asked = os.environ.get("POINTSMAN_PART") or ("all" if SOAK else "")
+    asked = os.environ.get("POINTSMAN_PART")
     if asked == "all":
         return None
     if asked:

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from tests.integrations.vllm_process import NEEDS_VLLM, decided_alike
-from tests.soak import short_or_long
+from tests.soak import seeds
 
-NUM_WORKLOADS = short_or_long(40, 1000)
+WORKLOADS = seeds(40, 1000)
 MET_PER_100 = {
     "steps": 5_000,
     "preemptions": 150,
@@ -29,6 +29,6 @@ pytestmark = NEEDS_VLLM
 
 
 def test_every_decision_is_that_of_vllms_own_scheduler() -> None:
-    tally = decided_alike(NUM_WORKLOADS, met_per_100=MET_PER_100, timeout=900)
+    tally = decided_alike(WORKLOADS, met_per_100=MET_PER_100, timeout=900)
     for what in ("resumed in chunks", "gave up drafts"):
-        assert tally.get(what, 0) <= NUM_WORKLOADS // 10, "the comparison of these workloads ends there"
+        assert tally.get(what, 0) <= len(WORKLOADS) // 10, "the comparison of these workloads ends there"

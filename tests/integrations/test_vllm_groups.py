@@ -12,7 +12,7 @@ import pytest
 
 from pointsman.core import replay
 from tests.integrations.vllm_process import NEEDS_VLLM, ONE_MODEL, decided_alike, run_in_vllm, vllm_parent
-from tests.soak import short_of, short_or_long
+from tests.soak import seeds, short_of
 
 pytestmark = NEEDS_VLLM
 FLAG = "--disable-hybrid-kv-cache-manager"
@@ -58,7 +58,7 @@ CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "mamba2, states alone": ("mamba2", NO_CACHE, {"MambaSpec"}),
     "falcon-h1, short pool": ("falcon-h1", {**NO_CACHE, "num_gpu_blocks_override": 12}, {"MambaSpec"}),
 }
-NUM_WORKLOADS = short_or_long(20, 1000)
+WORKLOADS = seeds(20, 1000)
 MET_PER_100 = {"steps": 5_000, "preemptions": 50, "hits": 50, "chunks": 2_000, "stopped": 300, "asynchronous": 20}
 """What so many workloads meet at least."""
 
@@ -175,15 +175,15 @@ def test_it_is_said_which_prompts_find_nothing(tmp_path: Path) -> None:
 
 def test_decisions_are_those_of_vllms_own_scheduler() -> None:
     """On random workloads and layouts, step by step; and every row reads its own KV, in every group."""
-    tally = decided_alike(NUM_WORKLOADS, "groups", met_per_100=MET_PER_100)
+    tally = decided_alike(WORKLOADS, "groups", met_per_100=MET_PER_100)
     ended_early = tally.get("found otherwise", 0) + tally.get("did more", 0)
-    assert ended_early <= NUM_WORKLOADS * 15 // 100, tally
+    assert ended_early <= len(WORKLOADS) * 15 // 100, tally
 
 
 def test_decisions_about_drafts_over_states_are_those_of_vllms_own_scheduler() -> None:
     """Each draft has a state of its own."""
-    count = short_or_long(6, 500)
-    tally = decided_alike(count, "states")
+    workloads = seeds(6, 500)
+    tally, count = decided_alike(workloads, "states"), len(workloads)
     # A budget or a threshold of one token leaves no room for a draft.
     assert tally["with drafts"] >= count - count // 20 and tally["drafts"] >= 20 * count, tally
     assert tally.get("gave up drafts", 0) <= count // 4 + 1, tally
@@ -191,5 +191,6 @@ def test_decisions_about_drafts_over_states_are_those_of_vllms_own_scheduler() -
 
 def test_no_request_and_no_block_is_lost_where_a_step_fails() -> None:
     """A policy that raises in the middle of steps, and a cache that is reset while requests run."""
-    tally = run_in_vllm("vllm_group_faults.py", 0, short_or_long(8, 500), timeout=1800)
+    workloads = seeds(8, 500)
+    tally = run_in_vllm("vllm_group_faults.py", workloads.start, len(workloads), timeout=1800)
     assert min(tally[what] for what in ("raised", "resets", "preemptions", "hits")) > 0, tally

@@ -10,10 +10,10 @@ import pytest
 from vllm_env import TORCHVISION
 
 from tests.integrations.vllm_process import NEEDS_VLLM, ONE_MODEL, decided_alike, run_in_vllm
-from tests.soak import short_of, short_or_long
+from tests.soak import seeds, short_of
 
 pytestmark = NEEDS_VLLM
-NUM_WORKLOADS = short_or_long(20, 1000)
+WORKLOADS = seeds(20, 1000)
 ENDS = (
     "kept others",
     "went further",
@@ -24,7 +24,7 @@ ENDS = (
 """Why a comparison may end before its workload; docs/vllm.md has the reasons."""
 MET_PER_100 = {"steps": 5_000, "preemptions": 100, "hits": 100, "chunks": 2_000, "inputs computed": 500, "freed": 200}
 """What so many workloads meet at least."""
-NUM_OF_ENCODERS = short_or_long(12, 1000)
+WITH_ENCODERS = seeds(12, 1000)
 MET_WITH_ENCODERS_PER_100 = {"steps": 5_000, "preemptions": 20, "inputs computed": 1_000, "freed": 1_000, "drafts": 500}
 SMALL_POOL = {"block_size": 32, "num_gpu_blocks_override": 18, "max_num_seqs": 6, "max_model_len": 448}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -66,9 +66,9 @@ ENCODER_DECODERS: dict[str, dict[str, Any]] = {
 
 def test_decisions_are_those_of_vllms_own_scheduler() -> None:
     """On random workloads, step by step: which images are computed too; and no row reads embeddings that are gone."""
-    tally = decided_alike(NUM_WORKLOADS, "images", met_per_100=MET_PER_100)
+    tally = decided_alike(WORKLOADS, "images", met_per_100=MET_PER_100)
     ended_early = [tally.get(why, 0) for why in ENDS]
-    assert sum(ended_early) <= NUM_WORKLOADS // 4, tally
+    assert sum(ended_early) <= len(WORKLOADS) // 4, tally
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ def test_decisions_differ_for_a_reason_that_is_documented(seed: int, why: str) -
 
 def test_decisions_for_encoder_decoders_are_those_of_vllms_own_scheduler() -> None:
     """On random workloads, step by step, with the same embeddings computed and dropped; each row reads its own KV."""
-    tally = decided_alike(NUM_OF_ENCODERS, "encoder", met_per_100=MET_WITH_ENCODERS_PER_100)
+    tally = decided_alike(WITH_ENCODERS, "encoder", met_per_100=MET_WITH_ENCODERS_PER_100)
     ended_early = [tally.get(why, 0) for why in ("resumed in chunks", "gave up drafts")]
-    assert sum(ended_early) <= NUM_OF_ENCODERS // 5, tally
+    assert sum(ended_early) <= len(WITH_ENCODERS) // 5, tally
 
 
 def test_images_in_one_situation_after_the_other() -> None:

@@ -6,21 +6,21 @@ import json
 import re
 
 from tests.integrations.vllm_process import NEEDS_VLLM, ROOT, run_in_vllm
-from tests.soak import short_or_long
+from tests.soak import seeds
 
 pytestmark = NEEDS_VLLM
-NUM_WORKLOADS = short_or_long(3, 300)
+WORKLOADS = seeds(3, 300)
 
 
 def test_the_second_runner_takes_our_outputs_as_those_of_vllms_own_scheduler() -> None:
     """Slots, tokens, blocks, positions, prefills and uniform decodes, step by step; each row reads its own KV."""
-    found = run_in_vllm("vllm_v2_runner.py", 0, NUM_WORKLOADS, timeout=1800)
+    found = run_in_vllm("vllm_v2_runner.py", WORKLOADS.start, len(WORKLOADS), timeout=1800)
     assert not found["differences"], json.dumps(found["differences"][0], indent=1)
-    tally = found["tally"]
-    assert tally["steps"] >= 50 * NUM_WORKLOADS and tally["hits"] >= NUM_WORKLOADS
-    if NUM_WORKLOADS > 100:
-        assert min(tally[what] for what in ("preempted", "resumed", "uniform decodes", "aborts")) > 100, tally
-        assert tally.get("gave up drafts", 0) + tally.get("resumed in chunks", 0) <= NUM_WORKLOADS // 10, tally
+    tally, count = found["tally"], len(WORKLOADS)
+    assert tally["steps"] >= 50 * count and tally["hits"] >= count
+    if count > 50:
+        assert min(tally[what] for what in ("preempted", "resumed", "uniform decodes", "aborts")) > count // 3, tally
+        assert tally.get("gave up drafts", 0) + tally.get("resumed in chunks", 0) <= count // 10, tally
 
 
 def test_the_document_lists_the_fields_that_it_reads() -> None:

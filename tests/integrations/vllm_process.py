@@ -82,19 +82,19 @@ def run_in_vllm(script: str, *arguments: object, sources: Path | None = None, ti
 
 
 def decided_alike(
-    count: int, *kind: str, met_per_100: Mapping[str, int] = MappingProxyType({}), timeout: float = 1800
+    seeds: range, *kind: str, met_per_100: Mapping[str, int] = MappingProxyType({}), timeout: float = 1800
 ) -> dict[str, int]:
     """Random workloads on which our decisions must be those of vLLM's own scheduler; what they met, and how often.
 
     Args:
-        count: of workloads.
+        seeds: of the workloads.
         kind: of them, see `vllm_decisions.py`.
         met_per_100: what so many of 100 workloads meet at least, so that they cannot pass by meeting nothing.
         timeout: seconds.
     """
-    found = run_in_vllm("vllm_decisions.py", 0, count, *kind, timeout=timeout)
+    found = run_in_vllm("vllm_decisions.py", seeds.start, len(seeds), *kind, timeout=timeout)
     assert not found["differences"], json.dumps(found["differences"][0], indent=1)
     tally: dict[str, int] = found["tally"]
     for what, least in met_per_100.items():
-        assert tally[what] >= least * count // 100, f"{what}: {tally[what]}"
+        assert tally[what] >= least * len(seeds) // 100, f"{what}: {tally[what]}"
     return tally
