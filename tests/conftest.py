@@ -42,12 +42,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="the long form: make soak"))
     if any((config.invocation_params.dir / argument).resolve() == here for argument in config.args):
         turns = [item for item in items if item.get_closest_marker("in_turn") and not item.get_closest_marker("skip")]
-        now = set(part_of_commit(turns, 2))
+        now = set(part_of_commit(turns, 3))
         for item in turns:
             if item not in now:
-                item.add_marker(
-                    pytest.mark.skip(reason="it is run with every second commit, or alone, or by make soak")
-                )
+                item.add_marker(pytest.mark.skip(reason="it is run with every third commit, or alone, or by make soak"))
 
     def place(item: pytest.Item) -> int:
         if "vllms_own" in item.name:  # in a worker that has imported vLLM already

@@ -3,7 +3,7 @@
 A test that exists in the long form alone is marked `soak`, and so is a parameter that only the long form has. Where
 cases are many and each finds something of its own, the short form takes a part of them, the next part with the next
 commit; the long form does so with the seeds of comparisons that take minutes (`seeds`). A test that takes seconds, of
-what few changes touch, is marked `in_turn`: where all tests are run, every second commit has it.
+what few changes touch, is marked `in_turn`: where all tests are run, every third commit has it.
 """
 
 from __future__ import annotations

@@ -191,6 +191,7 @@ def parent() -> ForkingParent:
     return ForkingParent(sys.executable, modules, {**os.environ, "OMP_NUM_THREADS": "1"})
 
 
+@pytest.mark.in_turn
 @pytest.mark.e2e
 @pytest.mark.parametrize(("where", "text"), PYTHON, ids=[where for where, _ in PYTHON])
 def test_python_example_runs(where: str, text: str, tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def test_a_stream_is_timed_by_its_events(tmp_path: Path) -> None:
     assert Beats(tmp_path / "beats").count == 2
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("attack", ATTACKS, ids=[attack.name for attack in ATTACKS])
 def test_an_attack_fits_into_a_body(attack: Attack) -> None:
     """A body beyond the limit would be refused before it is read."""

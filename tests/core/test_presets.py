@@ -26,7 +26,7 @@ from pointsman.core import (
 )
 from pointsman.core.policy.registry import make
 from pointsman.core.presets import SYSTEMS
-from tests.soak import short_or_long
+from tests.soak import seeds, short_or_long
 
 from .helpers import Host, cached_of, names, next_token, tokens_of
 from .specifications.original_caches import OriginalMiniVllm, OriginalNanoVllm, OriginalNanoVllmChunked
@@ -41,7 +41,7 @@ from .specifications.two_phases import (
 )
 from .specifications.vllm import Vllm
 
-NUM_WORKLOADS = short_or_long(25, 600)
+WORKLOADS = seeds(25, 600)
 NUM_WITH_ORIGINAL_CACHE = short_or_long(20, 600)
 NUM_TOKENS = 5  # in the vocabulary: so few that unrelated requests meet in the prefix cache
 
@@ -186,8 +186,9 @@ def host_of(name: str, **overrides: Any) -> Host:
 @pytest.mark.parametrize("name", SPECIFICATIONS)
 def test_a_preset_decides_as_its_specification(name: str) -> None:
     tally = Tally()
-    num_workloads = NUM_WORKLOADS // 4 if name == "minivllm, newest" else NUM_WORKLOADS
-    for seed in range(num_workloads):
+    workloads = WORKLOADS[::4] if name == "minivllm, newest" else WORKLOADS
+    num_workloads = len(workloads)
+    for seed in workloads:
         compare(name, seed, tally)
     assert tally.steps > 15 * num_workloads
     assert tally.preemptions > num_workloads // 4 and tally.waiting > num_workloads

@@ -195,6 +195,7 @@ class Watched:
         return self.backend.attend(*arguments, **features)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("case", "backend"),
     short_of([*product(FAMILIES, BACKENDS)], [*product(THOROUGH, BACKENDS), *product(OF_THIS_COMMIT, ["fast"])]),
@@ -265,6 +266,7 @@ def test_static_batching_and_whole_prompts(case: Case, backend: str) -> None:
     assert tokens(run(engine, case.prompts, greedy(case))) == case.expected
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("case", ["qwen3", "gpt2"], indirect=True)
 def test_seeded_sampling_does_not_see_its_neighbours(case: Case, backend: str) -> None:
     """Alone, batched and chunked, and preempted: a seeded request's tokens are its own."""

@@ -153,6 +153,7 @@ class Checked:
             tensor[free] = torch.nan
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("num_blocks", [200, TIGHT])
 def test_what_a_layer_reads_is_what_was_written_for_the_same_tokens(num_blocks: int) -> None:
     """Also where steps fail in the middle of a forward pass, and are computed again."""
@@ -213,6 +214,7 @@ def test_no_block_stays_behind_its_window_for_longer_than_a_step(steps_in_flight
     assert largest > 50
 
 
+@pytest.mark.in_turn
 def test_more_requests_fit() -> None:
     """Of five windows to one layer of full attention, in the memory that 8 requests of full length take without."""
     window, length, size = (512, 4096, 32) if SOAK else (32, 256, 4)

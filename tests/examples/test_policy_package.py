@@ -67,6 +67,7 @@ def test_the_engine_and_the_simulator_find_them_by_name(installed: Path) -> None
     assert ours["ttft"] != plain["ttft"], "the order decides"
 
 
+@pytest.mark.in_turn
 @pytest.mark.e2e
 @VLLM_INSTALLED
 def test_the_drop_in_finds_them_by_name(installed: Path) -> None:

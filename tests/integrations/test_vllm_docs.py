@@ -183,6 +183,7 @@ def check_vllm(*options: str) -> subprocess.CompletedProcess[str]:
     return vllm_parent().run("-m", *shlex.split(line.replace(MODEL, str(DEMO))), *options, timeout=300)
 
 
+@pytest.mark.in_turn
 def test_check_says_that_it_will_work_and_with_which_knobs() -> None:
     done = check_vllm("--additional-config", '{"pointsman": {"decode_reserve": "mean", "socket": ""}}')
     assert done.returncode == 0, done.stdout + done.stderr

@@ -15,6 +15,7 @@ pytestmark = NEEDS_VLLM
 NOW = part_of_commit(["offline", "online"], 2)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("feature", short_of(["offline", "online", "pooling", "lora", "drafts"], NOW))
 def test_features_are_as_with_vllms_own_scheduler(tmp_path: Path, feature: str) -> None:
     if feature == "lora":

@@ -25,6 +25,7 @@ def sources_of(version: str) -> Path | None:
     return vllm_env.NEXT_SOURCES
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("version", part_of_commit(VERSIONS, 2))
 def test_outputs_keep_what_the_runners_rely_on(version: str) -> None:
     seen = run_in_vllm("vllm_fields.py", sources=sources_of(version))

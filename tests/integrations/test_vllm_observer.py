@@ -39,6 +39,7 @@ pytestmark = NEEDS_VLLM
 # ------------------------------------------------------------------ decisions, and what is recorded
 
 
+@pytest.mark.in_turn
 def test_every_decision_is_vllms_and_the_recording_is_what_happened(tmp_path: Path) -> None:
     found = run_in_vllm("vllm_observed.py", 0, NUM_WORKLOADS, tmp_path, timeout=900)
     assert not found["differences"], json.dumps(found["differences"][0], indent=1)

@@ -12,11 +12,11 @@ from pointsman.core import Request, Scheduler
 from pointsman.core.policy.registry import known
 from pointsman.core.step import admission, search
 from tests.core.helpers import Connector, Host, names
-from tests.soak import short_or_long
+from tests.soak import seeds
 
 from .policies import SMALL
 
-NUM_SEEDS = short_or_long(120, 3_000)
+SEEDS = seeds(120, 3_000)
 NUM_STEPS = 70
 WHOLE = 500
 """Tokens of a budget into which any prompt fits."""
@@ -222,7 +222,7 @@ def draw(seed: int) -> dict[str, Any]:
 def test_what_is_remembered_changes_no_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "check_invariants", lambda _: None)  # which other tests do, and takes longest
     num_known = num_steps = 0
-    for seed in range(NUM_SEEDS):
+    for seed in SEEDS:
         with monkeypatch.context() as patch:
             if seed % 3:
                 for module in (admission, search):
@@ -232,5 +232,5 @@ def test_what_is_remembered_changes_no_decision(monkeypatch: pytest.MonkeyPatch)
             except AssertionError as error:
                 raise AssertionError(f"run({seed}, {draw(seed)}): {error}") from error
             num_known, num_steps = num_known + twins.num_known, num_steps + twins.num_steps
-    assert num_steps > NUM_SEEDS * NUM_STEPS / 3, "most schedulers remember"
+    assert num_steps > len(SEEDS) * NUM_STEPS / 3, "most schedulers remember"
     assert num_known > 1.5 * num_steps, "something was remembered"

@@ -12,7 +12,7 @@ from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from pointsman.core import Scheduler
 from pointsman.core.presets import PRESETS, SYSTEMS
-from tests.soak import part_of_commit, short_of, short_or_long
+from tests.soak import part_of_commit, seeds, short_of, short_or_long
 
 from .operations import OPERATIONS, make_world, run_operation
 from .test_state_machine import SchedulerMachine
@@ -21,8 +21,8 @@ from .workload import DrawChooser, SeededChooser
 from .world import World
 
 CROWDED = 30
-NUM_SEEDS = short_or_long(2, 40)
-NUM_PRESET_SEEDS = short_or_long(1, 20)
+SEEDS = seeds(2, 40)
+PRESET_SEEDS = seeds(1, 20)
 RULES_PER_SEED = 70
 RARE = dict.fromkeys(("abort", "finish", "park", "set_priority", "extend"), 1)
 CALM = {"step": 70, "add": 9, "ready": 2, "resume": 3, **RARE}
@@ -122,7 +122,7 @@ def drive(
 @pytest.mark.parametrize("focus", short_of(FOCUS, part_of_commit(sorted(SHORT_FOCUS), 2)))
 def test_seeded_runs(focus: str) -> None:
     advanced = stepped = 0
-    for seed in range(NUM_SEEDS):
+    for seed in SEEDS:
         try:
             _, twin = drive(seed, FOCUS[focus])
         except AssertionError as error:
@@ -137,8 +137,8 @@ def test_presets(name: str) -> None:
     """Every preset and every imitated scheduler, with limits as small as the rest."""
     knobs = {key: value for key, value in (PRESETS | SYSTEMS)[name].items() if key not in BIG}
     advanced = 0
-    for seed in range(101, 101 + NUM_PRESET_SEEDS):
-        advanced += drive(seed, {**PLAIN, **CACHING, **knobs, "policies": False})[1].num_advanced
+    for seed in PRESET_SEEDS:
+        advanced += drive(101 + seed, {**PLAIN, **CACHING, **knobs, "policies": False})[1].num_advanced
     assert advanced
 
 
@@ -156,4 +156,4 @@ class TwinMachine(SchedulerMachine):
 
 def test_state_machine() -> None:
     """Every call, in any order, with shrinking."""
-    run_state_machine_as_test(TwinMachine, settings=settings(max_examples=short_or_long(10, 150)))
+    run_state_machine_as_test(TwinMachine, settings=settings(max_examples=short_or_long(10, 50)))

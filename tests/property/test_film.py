@@ -249,6 +249,7 @@ def test_steps_at_once(focus: str) -> None:
         filmed.check(seed)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("focus", short_of(FOCUS, ("few blocks", "evictions", "retention")))
 def test_each_of_the_steps_at_once(focus: str) -> None:
     """One scheduler does at once what the other does in single steps: the film shows each of them."""

@@ -132,6 +132,7 @@ def count_plain(patch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("variant", [FEW_BLOCKS, {"max_num_seqs": 3}], ids=["blocks", "seats"])
 def test_steps_are_plain_while_the_queue_is_blocked(monkeypatch: pytest.MonkeyPatch, variant: dict[str, Any]) -> None:
     found = count_plain(monkeypatch)

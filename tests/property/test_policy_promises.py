@@ -12,13 +12,13 @@ import pytest
 from pointsman.core import Request
 from pointsman.core.policy.registry import KINDS, built_in, known
 from tests.core.helpers import Host
-from tests.soak import short_or_long
+from tests.soak import seeds
 
 from .policies import FIELDS, SMALL, spec_of
 from .workload import SeededChooser
 
-NUM_RUNS = short_or_long(2, 60)
-NUM_BOUND_RUNS = short_or_long(6, 200)
+RUNS = seeds(2, 60)
+BOUND_RUNS = seeds(6, 200)
 AGEING, EVERY = 2.0, 3
 LONGEST = 24
 CHOSEN = [(kind, name) for kind in KINDS for name in known(kind)]
@@ -64,7 +64,7 @@ def add_some(host: Host, draw: random.Random, number: int) -> Request:
 @pytest.mark.parametrize(("kind", "name"), CHOSEN)
 def test_a_step_runs_something_and_all_requests_end(kind: str, name: str) -> None:
     """Promise 4, with each policy beside others at random."""
-    for seed in range(NUM_RUNS):
+    for seed in RUNS:
         draw, choose = random.Random(seed), SeededChooser(seed)
         policies: dict[str, Any] = {"order": spec_of(choose, "order", draw.choice(list(known("order"))))}
         policies["victim"] = spec_of(choose, "victim", draw.choice(list(known("victim"))))
@@ -95,7 +95,7 @@ def test_no_request_is_passed_beyond_the_bound(order: str, reserves: tuple[str, 
     (n + 1) * every that are admitted."""
     spec, may_pass = ORDERS[order]
     num_passed = 0
-    for seed in range(NUM_BOUND_RUNS):
+    for seed in BOUND_RUNS:
         draw = random.Random(seed)
         host = crowded_host(order=spec, reserves=reserves, displace=None)
         requests: list[Request] = []

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from pointsman.core import KVGroup, Reason
-from tests.soak import SOAK, part_of_commit, short_of, short_or_long
+from tests.soak import SOAK, part_of_commit, seeds, short_of, short_or_long
 
 from .operations import EXECUTED, OPERATIONS, Operation, drive, make_world, run_operation
 from .workload import DrawChooser
@@ -22,7 +22,7 @@ from .world import World
 
 LEAST_RULES = short_or_long(4_000, 40_000)
 """Rules that the state machine must have executed; a run cut short by Hypothesis may not pass for a full one."""
-NUM_SEEDS = short_or_long(16, 160)
+SEEDS = seeds(16, 160)
 RULES_PER_SEED = 60
 NUM_LIMIT_SEEDS = 48
 LEAST_OF_A_LIMIT = 4
@@ -136,7 +136,7 @@ LONG_ONLY = {"windows alone", "windows and chunks", "chunks", "groups, speculati
 @pytest.mark.parametrize("focus", short_of(list(FOCUS), part_of_commit(sorted(FOCUS.keys() - LONG_ONLY), 2)))
 def test_seeded_runs(focus: str) -> None:
     """The same operations from a seeded generator: many more runs than Hypothesis does in the same time."""
-    for seed in range(NUM_SEEDS):
+    for seed in SEEDS:
         try:
             drive(seed, RULES_PER_SEED, **FOCUS[focus])
         except AssertionError as error:

@@ -121,6 +121,7 @@ def test_the_live_film_is_that_of_the_engine_asked_for(http: httpx.Client) -> No
     assert 'id="engine"' in page and "X-Engines" in page
 
 
+@pytest.mark.in_turn
 def test_a_dead_engine_is_started_again_with_what_operators_have_set(two: ServerProcess, http: httpx.Client) -> None:
     assert http.post("/max_num_active_seqs", params={"limit": 3}).status_code == 200
     assert http.post("/pause", params={"mode": "keep", "clear_cache": False}).status_code == 200

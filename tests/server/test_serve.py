@@ -157,6 +157,7 @@ def test_a_server_is_warm_where_no_kernel_was_ever_compiled(tmp_path: Path) -> N
         assert log.index("warmed up in") < log.index("listening")
 
 
+@pytest.mark.in_turn
 def test_warming_up_counts_nowhere() -> None:
     with start_server(*SMALL, "--warm-up", "--log-requests", "--log-request-events") as server:
         assert "warmed up in" in server.log() and "warm-up" not in server.log()
@@ -184,6 +185,7 @@ def test_sigterm_finishes_what_was_accepted_and_refuses_what_comes() -> None:
             assert json.loads(client.text)["usage"]["completion_tokens"] == 400
 
 
+@pytest.mark.in_turn
 def test_a_drain_that_takes_too_long_is_cut_short() -> None:
     with start_server(*SMALL, "--drain-timeout", "0.5") as server:
         clients = [Client(server, 1500) for _ in range(3)]
@@ -195,6 +197,7 @@ def test_a_drain_that_takes_too_long_is_cut_short() -> None:
             assert (client.status, client.finish_reason) == (200, "abort")
 
 
+@pytest.mark.in_turn
 def test_in_the_delay_requests_are_still_taken_and_a_second_signal_ends_it_at_once() -> None:
     with start_server(*SMALL, "--drain-delay", "60") as server, httpx.Client(base_url=server.url) as kept:
         client = Client(server, 1500)
@@ -212,6 +215,7 @@ def test_in_the_delay_requests_are_still_taken_and_a_second_signal_ends_it_at_on
         client.join(10)
 
 
+@pytest.mark.in_turn
 def test_a_second_signal_ends_an_engine_that_hangs() -> None:
     with start_server(*SMALL) as server:
         os.kill(server.engine_pid, signal.SIGSTOP)
@@ -245,6 +249,7 @@ def test_a_slow_reader_gets_its_whole_answer_in_a_drain() -> None:
     assert len(json.loads(rest)["choices"]) == 4
 
 
+@pytest.mark.in_turn
 def test_a_killed_engine_is_an_error_for_all_and_for_the_supervisor() -> None:
     with start_server(*SMALL) as server:
         clients = [Client(server, 1500, stream=number % 2 == 0) for number in range(6)]

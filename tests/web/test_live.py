@@ -170,6 +170,7 @@ def test_one_of_two_engines_is_chosen_and_watched_again_after_its_death(visit: C
         page.close()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone_and_can_be_read(visit: Callable[..., Any], tmp_path: Path, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")

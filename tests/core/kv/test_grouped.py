@@ -26,11 +26,11 @@ from pointsman.core import (
 from pointsman.core.kv.grouped import GroupedKVCache
 from pointsman.core.kv.manager import KVCacheManager
 from tests.core.helpers import Host, small_config
-from tests.soak import short_of, short_or_long
+from tests.soak import seeds, short_of
 
 FULL, WINDOW = KVGroup(), KVGroup("window", 8)
 TWO = (FULL, WINDOW)
-NUM_PAIRS = short_or_long(1, 100)
+PAIRS = seeds(1, 100)
 
 
 def tables(output: SchedulerOutput, index: int) -> dict[int, dict[int, int]]:
@@ -291,7 +291,7 @@ def test_steady_steps_decide_as_others(
         counts[done] += 1
         return done
 
-    for seed in range(NUM_PAIRS):
+    for seed in PAIRS:
         monkeypatch.setattr(GroupedKVCache, "_grow_steadily", counted)
         first = list(_workload(seed, config))
         monkeypatch.setattr(GroupedKVCache, "_grow_steadily", lambda self, batch, rows: False)

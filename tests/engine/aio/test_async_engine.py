@@ -203,6 +203,7 @@ def test_two_event_loops_at_once(make: Callable[..., AsyncEngine]) -> None:
     run(settled(engine))
 
 
+@pytest.mark.in_turn
 @also_with_two_steps_in_flight
 def test_two_engines_share_a_loaded_model(make: Callable[..., AsyncEngine]) -> None:
     """Each in its own thread, over its own KV pool: their steps take turns on the model."""
@@ -360,6 +361,7 @@ def _step_to_the_end(engine: Engine) -> None:
         engine.step()
 
 
+@pytest.mark.in_turn
 @also_with_two_steps_in_flight
 @pytest.mark.parametrize(
     ("end", "reason"),

@@ -141,6 +141,7 @@ def test_json_keeps_its_schema(which: str, request: pytest.FixtureRequest) -> No
     assert free_blocks(llm.engine) == llm.engine.scheduler.stats().num_blocks
 
 
+@pytest.mark.in_turn
 def test_any_json_object(llm: LLM) -> None:
     outputs = generate(llm, [structured(i, 0.9, 400, json_object=True) for i in range(12)])
     for index in complete(outputs, 0.3):
@@ -398,6 +399,7 @@ def test_a_step_without_anything_to_run_waits(demo: LoadedModel) -> None:
     assert time.thread_time() - cpu_started < 0.5 * (time.monotonic() - started)
 
 
+@pytest.mark.in_turn
 def test_failures_end_one_request_only(demo: LoadedModel) -> None:
     llm = LLM(demo, num_blocks=128, max_model_len=512, grammar_timeout=1.0, log_stats_interval=None)
     params = [
@@ -458,6 +460,7 @@ def test_a_model_without_a_tokenizer_refuses(demo: LoadedModel) -> None:
 # --------------------------------------------------------------------------------------------------------- asyncio
 
 
+@pytest.mark.in_turn
 def test_async_engine_waits_for_grammars_and_says_what_failed(demo: LoadedModel) -> None:
     async def work() -> None:
         knobs: dict[str, Any] = {"num_blocks": 128, "max_model_len": 512, "log_stats_interval": None}

@@ -183,6 +183,7 @@ def test_answers_are_the_same_and_less_is_computed(
     settle(engine)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("mode", ["swap", "cheaper"])
 def test_preempted_requests_swap_and_answers_are_the_same(

@@ -230,6 +230,7 @@ def test_quantization_without_an_effect_is_an_error() -> None:
         wrap_model(build(FAMILIES["gpt2"]()), quantization="int8")
 
 
+@pytest.mark.in_turn
 @pytest.mark.e2e
 def test_int8_costs_the_demo_model_little() -> None:
     """The negative log likelihood of a text rises by less than a hundredth, as the guide says."""

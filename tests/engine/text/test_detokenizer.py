@@ -326,6 +326,7 @@ def test_min_tokens_counts_bytes_that_wait() -> None:
     assert [detokenizer.feed(newline), detokenizer.stop_reason] == ["\n", "\n"]
 
 
+@pytest.mark.in_turn
 def test_looking_into_a_long_run_of_bytes_costs_no_more_per_token() -> None:
     tokenizer = KINDS["byte-fallback"]()
     decoder = TextDecoder(tokenizer)

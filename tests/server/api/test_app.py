@@ -46,6 +46,7 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     return error
 
 
+@pytest.mark.in_turn
 def test_the_model_is_listed_by_its_name(http: httpx.Client) -> None:
     models = ModelList.model_validate(http.get("/v1/models").json())
     (card,) = models.data
@@ -270,6 +271,7 @@ def test_two_requests_may_have_one_name() -> None:
     with_app(test)
 
 
+@pytest.mark.in_turn
 def test_an_engine_that_says_nothing_delays_nobody_beyond_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.server.service.service.ENGINE_TIMEOUT", 0.3)
 

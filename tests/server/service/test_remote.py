@@ -181,6 +181,7 @@ def test_engines_that_live_have_the_lowest_numbers_and_the_others_are_missed_onl
     with_listener(test, lambda: Hosts(num_free=2))
 
 
+@pytest.mark.in_turn
 def test_a_host_that_is_lost_before_it_starts_an_engine_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
     async def test(listener: EngineListener, hosts: Hosts) -> None:
         num_lost = 0
