@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.soak import SOAK, part_of_commit
+from tests.soak import SOAK, third_of_commit
 
 # Started in the background of a script, the tests would hand a deaf ear for Ctrl-C down to all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -33,19 +33,21 @@ from each other, is then in small pieces."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long tests first; those of the long form alone are skipped in the short one, as are, where all tests are run,
-    those whose turn it is not."""
+    """Long tests first; those of the long form alone are skipped in the short one, as are those whose turn it is not:
+    in the short form where all tests are run, in the long one where those of a folder are."""
     here = Path(__file__).parent
     if not SOAK:
         for item in items:
             if item.get_closest_marker("soak"):
                 item.add_marker(pytest.mark.skip(reason="the long form: make soak"))
-    if any((config.invocation_params.dir / argument).resolve() == here for argument in config.args):
-        turns = [item for item in items if item.get_closest_marker("in_turn") and not item.get_closest_marker("skip")]
-        now = set(part_of_commit(turns, 3))
+    asked = [(config.invocation_params.dir / argument).resolve() for argument in config.args]
+    if any(path.is_dir() if SOAK else path == here for path in asked):
+        mark = "soak_in_turn" if SOAK else "in_turn"
+        turns = [item for item in items if item.get_closest_marker(mark) and not item.get_closest_marker("skip")]
+        now = set(third_of_commit(turns))
         for item in turns:
             if item not in now:
-                item.add_marker(pytest.mark.skip(reason="it is run with every third commit, or alone, or by make soak"))
+                item.add_marker(pytest.mark.skip(reason="it takes turns by commit; alone, it is run"))
 
     def place(item: pytest.Item) -> int:
         if "vllms_own" in item.name:  # in a worker that has imported vLLM already

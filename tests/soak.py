@@ -2,8 +2,9 @@
 
 A test that exists in the long form alone is marked `soak`, and so is a parameter that only the long form has. Where
 cases are many and each finds something of its own, the short form takes a part of them, the next part with the next
-commit; the long form does so with the seeds of comparisons that take minutes (`seeds`). A test that takes seconds, of
-what few changes touch, is marked `in_turn`: where all tests are run, every third commit has it.
+commit. A test that takes seconds, of what few changes touch, is marked `in_turn`: where all tests are run, every third
+commit has it. The long form, too, has a third of what takes minutes: of the seeds of random workloads (`seeds`), and of
+the tests that are marked `soak_in_turn`, if it runs a folder. POINTSMAN_PART=all has all, in either form.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def short_or_long(short: int, long: int) -> int:
 
 
 def seeds(short: int, long: int) -> range:
-    """The seeds of random workloads: the first `short` of them, in the long form a third of `long`, the next third with
-    the next commit; all with POINTSMAN_PART=all."""
+    """The seeds of random workloads: the first `short` of them; in the long form a third of `long`, the next third with
+    the next commit."""
     if not SOAK:
         return range(short)
     number = _part_asked_for()
@@ -37,6 +38,12 @@ def seeds(short: int, long: int) -> range:
         return range(long)
     first, last = (long * (number % 3 + more) // 3 for more in (0, 1))
     return range(first, last)
+
+
+def third_of_commit(cases: Sequence[Case]) -> Sequence[Case]:
+    """A third of the cases, in the long form, too; the next third with the next commit."""
+    number = _part_asked_for()
+    return cases if number is None else part_of(cases, number, 3)
 
 
 def short_of(cases: Collection[Any], short: Container[Any]) -> list[Any]:

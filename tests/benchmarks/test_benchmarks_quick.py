@@ -50,6 +50,7 @@ def test_what_a_benchmark_imports_is_there(script: str) -> None:
             assert importlib.util.find_spec(f"{module}.{name}"), f"{module}.{name}"
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.soak
 @pytest.mark.e2e
 def test_simulator() -> None:
@@ -62,6 +63,7 @@ def test_simulator() -> None:
     assert 0.5 < figures["growth"] < 3
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.soak
 @pytest.mark.e2e
 def test_tune() -> None:
@@ -71,6 +73,7 @@ def test_tune() -> None:
     assert found["tuned"] >= found["defaults"]
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.soak
 @pytest.mark.e2e
 def test_auto() -> None:
@@ -80,6 +83,7 @@ def test_auto() -> None:
     assert all(row["auto"] > row["vllm"] for row in figures["judged"])
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.soak
 @pytest.mark.e2e
 def test_policies() -> None:
@@ -90,6 +94,7 @@ def test_policies() -> None:
     assert figures["comparisons"] and all(row["met"] for row in figures["comparisons"])
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.soak
 @pytest.mark.e2e
 def test_calibration() -> None:
@@ -119,6 +124,7 @@ def test_scheduler_step() -> None:
     assert all(0.5 < ratio < 4 for ratio in figures["policy_ratios"]["order fair"].values())
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.soak
 @pytest.mark.e2e
 def test_vllm_scheduler() -> None:
@@ -130,6 +136,7 @@ def test_vllm_scheduler() -> None:
     assert all(0 < each["pointsman_us"] < each["vllm_us"] for each in figures.values())
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.soak
 @pytest.mark.e2e
 def test_vllm_observer() -> None:
@@ -142,6 +149,7 @@ def test_vllm_observer() -> None:
         assert 0 < each["writer_us"] < each["own_us"] and 0.9 < each["ratio"] < 1.1, name
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.soak
 @pytest.mark.e2e
 def test_vllm_engine() -> None:
@@ -184,6 +192,7 @@ def test_page_without_a_browser() -> None:
     assert "missed: a page is shown in a real browser" in done.stdout
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.soak
 @pytest.mark.e2e
 def test_static_vs_continuous() -> None:
@@ -195,6 +204,7 @@ def test_static_vs_continuous() -> None:
     assert figures["steps_ratio"] >= 6
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.soak
 @pytest.mark.e2e
 def test_engine_throughput() -> None:
@@ -209,6 +219,7 @@ def test_engine_throughput() -> None:
     assert all(side["output_tokens_per_second"] > 1 for side in figures.values())
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.soak
 @pytest.mark.e2e
 def test_engine_throughput_beside_openvino() -> None:
@@ -234,6 +245,7 @@ def test_engine_throughput_names_the_environment_that_is_not_there(tmp_path: Pat
     assert "no contender is left" in printed
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.soak
 @pytest.mark.e2e
 def test_time_to_first_token() -> None:
@@ -243,6 +255,7 @@ def test_time_to_first_token() -> None:
     assert figures["cache_off"]["ratio"] < figures["cache_on"]["ratio"]
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.soak
 @pytest.mark.e2e
 def test_step_overhead() -> None:
@@ -254,6 +267,7 @@ def test_step_overhead() -> None:
     assert least <= figures["overhead"] <= most < 1
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.soak
 @pytest.mark.e2e
 def test_async_scheduling() -> None:
@@ -266,6 +280,7 @@ def test_async_scheduling() -> None:
         assert all(0 < microseconds < 100_000 for microseconds in figures["pause_us"].values())
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.soak
 @pytest.mark.e2e
 def test_speculation() -> None:
@@ -278,6 +293,7 @@ def test_speculation() -> None:
         assert workloads["repetitive, 1 request"]["acceptance"] > 0.1
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.soak
 @pytest.mark.e2e
 def test_kv_transfer() -> None:
@@ -290,6 +306,7 @@ def test_kv_transfer() -> None:
     assert figures["store"]["first_token_ratio"] > 1  # 16 times fewer tokens to compute
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.soak
 @pytest.mark.e2e
 def test_server_throughput() -> None:
@@ -303,6 +320,7 @@ def test_server_throughput() -> None:
         assert ours["output_throughput"] > 1
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.soak
 @pytest.mark.e2e
 def test_server_load() -> None:
@@ -316,6 +334,7 @@ def test_server_load() -> None:
         assert each["counts"]["hung up"] > 0
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.soak
 @pytest.mark.e2e
 def test_server_faults() -> None:
@@ -329,6 +348,7 @@ def test_server_faults() -> None:
     assert figures["slow-readers"]["complete"] == figures["slow-readers"]["readers"]
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.soak
 @pytest.mark.e2e
 def test_server_attacks() -> None:
@@ -346,6 +366,7 @@ def test_server_attacks() -> None:
     assert bodies["announced_closed"] and bodies["chunked_closed"]
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.soak
 @pytest.mark.e2e
 def test_server_overhead() -> None:
@@ -356,6 +377,7 @@ def test_server_overhead() -> None:
     assert all(seconds > 0 for seconds in figures["cpu_seconds_per_1000_tokens"].values())
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.soak
 @pytest.mark.e2e
 def test_scale() -> None:

@@ -63,6 +63,7 @@ MET_PER_100 = {"steps": 5_000, "preemptions": 50, "hits": 50, "chunks": 2_000, "
 """What so many workloads meet at least."""
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.in_turn
 @pytest.mark.parametrize("case", short_of(list(CASES), ONE_MODEL))
 def test_tokens_are_those_of_vllms_own_scheduler(tmp_path: Path, case: str) -> None:
@@ -122,6 +123,7 @@ def test_a_recording_of_windows_is_replayed(tmp_path: Path) -> None:
     assert '"block_places"' in file.read_text()
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.soak
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gemma4", "falcon-h1", "llama4"])
 def test_check_tells_the_groups_that_vllm_makes(tmp_path: Path, family: str) -> None:

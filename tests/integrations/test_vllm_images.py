@@ -109,6 +109,7 @@ def test_images_in_one_situation_after_the_other() -> None:
     assert is_equal and keys == [[["cat", 6], "salt"], [["cat", -2]], [["dog", 4]], [["dog", -4]], None]
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("family", "options"), [("qwen3", {}), ("qwen3", SMALL_POOL), ("gemma3", {}), ("qwen3", {"async_scheduling": True})]
@@ -128,6 +129,7 @@ def test_prompts_of_embeddings_get_the_tokens_that_vllms_own_scheduler_gives(
         assert ours["preemptions"] > 0
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.parametrize("case", short_of(list(ENCODER_DECODERS), ONE_MODEL))
 def test_tokens_of_encoder_decoders_are_those_of_vllms_own_scheduler(tmp_path: Path, case: str) -> None:
     """Whisper: in the same steps, with the same inputs computed in each."""
@@ -151,6 +153,7 @@ def test_tokens_of_encoder_decoders_are_those_of_vllms_own_scheduler(tmp_path: P
     assert "CrossAttentionSpec" in ours["groups"] and ours["reused"] == 0
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.soak
 @pytest.mark.skipif(not TORCHVISION.exists(), reason="no torchvision; benchmarks/vllm_env.py makes a folder with it")
 @pytest.mark.parametrize("case", CASES)

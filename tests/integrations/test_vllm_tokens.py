@@ -61,6 +61,7 @@ def is_prefix(one: list[int], other: list[int]) -> bool:
     return one[:length] == other[:length]
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.in_turn
 @pytest.mark.parametrize("name", short_of(WAYS, SHORT))
 def test_the_answers_are_those_of_vllms_own_scheduler(tmp_path: Path, name: str) -> None:
@@ -102,6 +103,7 @@ def test_the_answers_are_those_of_vllms_own_scheduler(tmp_path: Path, name: str)
 
 
 # The short form has it with every second commit.
+@pytest.mark.soak_in_turn
 @pytest.mark.parametrize("name", short_of(["plain", "ngram", "async"], part_of_commit(["async", ""], 2)))
 def test_tokens_that_the_model_runner_does_not_return_are_sampled_again(tmp_path: Path, name: str) -> None:
     way = WAYS[name]
