@@ -55,7 +55,8 @@ def main(args: list[str] | None = None) -> NoReturn:
         phrase = getattr(error, "format_message", None)
         if phrase is None:
             raise
-        _fail(f"{phrase()} (see pointsman --help)")
+        context = getattr(error, "ctx", None)
+        _fail(f"{phrase()} (see {context.command_path if context else 'pointsman'} --help)")
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -52,7 +52,7 @@ def check_refused(finished: Finished, *words: str) -> None:
         (["--speed", "2"], ["--speed", "--trace"]),
         (["--limit", "2"], ["--limit", "--trace"]),
         (["--prompt", "a", "--trace", "b"], ["--prompt", "--trace", "one of them"]),
-        (["--no-such-option"], ["--no-such-option"]),
+        (["--no-such-option"], ["--no-such-option", "(see pointsman generate --help)"]),
         (["--prompts", "/nowhere/at/all"], ["/nowhere/at/all", "No such file"]),
         (["--trace", "/nowhere/at/all"], ["/nowhere/at/all", "No such file"]),
         (["--record", "/nowhere/at/all"], ["/nowhere/at/all", "No such file"]),
