@@ -23,7 +23,7 @@ _common = settings(
 )
 # The short form draws the same cases each time, so that a commit passes or fails by itself; the long one explores.
 settings.register_profile("short", _common, max_examples=120, stateful_step_count=50, derandomize=True)
-settings.register_profile("soak", _common, max_examples=1000, stateful_step_count=60)
+settings.register_profile("soak", _common, max_examples=400, stateful_step_count=60)
 settings.load_profile("soak" if SOAK else "short")
 
 

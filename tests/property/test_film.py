@@ -19,13 +19,13 @@ from pointsman.core.state.events import Listener, StepDecision, StepRun
 from pointsman.core.step.assembly import Parts
 from pointsman.web.film import Film, State
 from pointsman.web.live import LiveFilm, read_records
-from tests.soak import short_of, short_or_long
+from tests.soak import seeds, short_of, short_or_long
 
 from .operations import drive
 from .test_fast_forward import FOCUS, SELDOM
 from .test_fast_forward import drive as drive_twins
 
-NUM_SEEDS = short_or_long(2, 16)
+SEEDS = seeds(2, 16)
 NUM_FRAMES = short_or_long(8, 20)
 FOCUS_OF_STEPS = ("swap", "priority", "prefill-first", "drafts", "static", "retention")
 SHORT_FOCUS = ("few blocks", "evictions", "swap", "priority", "retention", "bypass")
@@ -191,16 +191,16 @@ def recorded(seed: int, overrides: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("focus", ["anything", *FOCUS_OF_STEPS])
 def test_single_steps(focus: str) -> None:
-    for seed in range(7_000, 7_000 + NUM_SEEDS):
+    for seed in SEEDS:
         filmed = Filmed()
-        replay(recorded(seed, FOCUS[focus]), filmed.watch)
+        replay(recorded(7_000 + seed, FOCUS[focus]), filmed.watch)
         filmed.check(seed)
 
 
 def test_from_the_middle() -> None:
     """A film that begins while requests run, wait, and are in flight."""
-    for seed in range(7_500, 7_500 + 2 * NUM_SEEDS):
-        lines, filmed, run = recorded(seed, {}), Filmed(), _Replay()
+    for seed in seeds(4, 32):
+        lines, filmed, run = recorded(7_500 + seed, {}), Filmed(), _Replay()
         begins = random.Random(seed).randrange(2, len(lines))
         for number, line in enumerate(lines, start=1):
             run._line(json.loads(line), number)
@@ -212,11 +212,11 @@ def test_from_the_middle() -> None:
 
 def test_every_part_is_a_film_of_its_own() -> None:
     """Cut between any two calls of the scheduler, also with steps in flight."""
-    for seed in range(7_800, 7_800 + 2 * NUM_SEEDS):
+    for seed in seeds(4, 32):
         choose, run = random.Random(seed), _Replay()
         live: LiveFilm | None = None
         stream = b""
-        for number, line in enumerate(recorded(seed, {}), start=1):
+        for number, line in enumerate(recorded(7_800 + seed, {}), start=1):
             run._line(json.loads(line), number)
             if live is not None:
                 if choose.random() < 0.2:
@@ -243,7 +243,7 @@ def test_every_part_is_a_film_of_its_own() -> None:
 
 @pytest.mark.parametrize("focus", short_of(FOCUS, SHORT_FOCUS))
 def test_steps_at_once(focus: str) -> None:
-    for seed in range(NUM_SEEDS):
+    for seed in SEEDS:
         filmed = Filmed()
         drive_twins(seed, FOCUS[focus], filmed.watch)
         filmed.check(seed)
@@ -253,7 +253,7 @@ def test_steps_at_once(focus: str) -> None:
 @pytest.mark.parametrize("focus", short_of(FOCUS, ("few blocks", "evictions", "retention")))
 def test_each_of_the_steps_at_once(focus: str) -> None:
     """One scheduler does at once what the other does in single steps: the film shows each of them."""
-    count = sum(check_each(seed, FOCUS[focus]) for seed in range(300, 300 + short_or_long(2, 8)))
+    count = sum(check_each(300 + seed, FOCUS[focus]) for seed in seeds(2, 12))
     assert count or focus in SELDOM
 
 

@@ -20,7 +20,7 @@ from .operations import EXECUTED, OPERATIONS, Operation, drive, make_world, run_
 from .workload import DrawChooser
 from .world import World
 
-LEAST_RULES = short_or_long(4_000, 40_000)
+LEAST_RULES = short_or_long(4_000, 15_000)
 """Rules that the state machine must have executed; a run cut short by Hypothesis may not pass for a full one."""
 SEEDS = seeds(16, 160)
 RULES_PER_SEED = 60

@@ -119,6 +119,7 @@ DEVICES: dict[str, tuple[RooflineStepTime, float, EngineSettings, dict[str, Any]
 
 
 @pytest.mark.soak
+@pytest.mark.soak_in_turn
 @pytest.mark.parametrize("name", DEVICES)
 def test_other_models_and_devices_at_any_rate(name: str) -> None:
     """Steps vary by 2.5 %. The true step times, without that, are off as well, and not much less."""

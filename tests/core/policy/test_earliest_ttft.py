@@ -119,7 +119,7 @@ def test_parameters_out_of_range_are_refused(spec: str) -> None:
 
 
 @example(every=1, arrivals=[(0, 1.0), (0, 1.0), (0, 1.0), (0, 1.0), (3, 1.0), (0, 4.0)])  # equal deadlines
-@settings(max_examples=short_or_long(40, 1000), deadline=None)
+@settings(max_examples=short_or_long(40, 300), deadline=None)
 @given(
     every=st.integers(1, 5),
     arrivals=st.lists(st.tuples(st.integers(0, 30), st.sampled_from([1.0, 4.0, 20.0])), min_size=1, max_size=40),

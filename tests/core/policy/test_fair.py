@@ -190,7 +190,7 @@ def test_a_name_may_have_a_slash() -> None:
     assert read_weights("") == {}
 
 
-@settings(max_examples=short_or_long(12, 400), deadline=None)
+@settings(max_examples=short_or_long(12, 120), deadline=None)
 @given(data=st.data())
 def test_two_backlogged_tenants_are_served_alike_within_the_bound(data: st.DataObject) -> None:
     """Of any interval in which both have requests waiting: 2 max(w_in L, w_out M) / the lesser weight, in a pool so

@@ -119,7 +119,7 @@ def test_under_shortest_prefill_a_preempted_request_is_first() -> None:
     assert admission_order(host) == ["a", "short"]
 
 
-@settings(max_examples=short_or_long(30, 1000), deadline=None)
+@settings(max_examples=short_or_long(30, 300), deadline=None)
 @given(
     ageing=st.sampled_from([0.5, 1.0, 3.0, 10.0]),
     arrivals=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 60)), min_size=2, max_size=30),
@@ -166,7 +166,7 @@ def test_what_is_cached_when_a_request_is_queued_counts(order: str, expected: li
     assert [host.explain(name).position for name in expected[1:]] == [0, 1]
 
 
-@settings(max_examples=short_or_long(20, 500), deadline=None)
+@settings(max_examples=short_or_long(20, 150), deadline=None)
 @given(cached=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 15)), min_size=2, max_size=20))
 def test_longest_prefix_is_overtaken_only_by_what_arrives_within_the_bound(cached: list[tuple[int, int]]) -> None:
     class Told(LongestPrefix):

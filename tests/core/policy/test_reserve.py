@@ -387,7 +387,7 @@ def test_growth_keeps_less_where_running_requests_are_near_their_ends() -> None:
     assert paced(outputs, *[(320, 9_000)] * 200) >= usual // 3, "within a factor, whatever runs"
 
 
-@settings(max_examples=short_or_long(100, 2000), deadline=None)
+@settings(max_examples=short_or_long(100, 600), deadline=None)
 @given(
     ends=st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 3000)), min_size=1, max_size=6),
     pool=st.integers(1, 5000),

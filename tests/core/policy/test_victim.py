@@ -334,7 +334,7 @@ def test_a_bad_number_of_preemptions_is_refused(value: str) -> None:
         Host(victim=f"least-cost:max_preemptions={value}")
 
 
-@settings(max_examples=short_or_long(25, 1000), deadline=None)
+@settings(max_examples=short_or_long(25, 300), deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=2, max_size=9),
     num_blocks=st.integers(10, 16),
