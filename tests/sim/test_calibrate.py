@@ -76,6 +76,7 @@ def test_settings_that_the_engine_did_not_have_are_suspected(small: Calibration)
 
 
 @pytest.mark.soak
+@pytest.mark.soak_in_turn
 @pytest.mark.parametrize(
     ("rate", "step_time", "settings", "options"),
     [

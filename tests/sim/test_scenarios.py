@@ -67,6 +67,7 @@ def test_what_holds_of_a_claim_and_that_the_documentation_says_it(name: str, tmp
 
 
 @pytest.mark.soak
+@pytest.mark.soak_in_turn
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_what_holds_does_not_depend_on_the_seed(name: str, seed: int) -> None:
