@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ from pointsman.web.timeline import timeline_of
 from tests.property.test_fast_forward import FOCUS
 from tests.property.test_fast_forward import drive as drive_twins
 from tests.property.test_film import Filmed, recorded
-from tests.soak import short_or_long
+from tests.soak import seeds
 
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="the page's reader is tried with Node.js")
 
 OF_MEMORY = ("watermark", "full_sequence", "decode_reserve", "reserve", "bypass", "blocks", "preemption")
 READER = Path(__file__).with_name("read_film.js")
-NUM_SEEDS = short_or_long(2, 20)
+SEEDS = seeds(2, 20)
 FOCUS_OF_RUNS = ("few blocks", "evictions", "priority", "retention")
 FOCUS_OF_STEPS = ("anything", "swap", "drafts", "prefill-first")
 
@@ -39,10 +40,10 @@ def answers(questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def films(folder: Path) -> list[Path]:
+def films(folder: Path, numbers: Iterable[int]) -> list[Path]:
     """Films of random runs, by steps and by steps at once."""
     made = []
-    for seed in range(8_000, 8_000 + NUM_SEEDS):
+    for seed in (8_000 + number for number in numbers):
         for focus in (*FOCUS_OF_STEPS, *FOCUS_OF_RUNS):
             filmed = Filmed()
             if focus in FOCUS_OF_STEPS:
@@ -187,7 +188,7 @@ def test_the_columns_are_those_of_the_format() -> None:
 @pytest.mark.in_turn
 def test_states_words_and_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.core.observe.film.EVENTS_IN_A_CHUNK", 40)
-    paths, questions = films(tmp_path), []
+    paths, questions = films(tmp_path, SEEDS), []
     for path in paths:
         film, rng = Film.read(path), random.Random(path.name)
         numbers = rng.sample(range(len(film.requests)), min(3, len(film.requests)))
@@ -237,7 +238,7 @@ def test_a_film_cut_off_among_its_last_blocks_shows_its_whole_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pointsman.core.observe.film.EVENTS_IN_A_CHUNK", 40)
-    path = films(tmp_path)[0]
+    path = films(tmp_path, [0])[0]
     num_frames, data = len(Film.read(path).frames), path.read_bytes()
     path.write_bytes(data[:-18])  # its end, and a byte
     film = Film.read(path)
