@@ -28,7 +28,7 @@ from tests.property.twin import state_of
 from tests.soak import seeds, short_or_long
 
 EOS, OTHER_STOP = 5, 6
-NUM_ROUNDS = short_or_long(25, 400)
+NUM_ROUNDS = short_or_long(25, 100)
 CASES: dict[str, dict[str, Any]] = {
     "blank": {"enable_prefix_caching": False},
     "cached": {},
