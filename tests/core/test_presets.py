@@ -197,6 +197,7 @@ def test_a_preset_decides_as_its_specification(name: str) -> None:
     assert (tally.steps_without_decode > 0) == (not name.startswith(("textbook", "vllm")))
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.parametrize(
     ("name", "share"),
     [("nano-vllm, own cache", 0.01), ("nano-vllm-chunked, own cache", 0.1), ("minivllm, own cache", 0.01)],

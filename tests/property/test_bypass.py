@@ -16,7 +16,7 @@ from tests.soak import seeds
 
 from .policies import SMALL
 
-SEEDS = seeds(120, 3_000)
+SEEDS = seeds(120, 1_500)
 NUM_STEPS = 70
 WHOLE = 500
 """Tokens of a budget into which any prompt fits."""

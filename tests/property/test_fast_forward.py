@@ -21,8 +21,8 @@ from .workload import DrawChooser, SeededChooser
 from .world import World
 
 CROWDED = 30
-SEEDS = seeds(2, 24)
-PRESET_SEEDS = seeds(1, 12)
+SEEDS = seeds(2, 15)
+PRESET_SEEDS = seeds(1, 9)
 RULES_PER_SEED = 70
 RARE = dict.fromkeys(("abort", "finish", "park", "set_priority", "extend"), 1)
 CALM = {"step": 70, "add": 9, "ready": 2, "resume": 3, **RARE}

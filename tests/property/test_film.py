@@ -25,7 +25,7 @@ from .operations import drive
 from .test_fast_forward import FOCUS, SELDOM
 from .test_fast_forward import drive as drive_twins
 
-SEEDS = seeds(2, 12)
+SEEDS = seeds(2, 9)
 NUM_FRAMES = short_or_long(8, 20)
 FOCUS_OF_STEPS = ("swap", "priority", "prefill-first", "drafts", "static", "retention")
 SHORT_FOCUS = ("few blocks", "evictions", "swap", "priority", "retention", "bypass")

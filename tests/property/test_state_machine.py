@@ -22,7 +22,7 @@ from .world import World
 
 LEAST_RULES = short_or_long(4_000, 15_000)
 """Rules that the state machine must have executed; a run cut short by Hypothesis may not pass for a full one."""
-SEEDS = seeds(16, 120)
+SEEDS = seeds(16, 96)
 RULES_PER_SEED = 60
 NUM_LIMIT_SEEDS = 48
 LEAST_OF_A_LIMIT = 4

@@ -30,7 +30,7 @@ from tests.soak import seeds, short_of
 
 FULL, WINDOW = KVGroup(), KVGroup("window", 8)
 TWO = (FULL, WINDOW)
-PAIRS = seeds(1, 60)
+PAIRS = seeds(1, 30)
 
 
 def tables(output: SchedulerOutput, index: int) -> dict[int, dict[int, int]]:
