@@ -214,6 +214,7 @@ class Expectations:
         require(start == self.num_known[output.requests[index]] - 1, f"{name} is padded, and does not decode")
         require(start + count < config.max_model_len, f"{name} is padded up to token {start + count}")
         require(start > 0 or output.num_continued > 0, f"{name} is padded in a step of prefills")
+        require(output.requests[index].max_tokens != 0, f"{name} is padded, and samples nothing")
 
     def contenders(self, output: SchedulerOutput) -> list[Entry]:
         """Who may be admitted, in the order in which they are asked: where the configuration wants it, also those that

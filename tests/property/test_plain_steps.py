@@ -32,7 +32,7 @@ IN_FLIGHT: dict[str, dict[str, Any]] = {
     "few blocks and many seats": FEW_BLOCKS,
     "many rows": {"max_num_seqs": 70, "num_blocks": 900, "max_num_batched_tokens": 400},
 }
-MOST_STEPS = 2_000
+MOST_STEPS = 5_000
 Fault = Callable[[pytest.MonkeyPatch], None]
 
 

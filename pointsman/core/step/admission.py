@@ -595,9 +595,10 @@ class Admission:
         return Grant(match, want, start, charge + padding, loaded, padding)
 
     def _padding_of(self, request: Request, start: int, want: int) -> int:
-        """Placeholders that a request verifies in its first step: all, or none where a limit on drafts cuts them."""
+        """Placeholders that a request verifies in its first step: all, or none where a limit on drafts cuts them, or where
+        it samples nothing: its KV would count them as tokens."""
         may_pad = start > 0 if self._may_pad is None else self._may_pad
-        if want != 1 or not may_pad or start >= self._max_padded:
+        if want != 1 or not may_pad or start >= self._max_padded or request._state.max_tokens == 0:
             return 0
         padded = want + self._padding
         is_allowed = all(limit.check(request, start, padded, self._view) == padded for limit in self._limits_of_padding)

@@ -437,6 +437,20 @@ def test_a_first_step_waits_for_the_budget_of_its_placeholders_if_a_step_can_hol
         assert host.step().num_rows, "it does not wait for ever"
 
 
+def test_a_first_step_that_samples_nothing_is_not_padded() -> None:
+    """It finishes with it, and its placeholders would count as computed: a connector would be told to send them."""
+    host = speculative(pad_first_decodes=True, max_num_batched_tokens=16)
+    host.add("a", 1, max_tokens=12)
+    host.step()
+    prefilled = host.add("b", 1, max_tokens=0)
+    output = host.schedule()
+    assert tokens_of(output) == {"a": 1, "b": 1}
+    assert prefilled.num_computed_tokens == 1
+    host.update(output)
+    assert prefilled.is_finished
+    host.scheduler.check_invariants()
+
+
 def test_a_first_step_is_not_padded_where_blocks_are_short() -> None:
     host = speculative(pad_first_decodes=True, num_blocks=3, block_size=2, max_model_len=6, max_num_seqs=2)
     host.add("a", 2, max_tokens=2)
