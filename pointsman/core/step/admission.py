@@ -595,8 +595,8 @@ class Admission:
         return Grant(match, want, start, charge + padding, loaded, padding)
 
     def _padding_of(self, request: Request, start: int, want: int) -> int:
-        """Placeholders that a request verifies in its first step: all; none where a limit on drafts cuts them, or where it
-        samples nothing and ends with them: its KV would seem to hold as many tokens more."""
+        """Placeholders that a request verifies in its first step: all; none where a limit on drafts cuts them, or where
+        it samples nothing and ends with them: its KV would seem to hold as many tokens more."""
         may_pad = start > 0 if self._may_pad is None else self._may_pad
         if want != 1 or not may_pad or start >= self._max_padded or request._state.max_tokens == 0:
             return 0
