@@ -180,7 +180,7 @@ def test_decisions_are_those_of_vllms_own_scheduler() -> None:
     """On random workloads and layouts, step by step; and every row reads its own KV, in every group."""
     tally = decided_alike(WORKLOADS, "groups", met_per_100=MET_PER_100)
     ended_early = tally.get("found otherwise", 0) + tally.get("did more", 0)
-    assert ended_early <= len(WORKLOADS) // 5, tally  # 15 % of all, 12 to 16 of a part
+    assert ended_early <= len(WORKLOADS) // 5, tally  # 51 of 334 in one part
 
 
 def test_decisions_about_drafts_over_states_are_those_of_vllms_own_scheduler() -> None:
