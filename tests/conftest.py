@@ -27,7 +27,7 @@ settings.register_profile("soak", _common, max_examples=400, stateful_step_count
 settings.load_profile("soak" if SOAK else "short")
 
 
-LONG_ONES = ("test_docs.py", "integrations", "benchmarks", "server", "cli", "engine")
+LONG_ONES = ("test_docs.py", "test_policy_pictures.py", "integrations", "benchmarks", "server", "cli", "engine")
 """Files and folders with long tests, which come first: what is left at the end, when the workers of pytest-xdist take
 from each other, is then in small pieces."""
 
@@ -52,8 +52,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def place(item: pytest.Item) -> int:
         if "vllms_own" in item.name:  # in a worker that has imported vLLM already
             return LONG_ONES.index("integrations")
-        name = item.path.relative_to(here).parts[0]
-        return LONG_ONES.index(name) if name in LONG_ONES else len(LONG_ONES)
+        names = (item.path.name, item.path.relative_to(here).parts[0])
+        return min((LONG_ONES.index(name) for name in names if name in LONG_ONES), default=len(LONG_ONES))
 
     items.sort(key=place)
 

@@ -35,6 +35,7 @@ DRAWINGS = script().DRAWINGS
 FROM_TRACES = ("least-cost", "eviction")
 
 
+@pytest.mark.soak_in_turn
 @pytest.mark.parametrize("name", DRAWINGS)
 def test_a_picture_is_shown_and_can_be_drawn(name: str, tmp_path: Path) -> None:
     """The long form draws it whole, and finds the file of the documentation; the short one with few requests."""
