@@ -121,7 +121,6 @@ def test_the_live_film_is_that_of_the_engine_asked_for(http: httpx.Client) -> No
     assert 'id="engine"' in page and "X-Engines" in page
 
 
-@pytest.mark.in_turn
 def test_a_dead_engine_is_started_again_with_what_operators_have_set(two: ServerProcess, http: httpx.Client) -> None:
     assert http.post("/max_num_active_seqs", params={"limit": 3}).status_code == 200
     assert http.post("/pause", params={"mode": "keep", "clear_cache": False}).status_code == 200
@@ -327,6 +326,15 @@ def test_cores_threads_blocks_and_ports_are_shared_out(monkeypatch: pytest.Monke
     assert [one.options["num_threads"] for one in share_out({"model": "demo"}, 2)] == [2, 2]
 
 
+def is_free(port: int) -> bool:
+    with socket.socket() as listener:
+        try:
+            listener.bind(("", port))
+        except OSError:
+            return False
+        return True
+
+
 def test_ports_that_are_taken_are_said_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.server.shares.own_cores", lambda: [0, 1, 2])
     monkeypatch.setattr("pointsman.server.shares.num_cores", lambda: 3)
@@ -352,7 +360,7 @@ def test_ports_that_are_taken_are_said_before_anything_is_started(monkeypatch: p
         off = {"endpoint": f"tcp://*:{taken}", "enable_kv_cache_events": False}
         share_out({"model": "demo", "kv_events_config": off}, 1)
     # Neighbouring ports of the first engine are those of the second one.
-    free = free_port()
+    free = next(port for port in iter(free_port, None) if is_free(port + 1))
     both = shared(2, endpoint=f"tcp://*:{free}", replay_endpoint=f"tcp://*:{free + 1}")
     assert f"port {free + 1}, the endpoint of engine 1, cannot be used: it is the replay_endpoint of engine 0" in both
     assert "ports end at 65535" in shared(2, endpoint="tcp://*:65535")
