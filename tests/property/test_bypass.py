@@ -233,4 +233,4 @@ def test_what_is_remembered_changes_no_decision(monkeypatch: pytest.MonkeyPatch)
                 raise AssertionError(f"run({seed}, {draw(seed)}): {error}") from error
             num_known, num_steps = num_known + twins.num_known, num_steps + twins.num_steps
     assert num_steps > len(SEEDS) * NUM_STEPS / 3, "most schedulers remember"
-    assert num_known > 1.5 * num_steps, "something was remembered"
+    assert num_known > 1.3 * num_steps, "something was remembered"

@@ -155,7 +155,7 @@ def state_of(scheduler: Scheduler) -> dict[str, Any]:
             "blocker": None if table.blocker is None else table.blocker.request_id,
             "skipped": [request.request_id for request in table.skipped],
             "step id": scheduler._next_step_id,
-            "batch forms": parts.admission._batch_forms,
+            "batch forms": parts.admission._static and parts.admission._batch_forms,
             "last updated": parts.drafts.last_updated_step,
             "unreported": [request.request_id for request in table.finished],
             "preempted": [request.request_id for request in table.preempted],
