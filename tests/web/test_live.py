@@ -162,6 +162,9 @@ def test_one_of_two_engines_is_chosen_and_watched_again_after_its_death(visit: C
             playwright.expect(page.locator("#link")).to_have_text(re.compile("^Live"), timeout=40000)
             playwright.expect(running).to_have_text("Running: 2 of 2", timeout=20000)
             assert server.engine_pids[0] == pids[0] and server.engine_pids[1] != pids[1]
+            # Until something of the new one has come, the film of the engine before is looked at.
+            playwright.expect(page.locator("#counts")).not_to_contain_text("no step was decided")
+            playwright.expect(page.locator("[data-part=line]")).to_have_attribute("aria-valuenow", re.compile(r"\d\d"))
             page.locator("#engine").blur()  # where the arrow keys choose an engine
             page.keyboard.press("ArrowLeft")
             playwright.expect(page.locator("#link")).to_have_text("You look back; the scheduler goes on")
