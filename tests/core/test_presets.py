@@ -183,6 +183,7 @@ def host_of(name: str, **overrides: Any) -> Host:
     return Host(**SchedulerConfig.preset(name, **{**sizes, **overrides}).to_dict())
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", SPECIFICATIONS)
 def test_a_preset_decides_as_its_specification(name: str) -> None:
     tally = Tally()

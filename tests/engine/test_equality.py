@@ -315,6 +315,7 @@ NEUTRAL = {"scale": 1.0}
 """What stands for a feature that is off, where it is not None."""
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("case", "feature"),
     [

@@ -104,6 +104,7 @@ def _biases(edits: logit_edits.LogitEdits, token_id: int) -> bool:
     return any(token_id in ids.tolist() for ids in edits._biases._token_ids)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
 @pytest.mark.parametrize("where", INJECTIONS)
 def test_an_exception_in_the_sampling_of_a_row_ends_its_request_alone(

@@ -86,6 +86,7 @@ def drafts_ignore_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepCost, "observe", lambda self, num_tokens, seconds: None)
 
 
+@pytest.mark.in_turn
 @pytest.mark.usefixtures("drafts_ignore_times")
 @pytest.mark.parametrize("knobs", part_of_commit(KNOBS, 4), ids=str)
 def test_it_leaves_no_trace(loaded: LoadedModel, knobs: dict[str, Any], caplog: LogCaptureFixture) -> None:

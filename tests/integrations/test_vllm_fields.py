@@ -33,6 +33,7 @@ def test_outputs_keep_what_the_runners_rely_on(version: str) -> None:
     assert min(seen[what] for what in ("preempted", "resumed", "aborted", "skipped", "lost", "tenants")) > 100
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("version", VERSIONS)
 def test_single_requests_become_what_vllm_makes_of_them(version: str) -> None:
     found = run_in_vllm("vllm_cases.py", sources=sources_of(version))

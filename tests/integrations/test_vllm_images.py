@@ -64,6 +64,7 @@ ENCODER_DECODERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.in_turn
 def test_decisions_are_those_of_vllms_own_scheduler() -> None:
     """On random workloads, step by step: which images are computed too; and no row reads embeddings that are gone."""
     tally = decided_alike(WORKLOADS, "images", met_per_100=MET_PER_100)
@@ -81,6 +82,7 @@ def test_decisions_differ_for_a_reason_that_is_documented(seed: int, why: str) -
     assert not found["differences"] and found["tally"][why] == 1, found
 
 
+@pytest.mark.in_turn
 def test_decisions_for_encoder_decoders_are_those_of_vllms_own_scheduler() -> None:
     """On random workloads, step by step, with the same embeddings computed and dropped; each row reads its own KV."""
     tally = decided_alike(WITH_ENCODERS, "encoder", met_per_100=MET_WITH_ENCODERS_PER_100)

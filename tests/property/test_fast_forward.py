@@ -119,6 +119,7 @@ def drive(
     return world, twin
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("focus", short_of(FOCUS, part_of_commit(sorted(SHORT_FOCUS), 2)))
 def test_seeded_runs(focus: str) -> None:
     advanced = stepped = 0
@@ -132,6 +133,7 @@ def test_seeded_runs(focus: str) -> None:
     assert advanced > least * (advanced + stepped), f"{advanced} of {advanced + stepped} steps were done at once"
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", [*PRESETS, *SYSTEMS])
 def test_presets(name: str) -> None:
     """Every preset and every imitated scheduler, with limits as small as the rest."""

@@ -241,6 +241,7 @@ def test_every_part_is_a_film_of_its_own() -> None:
             same(f"frame {index}", seen, shown(part, frame, seen))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("focus", short_of(FOCUS, SHORT_FOCUS))
 def test_steps_at_once(focus: str) -> None:
     for seed in SEEDS:

@@ -61,6 +61,7 @@ def drive(seed: int, variant: dict[str, Any], num_rounds: int = 15, *, disturbs:
     return pair
 
 
+@pytest.mark.in_turn
 @settings(max_examples=short_or_long(40, 200))
 @given(seed=st.integers(0, 2**32 - 1), name=st.sampled_from(sorted(VARIANTS)))
 def test_as_single_steps(seed: int, name: str) -> None:

@@ -111,6 +111,7 @@ def drive(seed: int, variant: dict[str, Any], num_rounds: int = 25) -> Beside:
     return pair
 
 
+@pytest.mark.in_turn
 @settings(max_examples=short_or_long(25, 300))
 @given(seed=st.integers(0, 2**32 - 1), name=st.sampled_from(sorted(VARIANTS | IN_FLIGHT)))
 def test_as_the_parts_of_a_step(seed: int, name: str) -> None:

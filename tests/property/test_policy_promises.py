@@ -87,6 +87,7 @@ def test_every_order_states_its_bound() -> None:
     assert set(SMALL) <= {name for kind in KINDS for name in known(kind)}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("reserves", [(), ("watermark:share=0.1", "bypass:bound=2,kept=0")], ids=["", "bypass"])
 def test_no_request_is_passed_beyond_the_bound(order: str, reserves: tuple[str, ...]) -> None:

@@ -133,6 +133,7 @@ def test_state_machine() -> None:
 LONG_ONLY = {"windows alone", "windows and chunks", "chunks", "groups, speculation"}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("focus", short_of(list(FOCUS), part_of_commit(sorted(FOCUS.keys() - LONG_ONLY), 2)))
 def test_seeded_runs(focus: str) -> None:
     """The same operations from a seeded generator: many more runs than Hypothesis does in the same time."""
@@ -245,6 +246,7 @@ LIMITS: dict[str, tuple[dict[str, Any], Callable[[World], int]]] = {
 """What happens in runs, the knobs under which it is likely, and how to count it."""
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("limit", LIMITS)
 def test_runs_meet_every_limit(limit: str) -> None:
     """The runs would prove little if memory never ran out, say: it happens often where it is likely."""

@@ -111,6 +111,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", CONFIGS)
 def test_decodes_at_once_change_nothing(name: str) -> None:
     settings = config(**CONFIGS[name])

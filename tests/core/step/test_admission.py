@@ -317,6 +317,7 @@ def _decisions(seed: int, config: dict[str, Any], forgets: bool) -> list[object]
     return told
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "config",
     [

@@ -250,6 +250,7 @@ OPENED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("case", OPENED)
 def test_openings_as_single_steps(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if case == "little room":

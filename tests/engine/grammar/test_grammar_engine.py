@@ -271,6 +271,7 @@ def test_tokens_are_the_same_after_a_failed_step(llm: LLM, monkeypatch: pytest.M
     assert [found[f"again {index}"] for index in range(8)] == expected
 
 
+@pytest.mark.in_turn
 def test_bfloat16_keeps_a_grammar_too(demo_compiler: GrammarCompiler) -> None:
     llm = llm_with(load_model("demo", "bfloat16"), demo_compiler)
     outputs = generate(llm, [structured(i, regex=r"\d{5}") for i in range(8)])
