@@ -95,6 +95,14 @@ def is_live(page: Any) -> None:
     playwright.expect(page.locator("#link")).to_have_text("Live", timeout=15000)
 
 
+def look_back(page: Any) -> None:
+    """Two steps, once there are some: nothing is before the first one."""
+    playwright.expect(page.locator("[data-part=line]")).to_have_attribute("aria-valuenow", re.compile(r"\d\d"))
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    playwright.expect(page.locator("#link")).to_have_text("You look back; the scheduler goes on")
+
+
 @pytest.mark.in_turn
 def test_a_server_is_watched(visit: Callable[..., Any]) -> None:
     """Key, what runs now, looking back while it goes on, now again, and a server that ends."""
@@ -113,10 +121,7 @@ def test_a_server_is_watched(visit: Callable[..., Any]) -> None:
             playwright.expect(page.locator("[data-part=waitingTitle]")).to_have_text("Waiting: 1")
             playwright.expect(page.locator("[data-part=runningTitle]")).to_have_text("Running: 2 of 2")
             playwright.expect(page.locator("[data-part=waiting]")).to_contain_text("sequence limit")
-            playwright.expect(page.locator("[data-part=line]")).to_have_attribute("aria-valuenow", re.compile(r"\d\d"))
-            page.keyboard.press("ArrowLeft")
-            page.keyboard.press("ArrowLeft")
-            playwright.expect(page.locator("#link")).to_have_text("You look back; the scheduler goes on")
+            look_back(page)
             there = step_of(page)
             before = page.locator("[data-part=line]").get_attribute("aria-valuemax")
             playwright.expect(page.locator("[data-part=line]")).not_to_have_attribute("aria-valuemax", before)
@@ -164,10 +169,8 @@ def test_one_of_two_engines_is_chosen_and_watched_again_after_its_death(visit: C
             assert server.engine_pids[0] == pids[0] and server.engine_pids[1] != pids[1]
             # Until something of the new one has come, the film of the engine before is looked at.
             playwright.expect(page.locator("#counts")).not_to_contain_text("no step was decided")
-            playwright.expect(page.locator("[data-part=line]")).to_have_attribute("aria-valuenow", re.compile(r"\d\d"))
             page.locator("#engine").blur()  # where the arrow keys choose an engine
-            page.keyboard.press("ArrowLeft")
-            playwright.expect(page.locator("#link")).to_have_text("You look back; the scheduler goes on")
+            look_back(page)
             page.select_option("#engine", "0")  # what is chosen is shown, whatever was looked at
             is_live(page)
         page.close()
@@ -247,8 +250,7 @@ def test_a_vllm_is_watched(visit: Callable[..., Any], tmp_path: Path) -> None:
         with busy(f"http://127.0.0.1:{side.port}", SERVED_MODEL_NAME):
             playwright.expect(page.locator("[data-part=waitingTitle]")).to_have_text("Waiting: 1", timeout=20000)
             assert text(page, "[data-part=runningTitle]") == "Running: 2 of 2"
-            page.keyboard.press("ArrowLeft")
-            playwright.expect(page.locator("#link")).to_have_text("You look back; the scheduler goes on")
+            look_back(page)
             page.keyboard.press("n")
             is_live(page)
         page.close()
