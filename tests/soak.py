@@ -2,9 +2,10 @@
 
 A test that exists in the long form alone is marked `soak`, and so is a parameter that only the long form has. Where
 cases are many and each finds something of its own, the short form takes a part of them, the next part with the next
-commit. A test that takes seconds, of what few changes touch, is marked `in_turn`: where all tests are run, every third
-commit has it. The long form, too, has a third of what takes minutes: of the seeds of random workloads (`seeds`), and of
-the tests that are marked `soak_in_turn`, if it runs a folder. POINTSMAN_PART=all has all, in either form.
+commit. A test that takes seconds, of what few changes touch or of many cases alike, is marked `in_turn`: where all
+tests are run, every third commit has it. The long form, too, has a third of what takes minutes: of the seeds of random
+workloads (`seeds`), and of the tests that are marked `soak_in_turn`, if it runs a folder. POINTSMAN_PART=all has all,
+in either form.
 """
 
 from __future__ import annotations
