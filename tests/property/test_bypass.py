@@ -16,7 +16,7 @@ from tests.soak import seeds
 
 from .policies import SMALL
 
-SEEDS = seeds(120, 1_500)
+SEEDS = seeds(120, 1_275)
 NUM_STEPS = 70
 WHOLE = 500
 """Tokens of a budget into which any prompt fits."""
@@ -233,4 +233,4 @@ def test_what_is_remembered_changes_no_decision(monkeypatch: pytest.MonkeyPatch)
                 raise AssertionError(f"run({seed}, {draw(seed)}): {error}") from error
             num_known, num_steps = num_known + twins.num_known, num_steps + twins.num_steps
     assert num_steps > len(SEEDS) * NUM_STEPS / 3, "most schedulers remember"
-    assert num_known > 1.3 * num_steps, "something was remembered"
+    assert num_known > 1.5 * num_steps, "something was remembered"
