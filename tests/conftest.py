@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.soak import SOAK, third_of_commit
+from tests.soak import SOAK, is_turn_of
 
 # Started in the background of a script, the tests would hand a deaf ear for Ctrl-C down to all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -43,10 +43,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     asked = [(config.invocation_params.dir / argument).resolve() for argument in config.args]
     if any(path.is_dir() if SOAK else path == here for path in asked):
         mark = "soak_in_turn" if SOAK else "in_turn"
-        turns = [item for item in items if item.get_closest_marker(mark) and not item.get_closest_marker("skip")]
-        now = set(third_of_commit(turns))
-        for item in turns:
-            if item not in now:
+        for item in items:
+            if item.get_closest_marker(mark) and not is_turn_of(item.nodeid):
                 item.add_marker(pytest.mark.skip(reason="it takes turns by commit; alone, it is run"))
 
     def place(item: pytest.Item) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import zlib
 from collections.abc import Collection, Container, Sequence
 from functools import cache
 from pathlib import Path
@@ -45,6 +46,12 @@ def third_of_commit(cases: Sequence[Case]) -> Sequence[Case]:
     """A third of the cases, in the long form, too; the next third with the next commit."""
     number = _part_asked_for()
     return cases if number is None else part_of(cases, number, 3)
+
+
+def is_turn_of(name: str) -> bool:
+    """Whether the test of this name has its turn: with every third commit, whatever other tests there are."""
+    number = _part_asked_for()
+    return number is None or (zlib.crc32(name.encode()) - number) % 3 == 0
 
 
 def short_of(cases: Collection[Any], short: Container[Any]) -> list[Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.soak import part_of
+from tests import soak
+from tests.soak import is_turn_of, part_of
 
 
 @pytest.mark.parametrize(("num_cases", "num_parts"), [(104, 8), (71, 3), (2, 8), (0, 3)])
@@ -13,3 +14,12 @@ def test_consecutive_commits_take_every_case_once(num_cases: int, num_parts: int
     cases = list(range(num_cases))
     taken = [case for number in range(first, first + num_parts) for case in part_of(cases, number, num_parts)]
     assert sorted(taken) == cases
+
+
+@pytest.mark.parametrize("name", ["a", "tests/test_soak.py::b", "c[1-2]"])
+def test_each_of_three_commits_in_a_row_has_a_third_of_the_names(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    turns = []
+    for number in range(6):
+        monkeypatch.setattr(soak, "_part_asked_for", lambda number=number: number)
+        turns.append(is_turn_of(name))
+    assert sum(turns[:3]) == 1 and turns[3:] == turns[:3]

@@ -195,7 +195,6 @@ class Watched:
         return self.backend.attend(*arguments, **features)
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("case", "backend"),
     short_of([*product(FAMILIES, BACKENDS)], [*product(THOROUGH, BACKENDS), *product(OF_THIS_COMMIT, ["fast"])]),
