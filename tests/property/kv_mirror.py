@@ -7,6 +7,7 @@ import numpy as np
 from pointsman.core import Scheduler
 from pointsman.core.kv.content import Placed, block_key, root_key, tokens_digest
 from pointsman.core.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
+from pointsman.core.kv.prefix_tree import Root
 
 from .shadow import require
 
@@ -17,6 +18,7 @@ class KVMirror:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._parents: dict[bytes, bytes | None] = {}  # of what can be found
+        self._names: dict[tuple[Root, bytes], bytes] = {}  # of contents without encoder inputs, whose marks come and go
 
     def check(self) -> None:
         """The events since the last call make sense one by one, and what they leave is exactly what is cached."""
@@ -53,14 +55,20 @@ class KVMirror:
         prefix = self._scheduler._kv.prefix
         names = set()
         for block in prefix.blocks() if prefix is not None and self._scheduler.config.enable_kv_cache_events else ():
-            root, token_bytes = prefix.content(block)
-            name = root_key(root)
-            numbers = np.frombuffer(token_bytes, dtype=np.int32).tolist()
-            for start in range(0, len(numbers), size):
-                tokens, inputs = self._read(numbers[start : start + size])
-                name = block_key(name, np.array(tokens, dtype=np.int32).tobytes(), inputs)
-            names.add(name)
+            content = prefix.content(block)
+            names.add(self._names.get(content) or self._name(content, size))
         return names
+
+    def _name(self, content: tuple[Root, bytes], size: int) -> bytes:
+        root, token_bytes = content
+        name = root_key(root)
+        numbers = np.frombuffer(token_bytes, dtype=np.int32).tolist()
+        for start in range(0, len(numbers), size):
+            tokens, inputs = self._read(numbers[start : start + size])
+            name = block_key(name, np.array(tokens, dtype=np.int32).tobytes(), inputs)
+        if min(numbers) >= 0:
+            self._names[content] = name
+        return name
 
     def _read(self, numbers: list[int]) -> tuple[list[int], list[Placed]]:
         """What numbers of the prefix tree stand for: tokens, and the encoder inputs whose marks are among them."""

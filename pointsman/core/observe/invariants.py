@@ -42,9 +42,9 @@ def check(config: SchedulerConfig, parts: Parts, max_seen_active_seqs: int) -> N
     if isinstance(parts.kv, KVCacheManager):
         _check_blocks(batch, parts.kv, holdings)
     broken = parts.kv.broken(batch)
-    _require(broken is None, 1, str(broken))
+    _require(broken is None, 1, "{}", broken)
     _check_places(batch, parts.table)
-    _require(len(batch) <= max_seen_active_seqs, 3, f"{len(batch)} requests run, of {max_seen_active_seqs}")
+    _require(len(batch) <= max_seen_active_seqs, 3, "{} requests run, of {}", len(batch), max_seen_active_seqs)
     if transfers is not None:
         _check_transfers(transfers, parts.table)
     _check_steps(config, parts.steps)
@@ -56,9 +56,10 @@ def check(config: SchedulerConfig, parts: Parts, max_seen_active_seqs: int) -> N
     _check_contents(batch, parts.kv)
 
 
-def _require(condition: bool, promise: int, what: str) -> None:
+def _require(condition: bool, promise: int, what: str, *values: object) -> None:
+    """`what` has a `{}` for each value: only what is broken is put into words, which takes longer than to look."""
     if not condition:
-        raise InvariantError(f"promise {promise} is broken: {what}")
+        raise InvariantError(f"promise {promise} is broken: {what.format(*values)}")
 
 
 def _check_blocks(batch: Batch, kv: KVCacheManager, holdings: list[Holding]) -> None:
@@ -79,8 +80,8 @@ def _check_blocks(batch: Batch, kv: KVCacheManager, holdings: list[Holding]) -> 
     in_tree = kv.prefix.blocks() if kv.prefix is not None else []
     _require(sorted(in_tree) == sorted(cached), 1, "cached blocks are not those that the prefix tree reaches")
     if kv.prefix is not None:
-        known = all(kv.prefix.is_cached(block) == (block in cached) for block in range(pool.num_blocks))
-        _require(known, 1, "the prefix tree and the pool disagree on which blocks are cached")
+        known = {block for block in range(pool.num_blocks) if kv.prefix.is_cached(block)}
+        _require(known == cached, 1, "the prefix tree and the pool disagree on which blocks are cached")
     _require(cached.issuperset(cached_free) and cached.isdisjoint(blank), 1, "free blocks are in the wrong list")
     if kv.prefix is not None:
         _check_evictions(kv.prefix, cached, cached_free)
@@ -91,19 +92,18 @@ def _check_blocks(batch: Batch, kv: KVCacheManager, holdings: list[Holding]) -> 
 def _check_evictions(prefix: PrefixCache, cached: set[int], cached_free: list[int]) -> None:
     """A node is gone when the last of its blocks is evicted: that must not be before its children are."""
     turn = {block: index for index, block in enumerate(cached_free)}
+    places = {block: prefix.place_of(block) for block in cached}
     gone: dict[tuple[int, int], float] = {}  # by run and index: when, in evictions from now
-    for block in cached:
-        run, index = prefix.place_of(block)
+    for block, (run, index) in places.items():
         key = run.run_id, index
         gone[key] = max(gone.get(key, -1), turn.get(block, np.inf))
-    for block in cached:
-        run, index = prefix.place_of(block)
+    for block, (run, index) in places.items():
         parent = (run.run_id, index - 1)
         if not index:
             if isinstance(run.parent, Root):
                 continue
             parent = run.parent.run.run_id, run.parent.at
-        _require(gone[parent] >= gone[run.run_id, index], 1, f"block {block} is evicted after the one that it follows")
+        _require(gone[parent] >= gone[run.run_id, index], 1, "block {} is evicted after the one that it follows", block)
 
 
 def _check_retained(pool: RetainingPool) -> None:
@@ -112,13 +112,13 @@ def _check_retained(pool: RetainingPool) -> None:
     _require(owners == pool._num_of and len(retained) == pool.num_retained, 1, "retained blocks are miscounted")
     marked = ((pool._until > -np.inf) & (pool.num_references == 0)).nonzero()[0].tolist()
     _require(sorted(retained) == marked, 1, "a free block is marked as retained, and is not, or the reverse")
-    _require(len(retained) <= pool.capacity, 1, f"{len(retained)} blocks are retained, of {pool.capacity}")
+    _require(len(retained) <= pool.capacity, 1, "{} blocks are retained, of {}", len(retained), pool.capacity)
     shared = int(np.count_nonzero((pool._owner == SHARED) & (pool._until > -np.inf)))
-    _require(shared == pool._num_shared, 1, f"{shared} blocks are marked as shared, counted {pool._num_shared}")
-    _require(owners[SHARED] <= pool.most_shared, 1, f"{owners[SHARED]} shared blocks are retained")
+    _require(shared == pool._num_shared, 1, "{} blocks are marked as shared, counted {}", shared, pool._num_shared)
+    _require(owners[SHARED] <= pool.most_shared, 1, "{} shared blocks are retained", owners[SHARED])
     most = pool.most_of_a_tenant()
     for owner, count in owners.items():
-        _require(owner == SHARED or count <= most, 1, f"a tenant has {count} retained blocks, of {most}")
+        _require(owner == SHARED or count <= most, 1, "a tenant has {} retained blocks, of {}", count, most)
 
 
 def _check_places(batch: Batch, table: RequestTable) -> None:
@@ -130,18 +130,18 @@ def _check_places(batch: Batch, table: RequestTable) -> None:
     _require(len(queued) == len(table.queue), 2, "the queue's length is not what it holds")
     for request in table.queue:
         idle = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-        _require(idle and request.row is None, 2, f"{request} is queued")
+        _require(idle and request.row is None, 2, "{} is queued", request)
     for request in table.parked.values():
-        _require(request.status.is_parked and request.row is None, 2, f"{request} is parked")
+        _require(request.status.is_parked and request.row is None, 2, "{} is parked", request)
     for request in table.requests.values():
         waits = request.awaits_input and not request.is_finished
-        _require(not waits or (request.status.is_parked and not request._state.parts), 2, f"{request} waits for input")
+        _require(not waits or (request.status.is_parked and not request._state.parts), 2, "{} waits for input", request)
     reported = set(table.finished)
     for request in table.requests.values():
-        _require(not request.is_finished or request in reported, 2, f"{request} finished and would never be reported")
+        _require(not request.is_finished or request in reported, 2, "{} finished and would never be reported", request)
     for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
         is_running = request.status is RequestStatus.RUNNING and request.row == row
-        _require(is_running and batch.serial[row] == request.serial != 0, 2, f"{request} runs in row {row}")
+        _require(is_running and batch.serial[row] == request.serial != 0, 2, "{} runs in row {}", request, row)
     rows = batch.members.rows.tolist()
     idle_rows = [*batch._free_rows, *(row for _, row in batch.fenced_rows)]
     _require(sorted([*rows, *idle_rows]) == list(range(len(batch.serial))), 2, "a row was lost, or is used twice")
@@ -151,21 +151,21 @@ def _check_places(batch: Batch, table: RequestTable) -> None:
 def _check_transfers(transfers: Transfers, table: RequestTable) -> None:
     holdings = transfers.holdings()
     held = sum(len(holding.blocks) for holding in holdings)
-    _require(held == transfers.num_blocks, 1, f"{held} blocks are held, counted {transfers.num_blocks}")
-    _require(held <= transfers.max_blocks, 1, f"{held} blocks are held outside the batch, of {transfers.max_blocks}")
+    _require(held == transfers.num_blocks, 1, "{} blocks are held, counted {}", held, transfers.num_blocks)
+    _require(held <= transfers.max_blocks, 1, "{} blocks are held outside the batch, of {}", held, transfers.max_blocks)
     holders = transfers.holders()
     _require(len(set(holders)) == len(holders), 1, "a request holds blocks twice")
     for holding in holdings:
         request = holding.request
         if request is None:
-            _require(holding.is_open, 1, f"transfer {holding.transfer_id} has ended, and its blocks are still held")
+            _require(holding.is_open, 1, "transfer {} has ended, and its blocks are still held", holding.transfer_id)
             continue
-        _require(request._state.holding is holding, 1, f"{request} does not know what it holds")
+        _require(request._state.holding is holding, 1, "{} does not know what it holds", request)
         waits = request.request_id in table.parked if holding.is_open else request in table.queue
-        _require(waits, 2, f"{request} holds blocks for transfer {holding.transfer_id}")
+        _require(waits, 2, "{} holds blocks for transfer {}", request, holding.transfer_id)
     for request in table.requests.values():
         _require(
-            request._state.holding is None or request in holders, 1, f"{request} holds blocks that no transfer lists"
+            request._state.holding is None or request in holders, 1, "{} holds blocks that no transfer lists", request
         )
 
 
@@ -175,19 +175,19 @@ def _check_steps(config: SchedulerConfig, steps: StepsInFlight) -> None:
         output = record.output
         assert output is not None
         total = int(output.num_scheduled_tokens.sum())
-        _require(total == output.total_num_scheduled_tokens, 3, f"step {record.step_id} miscounts its tokens")
-        _require(total <= config.max_num_batched_tokens, 3, f"step {record.step_id} exceeds the token budget")
-        _require(output.num_rows <= config.max_num_seqs, 3, f"step {record.step_id} exceeds the sequence limit")
+        _require(total == output.total_num_scheduled_tokens, 3, "step {} miscounts its tokens", record.step_id)
+        _require(total <= config.max_num_batched_tokens, 3, "step {} exceeds the token budget", record.step_id)
+        _require(output.num_rows <= config.max_num_seqs, 3, "step {} exceeds the sequence limit", record.step_id)
 
 
 def _check_adapters(config: SchedulerConfig, parts: Parts) -> None:
     batch, held = parts.batch, parts.gates.adapters.held
     running = Counter(request.adapter for request in batch.members.requests if request.adapter is not None)
-    _require(running == held, 3, f"{dict(running)} run, {held} hold adapter slots")
+    _require(running == held, 3, "{} run, {} hold adapter slots", dict(running), held)
     for record in parts.steps.records:
         assert record.output is not None
         used = {adapter for adapter in record.output.adapters if adapter is not None}
-        _require(len(used) <= config.max_loras, 3, f"step {record.step_id} uses {len(used)} adapters")
+        _require(len(used) <= config.max_loras, 3, "step {} uses {} adapters", record.step_id, len(used))
 
 
 def _check_encoder(config: SchedulerConfig, parts: Parts) -> None:
@@ -200,14 +200,14 @@ def _check_encoder(config: SchedulerConfig, parts: Parts) -> None:
     _require(running.issuperset(encoder.holders()), 2, "a request that does not run holds embeddings")
     _require(held == {entry for entry in present if encoder.is_held(entry)}, 2, "held embeddings are miscounted")
     used = sum(entry.num_embeddings for entry in present)
-    _require(used == encoder.num_used <= config.encoder_cache_size, 3, f"{used} embeddings are in the encoder cache")
+    _require(used == encoder.num_used <= config.encoder_cache_size, 3, "{} embeddings are in the encoder cache", used)
     _require(sum(entry.num_embeddings for entry in held) == encoder.num_held, 3, "held embeddings are miscounted")
     for record in parts.steps.records:
         assert record.output is not None
         entries = [request.encoder_inputs[index].entry for request, index in record.output.encoder_inputs]
         total = sum(entry.num_embeddings for entry in entries)
-        _require(total <= config.encoder_budget, 3, f"step {record.step_id} exceeds the encoder budget")
-        _require(len(set(entries)) == len(entries), 3, f"step {record.step_id} computes embeddings twice")
+        _require(total <= config.encoder_budget, 3, "step {} exceeds the encoder budget", record.step_id)
+        _require(len(set(entries)) == len(entries), 3, "step {} computes embeddings twice", record.step_id)
 
 
 def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCache, verifying: dict[int, int]) -> None:
@@ -217,37 +217,40 @@ def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCache, verifying
         tokens, computed = int(batch.num_tokens[row]), int(batch.num_computed_tokens[row])
         pending, slots = int(batch.num_pending[row]), int(batch.num_slots[row])
         flags = int(batch.flags[row])
-        _require(request.num_prompt_tokens <= tokens <= request.token_limit, 2, f"{request} has {tokens} tokens")
-        _require(len(request.output_token_ids) == request.num_output_tokens, 2, f"{request} lost output tokens")
+        _require(request.num_prompt_tokens <= tokens <= request.token_limit, 2, "{} has {} tokens", request, tokens)
+        _require(len(request.output_token_ids) == request.num_output_tokens, 2, "{} lost output tokens", request)
         drafts = verifying.get(request.serial, 0)
         most = tokens + drafts if drafts else tokens + pending
-        _require(0 <= computed <= most, 2, f"{request} has computed {computed} of {tokens} + {most - tokens}")
-        _require(computed <= slots, 1, f"{request} outgrew its blocks")
+        _require(0 <= computed <= most, 2, "{} has computed {} of {} + {}", request, computed, tokens, most - tokens)
+        _require(computed <= slots, 1, "{} outgrew its blocks", request)
         if kv.has_tables:
-            _require(slots == len(kv.table(batch, row)) * kv.block_size, 1, f"{request} has other blocks than slots")
-        _require(batch.token_limit[row] == request.token_limit, 2, f"{request} has another limit in its row")
-        _require(batch.least_left <= request.token_limit - tokens, 2, f"{request} is nearer to its limit than is known")
-        _require(batch.priority[row] == request.priority, 2, f"{request} has another priority in its row")
+            _require(slots == len(kv.table(batch, row)) * kv.block_size, 1, "{} has other blocks than slots", request)
+        _require(batch.token_limit[row] == request.token_limit, 2, "{} has another limit in its row", request)
+        _require(
+            batch.least_left <= request.token_limit - tokens, 2, "{} is nearer to its limit than is known", request
+        )
+        _require(batch.priority[row] == request.priority, 2, "{} has another priority in its row", request)
         _require(
             bool(flags & PREFILLING) == (tokens + pending == request.num_admitted_tokens),
             2,
-            f"{request} is flagged wrongly",
+            "{} is flagged wrongly",
+            request,
         )
-        _require(bool(flags & ENCODER_INPUTS) == bool(request.encoder_inputs), 2, f"{request} is flagged wrongly")
+        _require(bool(flags & ENCODER_INPUTS) == bool(request.encoder_inputs), 2, "{} is flagged wrongly", request)
         watch = request._state.repetition_watch
-        _require(bool(flags & WATCHED) == (watch is not None), 2, f"{request} is flagged wrongly")
+        _require(bool(flags & WATCHED) == (watch is not None), 2, "{} is flagged wrongly", request)
         seen = request.num_output_tokens if watch is None else watch.num_seen
-        _require(seen == request.num_output_tokens, 2, f"{request} was watched for {seen} tokens of its output")
+        _require(seen == request.num_output_tokens, 2, "{} was watched for {} tokens of its output", request, seen)
         prefilling += bool(flags & PREFILLING)
         watched += bool(flags & WATCHED)
         not_ahead += bool(flags & NOT_AHEAD)
-        _require(bool(flags & NOT_AHEAD) != request.runs_ahead, 2, f"{request} is flagged wrongly")
-        _require(request.runs_ahead or pending <= 1, 2, f"{request} has {pending} samples in flight")
+        _require(bool(flags & NOT_AHEAD) != request.runs_ahead, 2, "{} is flagged wrongly", request)
+        _require(request.runs_ahead or pending <= 1, 2, "{} has {} samples in flight", request, pending)
         no_sample += bool(flags & NO_SAMPLE)
-        _require(bool(flags & NO_SAMPLE) == (request.max_tokens == 0), 2, f"{request} is flagged wrongly")
+        _require(bool(flags & NO_SAMPLE) == (request.max_tokens == 0), 2, "{} is flagged wrongly", request)
     _require(prefilling == batch.num_prefilling, 2, "prefilling rows are miscounted")
     most = config.max_num_partial_prefills or prefilling
-    _require(prefilling <= most, 3, f"{prefilling} prefills are partial, of {most}")
+    _require(prefilling <= most, 3, "{} prefills are partial, of {}", prefilling, most)
     _require(no_sample == batch.num_no_sample, 2, "rows that sample nothing are miscounted")
     _require(watched == batch.num_watched, 2, "rows that repetitions may finish are miscounted")
     _require(not_ahead == batch.num_not_ahead, 2, "rows that do not run ahead are miscounted")
@@ -273,13 +276,13 @@ def _check_in_flight(batch: Batch, steps: StepsInFlight) -> dict[int, int]:
         serials, drafts = output.serials.tolist(), output.num_draft_tokens.tolist()
         _require(sum(drafts) == len(output.draft_token_ids), 3, "drafts are miscounted")
         for serial, count, num_drafts in zip(serials, output.num_pending().tolist(), drafts, strict=True):
-            _require(serial not in verifying, 2, f"row {serial} continues while its drafts are in flight")
+            _require(serial not in verifying, 2, "row {} continues while its drafts are in flight", serial)
             pending[serial] = pending.get(serial, 0) + count
             if num_drafts:
                 verifying[serial] = num_drafts
     for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
         count = int(batch.num_pending[row])
-        _require(count == pending.get(request.serial, 0), 2, f"{request} has {count} pending")
+        _require(count == pending.get(request.serial, 0), 2, "{} has {} pending", request, count)
     return verifying
 
 
@@ -291,9 +294,9 @@ def _check_drafts(config: SchedulerConfig, batch: Batch, drafts: Drafts) -> None
     for row, request, waiting in zip(rows.tolist(), batch.members.requests, wanted.tolist(), strict=True):
         if waiting:
             room = int(batch.token_limit[row] - batch.num_tokens[row]) - 1
-            _require(0 < waiting <= min(room, config.num_draft_tokens), 2, f"{request} has {waiting} drafts")
+            _require(0 < waiting <= min(room, config.num_draft_tokens), 2, "{} has {} drafts", request, waiting)
             decodes = batch.num_pending[row] == 0 and batch.num_computed_tokens[row] == batch.num_tokens[row] - 1
-            _require(bool(decodes), 2, f"{request} has drafts and does not decode")
+            _require(bool(decodes), 2, "{} has drafts and does not decode", request)
 
 
 def _check_contents(batch: Batch, kv: KVCache) -> None:
@@ -305,6 +308,13 @@ def _check_contents(batch: Batch, kv: KVCache) -> None:
             continue
         root, known = Root.of(request), request._state.known_bytes()
         for index, block in enumerate(kv.table(batch, row).tolist()):
+            if not prefix.is_cached(block):
+                continue
             held = (root, known[: (index + 1) * kv.block_size * TOKEN_BYTES])
-            agrees = not prefix.is_cached(block) or prefix.content(block) == held
-            _require(agrees, 9, f"block {block} of {request} is keyed by other tokens than it holds")
+            _require(
+                prefix.content(block) == held,
+                9,
+                "block {} of {} is keyed by other tokens than it holds",
+                block,
+                request,
+            )
