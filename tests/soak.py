@@ -3,7 +3,7 @@
 A test that exists in the long form alone is marked `soak`, and so is a parameter that only the long form has. Where
 cases are many and each finds something of its own, the short form takes a part of them, the next part with the next
 commit. A test that takes seconds, of what few changes touch or of many cases alike, is marked `in_turn`: where all
-tests are run, every third commit has it. The long form, too, has a third of what takes minutes: of the seeds of random
+tests are run, every fifth commit has it. The long form, too, has a third of what takes minutes: of the seeds of random
 workloads (`seeds`), and of the tests that are marked `soak_in_turn`, if it runs a folder. POINTSMAN_PART=all has all,
 in either form.
 """
@@ -24,6 +24,10 @@ Case = TypeVar("Case")
 
 SOAK = os.environ.get("POINTSMAN_SOAK") == "1"
 
+TURNS = 3 if SOAK else 5
+"""So many commits in a row have each test once that takes turns. If its parameters take turns themselves, the number of
+their parts must have no divisor in common with this one, or some would never be run."""
+
 
 def short_or_long(short: int, long: int) -> int:
     """The number of cases that belongs to this run."""
@@ -42,16 +46,16 @@ def seeds(short: int, long: int) -> range:
     return range(first, last)
 
 
-def third_of_commit(cases: Sequence[Case]) -> Sequence[Case]:
-    """A third of the cases, in the long form, too; the next third with the next commit."""
+def share_of_commit(cases: Sequence[Case]) -> Sequence[Case]:
+    """The cases that have their turn, in the long form, too: others with the next commit."""
     number = _part_asked_for()
-    return cases if number is None else part_of(cases, number, 3)
+    return cases if number is None else part_of(cases, number, TURNS)
 
 
 def is_turn_of(name: str) -> bool:
-    """Whether the test of this name has its turn: with every third commit, whatever other tests there are."""
+    """Whether the test of this name has its turn, whatever other tests there are."""
     number = _part_asked_for()
-    return number is None or (zlib.crc32(name.encode()) - number) % 3 == 0
+    return number is None or (zlib.crc32(name.encode()) - number) % TURNS == 0
 
 
 def short_of(cases: Collection[Any], short: Container[Any]) -> list[Any]:

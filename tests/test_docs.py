@@ -32,7 +32,7 @@ from tests.forked_engines import start_server
 from tests.forking import ForkingParent
 from tests.sim.measured_logs import measured_log
 from tests.sim.observed_logs import write_observed
-from tests.soak import short_or_long, third_of_commit
+from tests.soak import share_of_commit, short_or_long
 
 ROOT = Path(__file__).resolve().parent.parent
 VLLM = ROOT / "docs" / "vllm.md"
@@ -106,12 +106,12 @@ COMMANDS = [
 ]
 SESSIONS = sessions()
 OTHERS = sorted({where.split(":")[0] for where, _ in COMMANDS} - {"README.md"})
-NOW = ["README.md", *third_of_commit(OTHERS)]
-"""Documents whose commands belong to this run: the README, and a third of the others."""
+NOW = ["README.md", *share_of_commit(OTHERS)]
+"""Documents whose commands belong to this run: the README, and those of the others whose turn it is."""
 SIMULATES = "simulator.md" in NOW
 IS_WHOLE = len(NOW) > len(OTHERS)
 SESSIONS_NOW = [each for each in SESSIONS if each.where.startswith("README")]
-SESSIONS_NOW += third_of_commit([each for each in SESSIONS if each not in SESSIONS_NOW])
+SESSIONS_NOW += share_of_commit([each for each in SESSIONS if each not in SESSIONS_NOW])
 
 
 def test_the_documents_have_examples_and_commands() -> None:

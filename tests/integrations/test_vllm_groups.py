@@ -64,7 +64,6 @@ MET_PER_100 = {"steps": 5_000, "preemptions": 50, "hits": 50, "chunks": 2_000, "
 
 
 @pytest.mark.soak_in_turn
-@pytest.mark.in_turn
 @pytest.mark.parametrize("case", short_of(list(CASES), ONE_MODEL))
 def test_tokens_are_those_of_vllms_own_scheduler(tmp_path: Path, case: str) -> None:
     """In as many steps, with as many cached tokens; twice the same prompts, so that the second time finds them."""

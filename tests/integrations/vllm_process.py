@@ -32,9 +32,9 @@ ONE_MODEL = part_of_commit(
         "falcon-h1, short pool",
         "whisper, preempting",
     ],
-    5,
+    15,
 )
-"""The case with a real model that this run has: another one with each commit."""
+"""The case with a real model that this run has: of 15 commits in a row, five have another one each."""
 
 
 def environment(*sources: Path) -> dict[str, str]:
