@@ -32,7 +32,7 @@ from tests.forked_engines import start_server
 from tests.forking import ForkingParent
 from tests.sim.measured_logs import measured_log
 from tests.sim.observed_logs import write_observed
-from tests.soak import share_of_commit, short_or_long
+from tests.soak import is_turn_of, share_of_commit, short_or_long
 
 ROOT = Path(__file__).resolve().parent.parent
 VLLM = ROOT / "docs" / "vllm.md"
@@ -108,8 +108,6 @@ SESSIONS = sessions()
 OTHERS = sorted({where.split(":")[0] for where, _ in COMMANDS} - {"README.md"})
 NOW = ["README.md", *share_of_commit(OTHERS)]
 """Documents whose commands belong to this run: the README, and those of the others whose turn it is."""
-SIMULATES = "simulator.md" in NOW
-IS_WHOLE = len(NOW) > len(OTHERS)
 SESSIONS_NOW = [each for each in SESSIONS if each.where.startswith("README")]
 SESSIONS_NOW += share_of_commit([each for each in SESSIONS if each not in SESSIONS_NOW])
 
@@ -228,8 +226,8 @@ def test_commands_run_in_their_order(document: str, tmp_path: Path) -> None:
     for where, line in COMMANDS:
         if where.split(":")[0] != document:
             continue
-        if document == "README.md" and line.startswith("pointsman capacity") and SIMULATES and not IS_WHOLE:
-            continue  # as long as those of simulator.md: they take turns
+        if document == "README.md" and line.startswith("pointsman capacity") and not is_turn_of(line):
+            continue  # it takes as long as all others together
         run = parent().run("-m", *shlex.split(line, comments=True), cwd=tmp_path, timeout=300)
         assert run.returncode == 0, f"{where}: {line}\n{run.stderr}"
     if document != "simulator.md":
