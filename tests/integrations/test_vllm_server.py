@@ -87,7 +87,8 @@ def test_clients_that_leave_give_all_blocks_back(ours: VllmSide) -> None:
         time.sleep(0.2)
 
 
-def test_the_metrics_are_plausible(ours: VllmSide) -> None:
+def test_the_metrics_are_plausible(ours: VllmSide, tmp_path: Path) -> None:
+    bench(ours, DEMO, float("inf"), NUM_REQUESTS, seed=2, folder=tmp_path)  # its own: the first test may run elsewhere
     long_prompt = "The import statement combines two operations. " * 8
     text = complete(ours, long_prompt, 20)
     assert text and complete(ours, long_prompt, 20) == text
