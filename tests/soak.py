@@ -42,7 +42,7 @@ def seeds(short: int, long: int) -> range:
     number = _part_asked_for()
     if number is None:
         return range(long)
-    first, last = (long * (number % 3 + more) // 3 for more in (0, 1))
+    first, last = (long * (number % TURNS + more) // TURNS for more in (0, 1))
     return range(first, last)
 
 
@@ -53,7 +53,7 @@ def share_of_commit(cases: Sequence[Case]) -> Sequence[Case]:
 
 
 def is_turn_of(name: str) -> bool:
-    """Whether the test of this name has its turn, whatever other tests there are."""
+    """Whether the test (or the command) of this name has its turn, whatever others there are."""
     number = _part_asked_for()
     return number is None or (zlib.crc32(name.encode()) - number) % TURNS == 0
 

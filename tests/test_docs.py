@@ -227,7 +227,7 @@ def test_commands_run_in_their_order(document: str, tmp_path: Path) -> None:
         if where.split(":")[0] != document:
             continue
         if document == "README.md" and line.startswith("pointsman capacity") and not is_turn_of(line):
-            continue  # it takes as long as all others together
+            continue  # it takes turns, because it takes as long as all others together
         run = parent().run("-m", *shlex.split(line, comments=True), cwd=tmp_path, timeout=300)
         assert run.returncode == 0, f"{where}: {line}\n{run.stderr}"
     if document != "simulator.md":
