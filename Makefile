@@ -19,12 +19,17 @@ export PYTHONDONTWRITEBYTECODE :=
 # A thread of PyTorch's that has no work sleeps instead of spinning: CI machines and laptops have other work to do.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-# The parts of the soak and of the benchmarks, which run alone: the long forms of tests, and what measures the same.
+# A part of all tests: `PART=core make test-all`. One of several shards of them, for several machines: `SHARD=1/4`.
+PART ?=
+SHARD ?=
+
+# The parts, each with its tests and its benchmarks.
 PARTS := core sim engine server vllm page
-TESTS_core := tests/core tests/property tests/traces tests/test_routing.py
+TESTS_core := tests/core tests/property tests/traces tests/test_routing.py tests/test_forms.py
 TESTS_sim := tests/sim
 TESTS_engine := tests/engine
-TESTS_server := tests/examples tests/server tests/cli tests/benchmarks tests/release tests/test_docs.py tests/test_forking.py
+TESTS_server := tests/examples tests/server tests/cli tests/release tests/test_benchmarks.py tests/test_docs.py \
+    tests/test_forking.py
 TESTS_vllm := tests/integrations
 TESTS_page := tests/web
 BENCHMARKS_core := scheduler_step prefix_scaling
@@ -36,15 +41,14 @@ BENCHMARKS_vllm := vllm_scheduler vllm_observer vllm_engine policies_live
 BENCHMARKS_page := page
 BENCHMARKS := $(foreach part,$(PARTS),$(BENCHMARKS_$(part)))
 
-.PHONY: help install serve demo test lint kernels vllm format bench bench-quick soak $(PARTS:%=soak-%) $(PARTS:%=bench-%) \
-    dist clean
+.PHONY: help install serve demo test test-all lint kernels vllm format bench bench-quick $(PARTS:%=bench-%) dist clean
 
 help:
 	@echo "make serve   serve the demo model on port 8000, and print a curl that works"
 	@echo "make demo    run the demo model on built-in prompts"
-	@echo "make test    format check, lint, types, all tests in their short form"
-	@echo "make soak    the long forms of all tests, about an hour; a part of it: make soak-core, soak-sim,"
-	@echo "             soak-engine, soak-server, soak-vllm, soak-page"
+	@echo "make test    format check, lint, types, the tests in their short form: a fixed choice"
+	@echo "make test-all  the same with every test in its long form, and random seeds of today; a part of it:"
+	@echo "             PART=core make test-all (or sim, engine, server, vllm, page); a shard: SHARD=1/4 make test-all"
 	@echo "make bench   the benchmarks in full, against their targets, beside vLLM in an environment of its own: hours on"
 	@echo "             a machine that does nothing else; a part of it: make bench-core, and so on"
 	@echo "make format  format the code and repair what the linter can"
@@ -79,6 +83,13 @@ test:
 	@$(MAKE) --no-print-directory -j3 lint kernels $(if $(VLLM),vllm)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
+# Every test in its long form, with the random seeds of today's date.
+test-all:
+	$(if $(filter-out $(PARTS),$(PART)),$(error PART=$(PART) is no part; choose from $(PARTS)))
+	@$(MAKE) --no-print-directory -j3 lint kernels $(if $(VLLM),vllm)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --long \
+	    $(if $(SHARD),--shard $(SHARD)) $(TESTS_$(PART))
+
 # The CPU kernels are compiled once, or every process of the tests would begin with that.
 kernels: $(INSTALLED)
 	@$(BIN)/pointsman generate --json > /dev/null
@@ -101,16 +112,6 @@ bench:
 $(PARTS:%=bench-%): bench-%: $(INSTALLED) vllm
 	@missed=; for name in $(BENCHMARKS_$*); do $(BIN)/python benchmarks/$$name.py --check || missed="$$missed $$name"; done; \
 	    test -z "$$missed" || { echo "targets missed:$$missed"; exit 1; }
-
-# Every part, even where a test of one fails: an hour should tell all that it found.
-soak: lint
-	@failed=; for part in $(PARTS); do $(MAKE) --no-print-directory soak-$$part || failed="$$failed $$part"; done; \
-	    test -z "$$failed" || { echo "parts with failed tests:$$failed"; exit 1; }
-
-soak-vllm: vllm
-
-$(PARTS:%=soak-%): soak-%: $(INSTALLED)
-	POINTSMAN_SOAK=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(TESTS_$*)
 
 # The sdist, and the wheel from it, in an environment of their own that pyproject.toml describes.
 dist: $(INSTALLED)

@@ -1,17 +1,27 @@
-"""Hypothesis profiles: a short form for every run, a long one with POINTSMAN_SOAK=1, and a count of executed rules."""
+"""Options of the test run, hypothesis profiles, shards, progress of long tests, and how to repeat a failure.
+
+`tests/forms.py` describes the short and the long form.
+"""
 
 from __future__ import annotations
 
+import os
+import shlex
 import signal
 import sys
+import tempfile
+import threading
+import time
 from collections import Counter
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.soak import SOAK, is_turn_of
+from tests import forms
 
 # Started in the background of a script, the tests would hand a deaf ear for Ctrl-C down to all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -20,12 +30,42 @@ _common = settings(
     deadline=None,  # a shared machine is slow at times, and that is no failure
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
     print_blob=True,
+    database=None,  # an earlier run decides nothing
 )
-# The short form draws the same cases each time, so that a commit passes or fails by itself; the long one explores.
+# The short form draws the same cases each time; the long form draws those of its date.
 settings.register_profile("short", _common, max_examples=120, stateful_step_count=50, derandomize=True)
-settings.register_profile("soak", _common, max_examples=400, stateful_step_count=60)
-settings.load_profile("soak" if SOAK else "short")
+settings.register_profile("long", _common, max_examples=400, stateful_step_count=60)
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("forms of the tests (tests/forms.py)")
+    group.addoption("--long", action="store_true", help="run every test in its long form, as make test-all does")
+    group.addoption("--shard", metavar="K/N", help="run part K of N of the tests, such as 1/4")
+    group.addoption(
+        "--explore",
+        type=int,
+        metavar="NUMBER",
+        help="random seeds of the long form; by default those of today's date (UTC), such as 20261127",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    option = config.option
+    if option.explore is None:  # the workers of pytest-xdist get the options of the process that starts them
+        option.explore = int(datetime.now(UTC).strftime("%Y%m%d"))
+    report_progress = None
+    if folder := getattr(config, "workerinput", {}).get("progress"):
+        report_progress = _Progress(Path(folder)).report
+    forms.choose(forms.Form(is_long=option.long, explore=option.explore), report_progress)
+    settings.load_profile("long" if option.long else "short")
+    if option.long and option.hypothesis_seed is None:
+        option.hypothesis_seed = str(option.explore)
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Reporter(config), "pointsman-reporter")
+
+
+# ---------------------------------------------------------------------- which tests, in which order
 
 LONG_ONES = ("test_docs.py", "test_policy_pictures.py", "integrations", "benchmarks", "server", "cli", "engine")
 """Files and folders with long tests, which come first: what is left at the end, when the workers of pytest-xdist take
@@ -33,27 +73,29 @@ from each other, is then in small pieces."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long tests first; those of the long form alone are skipped in the short one, as are those whose turn it is not:
-    in the short form where all tests are run, in the long one where those of a folder are."""
+    """Skip tests that only the long form has; put long tests first; keep those of the shard."""
+    if not forms.is_long():
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="the long form: make test-all, or pytest --long"))
     here = Path(__file__).parent
-    if not SOAK:
-        for item in items:
-            if item.get_closest_marker("soak"):
-                item.add_marker(pytest.mark.skip(reason="the long form: make soak"))
-    asked = [(config.invocation_params.dir / argument).resolve() for argument in config.args]
-    if any(path.is_dir() if SOAK else path == here for path in asked):
-        mark = "soak_in_turn" if SOAK else "in_turn"
-        for item in items:
-            if item.get_closest_marker(mark) and not is_turn_of(item.nodeid):
-                item.add_marker(pytest.mark.skip(reason="it takes turns by commit; alone, it is run"))
 
     def place(item: pytest.Item) -> int:
         if "vllms_own" in item.name:  # in a worker that has imported vLLM already
             return LONG_ONES.index("integrations")
-        names = (item.path.name, item.path.relative_to(here).parts[0])
+        folders = item.path.relative_to(here).parts if here in item.path.parents else ()
+        names = (item.path.name, *folders[:1])
         return min((LONG_ONES.index(name) for name in names if name in LONG_ONES), default=len(LONG_ONES))
 
     items.sort(key=place)
+    if config.option.shard is not None:
+        try:
+            kept = forms.Shard.parse(config.option.shard).of(items)
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from error
+        others = set(items).difference(kept)
+        config.hook.pytest_deselected(items=[item for item in items if item in others])
+        items[:] = kept
 
 
 @pytest.fixture(scope="session")
@@ -64,6 +106,91 @@ def ray_python() -> Path:
     if ray_env.make([]) != 0:
         pytest.skip("Ray cannot be installed here; python benchmarks/ray_env.py says why")
     return ray_env.python_of()
+
+
+# ---------------------------------------------------------------------- what is reported
+
+SECONDS_BETWEEN_SIGNS = 60.0
+
+
+class _Progress:
+    """How far the test of this process is, in a file that the reporting process reads."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / str(os.getpid())
+
+    def report(self, text: str) -> None:
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+        self._file.write_text(f"{test}\n{text}")
+
+
+class Reporter:
+    """Prints a sign of life of tests that run for a minute, and for each failure the command that repeats it."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._folder = tempfile.TemporaryDirectory(prefix="pointsman-tests-")
+        self._running: dict[str, float] = {}
+        self._done = threading.Event()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Tell a worker of pytest-xdist where to report its progress."""
+        node.workerinput["progress"] = self._folder.name
+
+    def pytest_sessionstart(self) -> None:
+        if not self._config.option.collectonly:
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._running[nodeid] = time.monotonic()
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self._running.pop(nodeid, None)
+
+    def _watch(self) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        while not self._done.wait(SECONDS_BETWEEN_SIGNS):
+            told = dict(file.read_text().partition("\n")[::2] for file in Path(self._folder.name).iterdir())
+            for test, since in list(self._running.items()):
+                seconds = time.monotonic() - since
+                if terminal is not None and seconds > SECONDS_BETWEEN_SIGNS:
+                    how_far = f", {told[test]}" if test in told else ""
+                    terminal.write_line(f"\n{test}: running for {seconds:.0f} s{how_far}")
+
+    def pytest_sessionfinish(self) -> None:
+        self._done.set()
+        self._folder.cleanup()
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        option = self._config.option
+        rules = _rules + _executed_rules()
+        if rules:
+            each = ", ".join(f"{name} {count}" for name, count in sorted(rules.items()))
+            terminalreporter.write_line(f"property tests: {rules.total()} rules executed ({each})")
+        if option.long:
+            shard = f", shard {option.shard}" if option.shard else ""
+            terminalreporter.write_line(f"long form{shard}; random seeds of {option.explore}")
+        failed = [report for kind in ("failed", "error") for report in terminalreporter.getreports(kind)]
+        if failed:
+            terminalreporter.section("to repeat a failure alone")
+        for report in {report.nodeid: report for report in failed}.values():
+            long = ["--long", "--explore", str(option.explore)] if option.long else []
+            terminalreporter.write_line(shlex.join(["python", "-m", "pytest", *long, report.nodeid]))
+            for name, value in getattr(report, "user_properties", ()):
+                if name == "seed":
+                    terminalreporter.write_line(f"    its seed: {value}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Name the seed of a failure: the local variable `seed` of the outermost function that has one."""
+    if call.excinfo is not None and not call.excinfo.errisinstance(pytest.skip.Exception):
+        for entry in call.excinfo.traceback:
+            if isinstance(seed := entry.frame.f_locals.get("seed"), int):
+                item.user_properties.append(("seed", seed))
+                break
+    return (yield)
 
 
 _rules: Counter[str] = Counter()  # executed by the workers of pytest-xdist
@@ -88,11 +215,3 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_testnodedown(node: Any, error: object) -> None:
     """Collect the count of a worker that is done."""
     _rules.update(getattr(node, "workeroutput", {}).get("executed_rules", {}))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how many rules the property tests executed."""
-    rules = _rules + _executed_rules()
-    if rules:
-        each = ", ".join(f"{name} {count}" for name, count in sorted(rules.items()))
-        terminalreporter.write_line(f"property tests: {rules.total()} rules executed ({each})")

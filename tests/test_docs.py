@@ -30,9 +30,9 @@ from pointsman.cli.options import KNOBS, SERVER
 from pointsman.sim.profile import EngineSettings, load_profile
 from tests.forked_engines import start_server
 from tests.forking import ForkingParent
+from tests.forms import short_of, short_or_long
 from tests.sim.measured_logs import measured_log
 from tests.sim.observed_logs import write_observed
-from tests.soak import is_turn_of, share_of_commit, short_or_long
 
 ROOT = Path(__file__).resolve().parent.parent
 VLLM = ROOT / "docs" / "vllm.md"
@@ -106,10 +106,8 @@ COMMANDS = [
 ]
 SESSIONS = sessions()
 OTHERS = sorted({where.split(":")[0] for where, _ in COMMANDS} - {"README.md"})
-NOW = ["README.md", *share_of_commit(OTHERS)]
-"""Documents whose commands belong to this run: the README, and those of the others whose turn it is."""
-SESSIONS_NOW = [each for each in SESSIONS if each.where.startswith("README")]
-SESSIONS_NOW += share_of_commit([each for each in SESSIONS if each not in SESSIONS_NOW])
+SHORT_DOCUMENTS = {"README.md", "library.md"}
+"""Documents whose commands and servers the short form runs."""
 
 
 def test_the_documents_have_examples_and_commands() -> None:
@@ -189,7 +187,6 @@ def parent() -> ForkingParent:
     return ForkingParent(sys.executable, modules, {**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-@pytest.mark.in_turn
 @pytest.mark.e2e
 @pytest.mark.parametrize(("where", "text"), PYTHON, ids=[where for where, _ in PYTHON])
 def test_python_example_runs(where: str, text: str, tmp_path: Path) -> None:
@@ -217,7 +214,7 @@ def bench_result(count: int) -> dict[str, Any]:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("document", NOW)
+@pytest.mark.parametrize("document", short_of(["README.md", *OTHERS], SHORT_DOCUMENTS))
 def test_commands_run_in_their_order(document: str, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("The import statement\nA list is\n")
     if document == "simulator.md":
@@ -226,8 +223,6 @@ def test_commands_run_in_their_order(document: str, tmp_path: Path) -> None:
     for where, line in COMMANDS:
         if where.split(":")[0] != document:
             continue
-        if document == "README.md" and line.startswith("pointsman capacity") and not is_turn_of(line):
-            continue  # it takes turns, because it takes as long as all others together
         run = parent().run("-m", *shlex.split(line, comments=True), cwd=tmp_path, timeout=300)
         assert run.returncode == 0, f"{where}: {line}\n{run.stderr}"
     if document != "simulator.md":
@@ -254,7 +249,11 @@ def talk(server: ServerProcess, language: str, text: str, cwd: Path) -> str:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("session", SESSIONS_NOW, ids=[session.where for session in SESSIONS_NOW])
+@pytest.mark.parametrize(
+    "session",
+    short_of(SESSIONS, [each for each in SESSIONS if each.where.split(":")[0] in SHORT_DOCUMENTS]),
+    ids=[session.where for session in SESSIONS],
+)
 def test_server_sessions_run(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")

@@ -156,7 +156,6 @@ def test_a_prompt_longer_than_the_model(pointsman: Run, model: str) -> None:
     check_refused(finished, f"{MAX_MODEL_LEN} tokens", "max_model_len", "shorten the prompt")
 
 
-@pytest.mark.in_turn
 def test_a_pool_of_one_block_says_how_many_are_needed(pointsman: Run, model: str) -> None:
     prompt = "x" * 100  # 4 blocks of 32 with the first token to generate
     finished = pointsman("generate", "--model", model, "--num-blocks", 1, "--prompt", prompt, "--prompt", prompt)

@@ -110,7 +110,7 @@ def test_model_and_device_size_the_pool_and_begin_the_search(
     assert estimates[2] is None
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_plot(pointsman: Callable[..., Any], log: Path, known: list[fit.Problem], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert pointsman("calibrate", log, *OPTIONS, "--plot", tmp_path / "errors.svg").code == 0
@@ -137,7 +137,7 @@ def test_errors_are_one_line(pointsman: Callable[..., Any], log: Path, tmp_path:
         assert line.startswith("pointsman: error: ") and wrong in line
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_the_search_uses_processes_and_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes find what one does."""
     monkeypatch.setattr(fit, "STARTS", dict(list(fit.STARTS.items())[:2]))

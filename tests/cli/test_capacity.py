@@ -71,7 +71,6 @@ def test_json_has_the_bracket_and_the_probes(pointsman: Run) -> None:
     assert found["is_complete"] is True
 
 
-@pytest.mark.in_turn
 def test_extrapolation_at_the_answer_is_warned_of(pointsman: Run, tmp_path: Path) -> None:
     """Of the probe that meets the targets, not of those under overload."""
     saved = profile(max_rows=4)
@@ -99,7 +98,6 @@ def test_replicas_that_are_too_few_or_more_than_enough(pointsman: Run) -> None:
     assert "2 replicas are enough at 1 requests/s, the fewest of 2 to 3" in words(pointsman("capacity", *given, 1))
 
 
-@pytest.mark.in_turn
 def test_the_most_users_and_the_fewest_replicas_for_them(pointsman: Run) -> None:
     lengths = ("--requests", 40, "--prompt-tokens", 4000, "--output-tokens", 20, "--ttft-target", "1s")
     finished = pointsman("capacity", *lengths, "--think", "exponential:2", "--tolerance", 0.2)
@@ -137,7 +135,6 @@ def test_gaps_that_miss_have_a_remedy(pointsman: Run) -> None:
     assert "smaller --max-num-batched-tokens" in words(pointsman("capacity", *given, "--tolerance", 1))
 
 
-@pytest.mark.in_turn
 def test_a_target_on_gaps_is_told_from_the_p99_of_all_gaps(pointsman: Run) -> None:
     """Long prompts delay one token of each of the others: most gaps are short, the longest of a request is not."""
     lengths = ("--prompt-tokens", 6000, "--output-tokens", 300, "--requests", 60, "--tolerance", 0.5)

@@ -64,7 +64,6 @@ def complete(server: ServerProcess, messages: list[dict[str, str]], max_tokens: 
 # ---------------------------------------------------------------------- a real server
 
 
-@pytest.mark.in_turn
 @pytest.mark.e2e
 def test_each_line_is_a_turn_and_the_history_is_kept(server: ServerProcess) -> None:
     questions = ["What is a list?", "And a tuple, naïvely?"]
@@ -85,7 +84,6 @@ def test_each_line_is_a_turn_and_the_history_is_kept(server: ServerProcess) -> N
     assert "maximum number of tokens" in finished.err  # both were cut at 12
 
 
-@pytest.mark.in_turn
 @pytest.mark.e2e
 def test_a_wrong_key_model_or_address_is_told_before_the_first_question(server: ServerProcess) -> None:
     for key in (None, "wrong"):
@@ -180,7 +178,6 @@ def chunk(text: str, finish_reason: str | None = None) -> bytes:
     return f"data: {json.dumps({'choices': [choice]}, ensure_ascii=False)}\n\n".encode()
 
 
-@pytest.mark.in_turn
 def test_pieces_arrive_whole_however_the_stream_is_cut() -> None:
     pieces = ["naïve ", "two\nlines\u2028and\x85three ", "😀", "", " end"]
     stream = b"".join(map(chunk, pieces)) + b": a comment\n\n" + b'data: {"choices": []}\n\n' + DONE

@@ -41,7 +41,6 @@ def served(command: str) -> dict[str, Any]:
     return engine_arguments({name: value for name, value in given(context.params).items() if name in KNOBS})
 
 
-@pytest.mark.in_turn
 def test_the_report_compares_with_vllms_defaults(pointsman: Run) -> None:
     finished = pointsman("tune", *SMALL, *TIGHT)
     printed = words(finished)
@@ -83,7 +82,6 @@ def test_json_is_one_object_whose_commands_have_the_settings(pointsman: Run) -> 
     assert arguments["num_blocks"] == found["chosen"]["num_blocks"]
 
 
-@pytest.mark.in_turn
 def test_policies_that_vllm_lacks_go_into_its_additional_config(pointsman: Run) -> None:
     knobs = ("--decode-reserve", "mean", "--watermark", 0.05, "--no-full-sequence-must-fit", "--victim", "latest")
     finished = pointsman("tune", *SMALL, *TIGHT, *knobs, "--max-model-len", 8000, "--tensor-parallel", 2, "--json")

@@ -126,7 +126,6 @@ def test_a_recording_ends_after_its_seconds_and_replays(tmp_path: Path, run: Run
     assert run("replay", str(tmp_path / "r"))[0] == 0
 
 
-@pytest.mark.in_turn
 def test_ctrl_c_ends_a_recording_or_the_wait_for_it(host: Operated, tmp_path: Path) -> None:
     for is_idle in (False, True):
         if is_idle:

@@ -1,6 +1,6 @@
 """Presets named after other schedulers decide as those do: step by step, against their specifications.
 
-`POINTSMAN_SOAK=1` compares many more workloads.
+The long form compares many more workloads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pointsman.core import (
 )
 from pointsman.core.policy.registry import make
 from pointsman.core.presets import SYSTEMS
-from tests.soak import seeds, short_or_long
+from tests.forms import seeds, short_or_long
 
 from .helpers import Host, cached_of, names, next_token, tokens_of
 from .specifications.original_caches import OriginalMiniVllm, OriginalNanoVllm, OriginalNanoVllmChunked
@@ -41,7 +41,7 @@ from .specifications.two_phases import (
 )
 from .specifications.vllm import Vllm
 
-WORKLOADS = seeds(25, 600)
+WORKLOADS = seeds(25, 200)
 NUM_WITH_ORIGINAL_CACHE = short_or_long(20, 600)
 NUM_TOKENS = 5  # in the vocabulary: so few that unrelated requests meet in the prefix cache
 
@@ -183,7 +183,6 @@ def host_of(name: str, **overrides: Any) -> Host:
     return Host(**SchedulerConfig.preset(name, **{**sizes, **overrides}).to_dict())
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("name", SPECIFICATIONS)
 def test_a_preset_decides_as_its_specification(name: str) -> None:
     tally = Tally()
@@ -198,7 +197,6 @@ def test_a_preset_decides_as_its_specification(name: str) -> None:
     assert (tally.steps_without_decode > 0) == (not name.startswith(("textbook", "vllm")))
 
 
-@pytest.mark.soak_in_turn
 @pytest.mark.parametrize(
     ("name", "share"),
     [("nano-vllm, own cache", 0.01), ("nano-vllm-chunked, own cache", 0.1), ("minivllm, own cache", 0.01)],

@@ -32,19 +32,16 @@ def run(mode: str, **environment: str) -> tuple[str, int]:
     return told, int(faults)
 
 
-@pytest.mark.in_turn
 def test_freed_pages_serve_again() -> None:
     told, faults = run("keep", MALLOC_ARENA_MAX="1")
     assert told == "True" and faults < NUM_PAGES / 4
 
 
-@pytest.mark.in_turn
 def test_what_the_user_says_counts() -> None:
     told, faults = run("keep", MALLOC_MMAP_THRESHOLD_="1048576")
     assert told == "False" and faults > 8, "every piece is mapped anew"
 
 
-@pytest.mark.in_turn
 def test_idle_engines_give_freed_pages_back() -> None:
     """Something small above keeps the heap's end where it is; the free pages below it can go all the same."""
     code = """

@@ -104,7 +104,6 @@ def _biases(edits: logit_edits.LogitEdits, token_id: int) -> bool:
     return any(token_id in ids.tolist() for ids in edits._biases._token_ids)
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
 @pytest.mark.parametrize("where", INJECTIONS)
 def test_an_exception_in_the_sampling_of_a_row_ends_its_request_alone(
@@ -218,7 +217,6 @@ class Breaking(sampler.RequestGrammar):
         return super().mask(*arguments)
 
 
-@pytest.mark.in_turn
 @pytest.mark.e2e
 @pytest.mark.parametrize("where", ["__init__", "mask"])
 def test_an_exception_in_the_grammar_of_a_request_ends_it_alone(

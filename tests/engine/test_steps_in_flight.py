@@ -71,7 +71,6 @@ def expected(loaded: LoadedModel) -> dict[str, tuple[Any, ...]]:
     return {name: story(output) for name, output in drain(engine).items()}
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize(("steps", "num_blocks"), [(2, 400), (2, 22), (3, 22)])
 def test_answers_are_those_of_one_step_at_a_time(
     loaded: LoadedModel, expected: dict[str, tuple[Any, ...]], steps: int, num_blocks: int

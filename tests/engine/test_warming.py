@@ -26,7 +26,7 @@ from pointsman.engine.warming import warm_up
 from tests.engine.engine_loop import drain, free_blocks
 from tests.engine.text_tokenizers import byte_tokenizer
 from tests.engine.tiny_models import FAMILIES, build
-from tests.soak import part_of_commit
+from tests.forms import short_of
 
 PROMPT = [5, 6, 7] * 20
 LOGGER = "pointsman.engine.warming"
@@ -86,9 +86,8 @@ def drafts_ignore_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepCost, "observe", lambda self, num_tokens, seconds: None)
 
 
-@pytest.mark.in_turn
 @pytest.mark.usefixtures("drafts_ignore_times")
-@pytest.mark.parametrize("knobs", part_of_commit(KNOBS, 4), ids=str)
+@pytest.mark.parametrize("knobs", short_of(KNOBS, KNOBS[1::3]), ids=str)
 def test_it_leaves_no_trace(loaded: LoadedModel, knobs: dict[str, Any], caplog: LogCaptureFixture) -> None:
     recorded, untouched = io.StringIO(), io.StringIO()
     engine = make(loaded, recorder=Recorder(recorded), log_request_events=True, clock=lambda: 1.0, **knobs)
@@ -108,7 +107,6 @@ def test_it_leaves_no_trace(loaded: LoadedModel, knobs: dict[str, Any], caplog: 
         assert decisions(recorded) == decisions(untouched), "step by step the same decisions, from the first number on"
 
 
-@pytest.mark.in_turn
 def test_nothing_is_left_to_be_compiled_or_started() -> None:
     engine = make("demo", kv_cache_dtype="bfloat16")
     warm_up(engine)

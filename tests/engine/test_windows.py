@@ -21,7 +21,7 @@ from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import wrap_model
 from pointsman.engine.warming import warm_up
 from tests.engine.tiny_models import FAMILIES, HEAD16, VOCAB_SIZE, build
-from tests.soak import SOAK
+from tests.forms import is_long
 
 pytestmark = pytest.mark.e2e
 
@@ -153,7 +153,6 @@ class Checked:
             tensor[free] = torch.nan
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("num_blocks", [200, TIGHT])
 def test_what_a_layer_reads_is_what_was_written_for_the_same_tokens(num_blocks: int) -> None:
     """Also where steps fail in the middle of a forward pass, and are computed again."""
@@ -214,10 +213,9 @@ def test_no_block_stays_behind_its_window_for_longer_than_a_step(steps_in_flight
     assert largest > 50
 
 
-@pytest.mark.in_turn
 def test_more_requests_fit() -> None:
     """Of five windows to one layer of full attention, in the memory that 8 requests of full length take without."""
-    window, length, size = (512, 4096, 32) if SOAK else (32, 256, 4)
+    window, length, size = (512, 4096, 32) if is_long() else (32, 256, 4)
     running: dict[bool, int] = {}
     for disable in (True, False):
         engine = Engine(

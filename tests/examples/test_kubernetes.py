@@ -123,7 +123,7 @@ def test_images_are_those_of_the_dockerfile(server: dict[str, Any], router: dict
     assert extras is not None and set(extras[1].split(",")) <= set(declared)
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.e2e
 def test_kubernetes_and_the_router_take_it(router: dict[str, Any]) -> None:
     if router_env.make([]) != 0:

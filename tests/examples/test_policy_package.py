@@ -44,7 +44,6 @@ def python(installed: Path, *arguments: str, executable: str = sys.executable) -
     return done.stdout
 
 
-@pytest.mark.in_turn
 @pytest.mark.e2e
 def test_the_engine_and_the_simulator_find_them_by_name(installed: Path) -> None:
     listed = json.loads(python(installed, "-m", "pointsman", "policies", "--json"))
@@ -67,7 +66,6 @@ def test_the_engine_and_the_simulator_find_them_by_name(installed: Path) -> None
     assert ours["ttft"] != plain["ttft"], "the order decides"
 
 
-@pytest.mark.in_turn
 @pytest.mark.e2e
 @VLLM_INSTALLED
 def test_the_drop_in_finds_them_by_name(installed: Path) -> None:

@@ -211,7 +211,6 @@ def watched(connection: Connection, line: dict[str, Any], num_films: int) -> lis
         line = connection.next_line(10)
 
 
-@pytest.mark.in_turn
 def test_two_watch_while_the_scheduler_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with operated(path) as host:

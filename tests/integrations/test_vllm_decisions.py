@@ -1,14 +1,14 @@
 """With the preset "vllm", our scheduler decides in vLLM as vLLM's own: step by step, on random workloads.
 
-`POINTSMAN_SOAK=1` compares more of them. docs/vllm.md lists what is left out.
+The long form compares more of them. docs/vllm.md lists what is left out.
 """
 
 from __future__ import annotations
 
+from tests.forms import seeds
 from tests.integrations.vllm_process import NEEDS_VLLM, decided_alike
-from tests.soak import seeds
 
-WORKLOADS = seeds(40, 1000)
+WORKLOADS = seeds(40, 330)
 MET_PER_100 = {
     "steps": 5_000,
     "preemptions": 150,
@@ -29,6 +29,6 @@ pytestmark = NEEDS_VLLM
 
 
 def test_every_decision_is_that_of_vllms_own_scheduler() -> None:
-    tally = decided_alike(WORKLOADS, met_per_100=MET_PER_100, timeout=900)
+    tally = decided_alike(WORKLOADS, met_per_100=MET_PER_100)
     for what in ("resumed in chunks", "gave up drafts"):
         assert tally.get(what, 0) <= len(WORKLOADS) // 10, "the comparison of these workloads ends there"

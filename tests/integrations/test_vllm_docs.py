@@ -123,7 +123,6 @@ def played(line: str, server: Server, cwd: Path) -> str:
     return page
 
 
-@pytest.mark.in_turn
 def test_commands_run_in_the_order_of_the_document(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         asking = [line for line in COMMANDS if SOCKET in line and line.startswith("pointsman")]
@@ -183,7 +182,6 @@ def check_vllm(*options: str) -> subprocess.CompletedProcess[str]:
     return vllm_parent().run("-m", *shlex.split(line.replace(MODEL, str(DEMO))), *options, timeout=300)
 
 
-@pytest.mark.in_turn
 def test_check_says_that_it_will_work_and_with_which_knobs() -> None:
     done = check_vllm("--additional-config", '{"pointsman": {"decode_reserve": "mean", "socket": ""}}')
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,17 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.forms import short_of
 from tests.integrations.vllm_process import DEMO, NEEDS_VLLM, run_in_vllm
-from tests.soak import part_of_commit, short_of
 
 pytestmark = NEEDS_VLLM
 
 
-NOW = part_of_commit(["offline", "online"], 2)
-
-
-@pytest.mark.in_turn
-@pytest.mark.parametrize("feature", short_of(["offline", "online", "pooling", "lora", "drafts"], NOW))
+@pytest.mark.parametrize("feature", short_of(["offline", "online", "pooling", "lora", "drafts"], ["online"]))
 def test_features_are_as_with_vllms_own_scheduler(tmp_path: Path, feature: str) -> None:
     if feature == "lora":
         run_in_vllm("vllm_features.py", "adapters", "-", DEMO, tmp_path)

@@ -8,7 +8,6 @@ import pytest
 import vllm_env
 
 from tests.integrations.vllm_process import NEEDS_VLLM, run_in_vllm
-from tests.soak import part_of_commit
 
 pytestmark = NEEDS_VLLM
 
@@ -25,15 +24,13 @@ def sources_of(version: str) -> Path | None:
     return vllm_env.NEXT_SOURCES
 
 
-@pytest.mark.in_turn
-@pytest.mark.parametrize("version", part_of_commit(VERSIONS, 2))
+@pytest.mark.parametrize("version", VERSIONS)
 def test_outputs_keep_what_the_runners_rely_on(version: str) -> None:
     seen = run_in_vllm("vllm_fields.py", sources=sources_of(version))
     assert seen.pop("version") == version
     assert min(seen[what] for what in ("preempted", "resumed", "aborted", "skipped", "lost", "tenants")) > 100
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("version", VERSIONS)
 def test_single_requests_become_what_vllm_makes_of_them(version: str) -> None:
     found = run_in_vllm("vllm_cases.py", sources=sources_of(version))

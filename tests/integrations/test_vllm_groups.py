@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from pointsman.core import replay
-from tests.integrations.vllm_process import NEEDS_VLLM, ONE_MODEL, decided_alike, run_in_vllm, vllm_parent
-from tests.soak import seeds, short_of
+from tests.forms import seeds, short_of
+from tests.integrations.vllm_process import NEEDS_VLLM, SHORT_MODELS, decided_alike, run_in_vllm, vllm_parent
 
 pytestmark = NEEDS_VLLM
 FLAG = "--disable-hybrid-kv-cache-manager"
@@ -58,13 +58,12 @@ CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "mamba2, states alone": ("mamba2", NO_CACHE, {"MambaSpec"}),
     "falcon-h1, short pool": ("falcon-h1", {**NO_CACHE, "num_gpu_blocks_override": 12}, {"MambaSpec"}),
 }
-WORKLOADS = seeds(20, 1000)
+WORKLOADS = seeds(20, 330)
 MET_PER_100 = {"steps": 5_000, "preemptions": 50, "hits": 50, "chunks": 2_000, "stopped": 300, "asynchronous": 20}
 """What so many workloads meet at least."""
 
 
-@pytest.mark.soak_in_turn
-@pytest.mark.parametrize("case", short_of(list(CASES), ONE_MODEL))
+@pytest.mark.parametrize("case", short_of(list(CASES), SHORT_MODELS))
 def test_tokens_are_those_of_vllms_own_scheduler(tmp_path: Path, case: str) -> None:
     """In as many steps, with as many cached tokens; twice the same prompts, so that the second time finds them."""
     family, options, groups = CASES[case]
@@ -92,7 +91,7 @@ def test_tokens_are_those_of_vllms_own_scheduler(tmp_path: Path, case: str) -> N
         assert any(count % 128 for count in ours["cached"]), "no prefix ends inside a block"
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_tokens_as_one_group_are_those_of_several(tmp_path: Path) -> None:
     """With the flag that keeps all KV in one group, which the core owns."""
     several = run_in_vllm("vllm_groups.py", "gemma3", "ours", tmp_path)
@@ -110,7 +109,7 @@ def test_tokens_as_one_group_are_those_of_several(tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_recording_of_windows_is_replayed(tmp_path: Path) -> None:
     """What the core keeps itself is decided again from a recording."""
     file = tmp_path / "run.jsonl"
@@ -122,8 +121,7 @@ def test_a_recording_of_windows_is_replayed(tmp_path: Path) -> None:
     assert '"block_places"' in file.read_text()
 
 
-@pytest.mark.soak_in_turn
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gemma4", "falcon-h1", "llama4"])
 def test_check_tells_the_groups_that_vllm_makes(tmp_path: Path, family: str) -> None:
     """And how many requests fit, from blocks or from a log; of no weights."""
@@ -159,7 +157,7 @@ def test_check_tells_the_groups_that_vllm_makes(tmp_path: Path, family: str) -> 
     assert checked.returncode == 2 and 'no line with "Maximum concurrency"' in checked.stderr
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_it_is_said_which_prompts_find_nothing(tmp_path: Path) -> None:
     """Before and when vLLM starts, of a model that caches states."""
     check = ["-m", "pointsman", "vllm", "check", tmp_path, "--skip-tokenizer-init"]
@@ -184,7 +182,7 @@ def test_decisions_are_those_of_vllms_own_scheduler() -> None:
 
 def test_decisions_about_drafts_over_states_are_those_of_vllms_own_scheduler() -> None:
     """Each draft has a state of its own."""
-    workloads = seeds(6, 500)
+    workloads = seeds(6, 170)
     tally, count = decided_alike(workloads, "states"), len(workloads)
     # A budget or a threshold of one token leaves no room for a draft.
     assert tally["with drafts"] >= count - count // 20 and tally["drafts"] >= 20 * count, tally
@@ -193,6 +191,6 @@ def test_decisions_about_drafts_over_states_are_those_of_vllms_own_scheduler() -
 
 def test_no_request_and_no_block_is_lost_where_a_step_fails() -> None:
     """A policy that raises in the middle of steps, and a cache that is reset while requests run."""
-    workloads = seeds(8, 500)
+    workloads = seeds(8, 170)
     tally = run_in_vllm("vllm_group_faults.py", workloads.start, len(workloads), timeout=1800)
     assert min(tally[what] for what in ("raised", "resets", "preemptions", "hits")) > 0, tally

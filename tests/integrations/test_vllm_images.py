@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from vllm_env import TORCHVISION
 
-from tests.integrations.vllm_process import NEEDS_VLLM, ONE_MODEL, decided_alike, run_in_vllm
-from tests.soak import seeds, short_of
+from tests.forms import seeds, short_of
+from tests.integrations.vllm_process import NEEDS_VLLM, SHORT_MODELS, decided_alike, run_in_vllm
 
 pytestmark = NEEDS_VLLM
-WORKLOADS = seeds(20, 1000)
+WORKLOADS = seeds(20, 330)
 ENDS = (
     "kept others",
     "went further",
@@ -24,7 +24,7 @@ ENDS = (
 """Why a comparison may end before its workload; docs/vllm.md has the reasons."""
 MET_PER_100 = {"steps": 5_000, "preemptions": 100, "hits": 100, "chunks": 2_000, "inputs computed": 500, "freed": 200}
 """What so many workloads meet at least."""
-WITH_ENCODERS = seeds(12, 1000)
+WITH_ENCODERS = seeds(12, 330)
 MET_WITH_ENCODERS_PER_100 = {"steps": 5_000, "preemptions": 20, "inputs computed": 1_000, "freed": 1_000, "drafts": 500}
 SMALL_POOL = {"block_size": 32, "num_gpu_blocks_override": 18, "max_num_seqs": 6, "max_model_len": 448}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -64,7 +64,6 @@ ENCODER_DECODERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.in_turn
 def test_decisions_are_those_of_vllms_own_scheduler() -> None:
     """On random workloads, step by step: which images are computed too; and no row reads embeddings that are gone."""
     tally = decided_alike(WORKLOADS, "images", met_per_100=MET_PER_100)
@@ -82,7 +81,6 @@ def test_decisions_differ_for_a_reason_that_is_documented(seed: int, why: str) -
     assert not found["differences"] and found["tally"][why] == 1, found
 
 
-@pytest.mark.in_turn
 def test_decisions_for_encoder_decoders_are_those_of_vllms_own_scheduler() -> None:
     """On random workloads, step by step, with the same embeddings computed and dropped; each row reads its own KV."""
     tally = decided_alike(WITH_ENCODERS, "encoder", met_per_100=MET_WITH_ENCODERS_PER_100)
@@ -111,8 +109,7 @@ def test_images_in_one_situation_after_the_other() -> None:
     assert is_equal and keys == [[["cat", 6], "salt"], [["cat", -2]], [["dog", 4]], [["dog", -4]], None]
 
 
-@pytest.mark.soak_in_turn
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "options"), [("qwen3", {}), ("qwen3", SMALL_POOL), ("gemma3", {}), ("qwen3", {"async_scheduling": True})]
 )
@@ -131,8 +128,7 @@ def test_prompts_of_embeddings_get_the_tokens_that_vllms_own_scheduler_gives(
         assert ours["preemptions"] > 0
 
 
-@pytest.mark.soak_in_turn
-@pytest.mark.parametrize("case", short_of(list(ENCODER_DECODERS), ONE_MODEL))
+@pytest.mark.parametrize("case", short_of(list(ENCODER_DECODERS), SHORT_MODELS))
 def test_tokens_of_encoder_decoders_are_those_of_vllms_own_scheduler(tmp_path: Path, case: str) -> None:
     """Whisper: in the same steps, with the same inputs computed in each."""
     options = ENCODER_DECODERS[case]
@@ -155,8 +151,7 @@ def test_tokens_of_encoder_decoders_are_those_of_vllms_own_scheduler(tmp_path: P
     assert "CrossAttentionSpec" in ours["groups"] and ours["reused"] == 0
 
 
-@pytest.mark.soak_in_turn
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.skipif(not TORCHVISION.exists(), reason="no torchvision; benchmarks/vllm_env.py makes a folder with it")
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_vllms_own_scheduler(tmp_path: Path, case: str) -> None:

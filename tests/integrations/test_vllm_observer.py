@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +17,11 @@ from _server_sides import Knobs, VllmSide
 from server_throughput import bench
 
 from pointsman.traces import read_measurements
-from tests.integrations.vllm_process import DEMO, NEEDS_VLLM, run_in_vllm
+from tests.forms import seeds
+from tests.integrations.vllm_process import DEMO, NEEDS_VLLM, RUN, run_in_vllm
 from tests.integrations.vllm_recorded import check_commands, last_json, pointsman
-from tests.soak import short_or_long
 
-NUM_WORKLOADS = short_or_long(10, 300)
+WORKLOADS = seeds(10, 100)
 MET_PER_10 = {
     "steps": 500,
     "preemptions": 5,
@@ -39,13 +40,14 @@ pytestmark = NEEDS_VLLM
 # ------------------------------------------------------------------ decisions, and what is recorded
 
 
-@pytest.mark.in_turn
 def test_every_decision_is_vllms_and_the_recording_is_what_happened(tmp_path: Path) -> None:
-    found = run_in_vllm("vllm_observed.py", 0, NUM_WORKLOADS, tmp_path, timeout=900)
-    assert not found["differences"], json.dumps(found["differences"][0], indent=1)
-    tally = found["tally"]
+    tally: Counter[str] = Counter()
+    for run in WORKLOADS.runs(RUN):
+        found = run_in_vllm("vllm_observed.py", run.start, len(run), tmp_path, timeout=600)
+        assert not found["differences"], json.dumps(found["differences"][0], indent=1)
+        tally.update(found["tally"])
     for what, least in MET_PER_10.items():
-        assert tally[what] >= least * NUM_WORKLOADS // 10, f"{what}: {tally[what]}"
+        assert tally[what] >= least * len(WORKLOADS) // 10, f"{what}: {tally[what]}"
     assert tally["with several runs"] > 0 and tally["shared blocks"] > 0
 
 
@@ -93,7 +95,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Pat
     yield log, folder / "result.json"
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_both_documented_ways_to_a_log(served: tuple[Path, Path], tmp_path: Path) -> None:
     log, result = served
     check_commands(log, tmp_path)
@@ -108,7 +110,7 @@ def test_both_documented_ways_to_a_log(served: tuple[Path, Path], tmp_path: Path
     assert 0 < inside <= outside, "the times of the client have the network and the API server in them"
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_the_simulation_of_vllms_own_settings_is_near_what_happened(served: tuple[Path, Path]) -> None:
     compared = last_json(pointsman("vllm", "compare", served[0], "--json", "--ttft-target", "500ms"))
     # Single requests are off by as much as the machine changes its speed meanwhile, all together are not.

@@ -22,7 +22,7 @@ KNOBS = Knobs(DEMO, threads=1, max_num_seqs=16, max_num_batched_tokens=512, max_
 SMALL_POOL = ("--num-gpu-blocks-override", "40")
 NUM_REQUESTS = 200
 
-pytestmark = [*NEEDS_VLLM, pytest.mark.soak]  # the server of test_vllm_docs.py is in the short form
+pytestmark = [*NEEDS_VLLM, pytest.mark.long]  # the server of test_vllm_docs.py is in the short form
 
 
 @pytest.fixture(scope="module")

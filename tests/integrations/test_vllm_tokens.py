@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from pointsman.core import replay
+from tests.forms import is_long, short_of, short_or_long
 from tests.integrations.vllm_process import DEMO, NEEDS_VLLM, run_in_vllm
 from tests.integrations.vllm_recorded import check_observed, check_recording
 from tests.integrations.vllm_requests import ENGINE, WAYS, Way, make_requests
-from tests.soak import SOAK, part_of_commit, short_of, short_or_long
 
 NUM_REQUESTS = short_or_long(80, 300)
 SHORT = {"pressure"}
@@ -61,8 +61,6 @@ def is_prefix(one: list[int], other: list[int]) -> bool:
     return one[:length] == other[:length]
 
 
-@pytest.mark.soak_in_turn
-@pytest.mark.in_turn
 @pytest.mark.parametrize("name", short_of(WAYS, SHORT))
 def test_the_answers_are_those_of_vllms_own_scheduler(tmp_path: Path, name: str) -> None:
     way = WAYS[name]
@@ -70,7 +68,7 @@ def test_the_answers_are_those_of_vllms_own_scheduler(tmp_path: Path, name: str)
     log = tmp_path / "observed.jsonl"
     theirs = run_vllm(tmp_path, way, ours=False, requests=requests, aborts=aborts, observed=log)
     assert ("AsyncScheduler" in theirs["bases"]) == way.asynchronous and "vllm." in theirs["scheduler"]
-    if SOAK:
+    if is_long():
         unobserved = run_vllm(tmp_path, way, ours=False, requests=requests, aborts=aborts, compile_seconds=0.05)
         assert unobserved["scheduler"].startswith("vllm.") and "Observed" in theirs["bases"]
         assert (unobserved["answers"], unobserved["steps"]) == (theirs["answers"], theirs["steps"])
@@ -88,7 +86,7 @@ def test_the_answers_are_those_of_vllms_own_scheduler(tmp_path: Path, name: str)
             num_ended += 1
     assert num_ended >= 0.85 * len(requests)
     assert ours["usage"] == 0 and ours["counts"] == [0, 0]
-    if SOAK:
+    if is_long():
         assert ours["metrics"]["vllm:num_preemptions"] >= way.least_preemptions
     elif way.least_preemptions:
         assert ours["metrics"]["vllm:num_preemptions"] > 0
@@ -102,9 +100,7 @@ def test_the_answers_are_those_of_vllms_own_scheduler(tmp_path: Path, name: str)
         assert ours["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 0
 
 
-# The short form has it with every second commit.
-@pytest.mark.soak_in_turn
-@pytest.mark.parametrize("name", short_of(["plain", "ngram", "async"], part_of_commit(["async", ""], 2)))
+@pytest.mark.parametrize("name", short_of(["plain", "ngram", "async"], ["async"]))
 def test_tokens_that_the_model_runner_does_not_return_are_sampled_again(tmp_path: Path, name: str) -> None:
     way = WAYS[name]
     requests, _ = make_requests(NUM_REQUESTS // 2, seed=2, most_tokens=40)

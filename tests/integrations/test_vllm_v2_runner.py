@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 
-from tests.integrations.vllm_process import NEEDS_VLLM, ROOT, run_in_vllm
-from tests.soak import seeds
+from tests.forms import seeds
+from tests.integrations.vllm_process import NEEDS_VLLM, ROOT, RUN, run_in_vllm
 
 pytestmark = NEEDS_VLLM
-WORKLOADS = seeds(3, 300)
+WORKLOADS = seeds(3, 100)
 
 
 def test_the_second_runner_takes_our_outputs_as_those_of_vllms_own_scheduler() -> None:
     """Slots, tokens, blocks, positions, prefills and uniform decodes, step by step; each row reads its own KV."""
-    found = run_in_vllm("vllm_v2_runner.py", WORKLOADS.start, len(WORKLOADS), timeout=1800)
-    assert not found["differences"], json.dumps(found["differences"][0], indent=1)
-    tally, count = found["tally"], len(WORKLOADS)
+    tally: Counter[str] = Counter()
+    for run in WORKLOADS.runs(RUN):
+        found = run_in_vllm("vllm_v2_runner.py", run.start, len(run), timeout=600)
+        assert not found["differences"], json.dumps(found["differences"][0], indent=1)
+        tally.update(found["tally"])
+    count = len(WORKLOADS)
     assert tally["steps"] >= 50 * count and tally["hits"] >= count
     if count > 50:
         assert min(tally[what] for what in ("preempted", "resumed", "uniform decodes", "aborts")) > count // 3, tally

@@ -12,11 +12,11 @@ from pointsman.core import Request, Scheduler
 from pointsman.core.policy.registry import known
 from pointsman.core.step import admission, search
 from tests.core.helpers import Connector, Host, names
-from tests.soak import seeds
+from tests.forms import seeds
 
 from .policies import SMALL
 
-SEEDS = seeds(120, 1_275)
+SEEDS = seeds(120, 420)
 NUM_STEPS = 70
 WHOLE = 500
 """Tokens of a budget into which any prompt fits."""
@@ -218,7 +218,6 @@ def draw(seed: int) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.in_turn
 def test_what_is_remembered_changes_no_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "check_invariants", lambda _: None)  # which other tests do, and takes longest
     num_known = num_steps = 0

@@ -12,7 +12,7 @@ from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from pointsman.core import Scheduler
 from pointsman.core.presets import PRESETS, SYSTEMS
-from tests.soak import part_of_commit, seeds, short_of, short_or_long
+from tests.forms import seeds, short_of, short_or_long
 
 from .operations import OPERATIONS, make_world, run_operation
 from .test_state_machine import SchedulerMachine
@@ -21,8 +21,8 @@ from .workload import DrawChooser, SeededChooser
 from .world import World
 
 CROWDED = 30
-SEEDS = seeds(2, 24)
-PRESET_SEEDS = seeds(1, 9)
+SEEDS = seeds(2, 8)
+PRESET_SEEDS = seeds(1, 3)
 RULES_PER_SEED = 70
 RARE = dict.fromkeys(("abort", "finish", "park", "set_priority", "extend"), 1)
 CALM = {"step": 70, "add": 9, "ready": 2, "resume": 3, **RARE}
@@ -119,8 +119,7 @@ def drive(
     return world, twin
 
 
-@pytest.mark.in_turn
-@pytest.mark.parametrize("focus", short_of(FOCUS, part_of_commit(sorted(SHORT_FOCUS), 2)))
+@pytest.mark.parametrize("focus", short_of(FOCUS, SHORT_FOCUS))
 def test_seeded_runs(focus: str) -> None:
     advanced = stepped = 0
     for seed in range(short_or_long(2, 40)) if focus in SELDOM else SEEDS:
@@ -133,7 +132,6 @@ def test_seeded_runs(focus: str) -> None:
     assert advanced > least * (advanced + stepped), f"{advanced} of {advanced + stepped} steps were done at once"
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("name", [*PRESETS, *SYSTEMS])
 def test_presets(name: str) -> None:
     """Every preset and every imitated scheduler, with limits as small as the rest."""

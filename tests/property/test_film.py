@@ -19,13 +19,13 @@ from pointsman.core.state.events import Listener, StepDecision, StepRun
 from pointsman.core.step.assembly import Parts
 from pointsman.web.film import Film, State
 from pointsman.web.live import LiveFilm, read_records
-from tests.soak import seeds, short_of, short_or_long
+from tests.forms import seeds, short_of, short_or_long
 
 from .operations import drive
 from .test_fast_forward import FOCUS, SELDOM
 from .test_fast_forward import drive as drive_twins
 
-SEEDS = seeds(2, 9)
+SEEDS = seeds(2, 3)
 NUM_FRAMES = short_or_long(8, 20)
 FOCUS_OF_STEPS = ("swap", "priority", "prefill-first", "drafts", "static", "retention")
 SHORT_FOCUS = ("few blocks", "evictions", "swap", "priority", "retention", "bypass")
@@ -199,7 +199,7 @@ def test_single_steps(focus: str) -> None:
 
 def test_from_the_middle() -> None:
     """A film that begins while requests run, wait, and are in flight."""
-    for seed in seeds(4, 32):
+    for seed in seeds(4, 11):
         lines, filmed, run = recorded(7_500 + seed, {}), Filmed(), _Replay()
         begins = random.Random(seed).randrange(2, len(lines))
         for number, line in enumerate(lines, start=1):
@@ -212,7 +212,7 @@ def test_from_the_middle() -> None:
 
 def test_every_part_is_a_film_of_its_own() -> None:
     """Cut between any two calls of the scheduler, also with steps in flight."""
-    for seed in seeds(4, 32):
+    for seed in seeds(4, 11):
         choose, run = random.Random(seed), _Replay()
         live: LiveFilm | None = None
         stream = b""
@@ -241,7 +241,6 @@ def test_every_part_is_a_film_of_its_own() -> None:
             same(f"frame {index}", seen, shown(part, frame, seen))
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("focus", short_of(FOCUS, SHORT_FOCUS))
 def test_steps_at_once(focus: str) -> None:
     for seed in SEEDS:
@@ -250,11 +249,10 @@ def test_steps_at_once(focus: str) -> None:
         filmed.check(seed)
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("focus", short_of(FOCUS, ("few blocks", "evictions", "retention")))
 def test_each_of_the_steps_at_once(focus: str) -> None:
     """One scheduler does at once what the other does in single steps: the film shows each of them."""
-    count = sum(check_each(300 + seed, FOCUS[focus]) for seed in seeds(2, 12))
+    count = sum(check_each(300 + seed, FOCUS[focus]) for seed in seeds(2, 4))
     assert count or focus in SELDOM
 
 

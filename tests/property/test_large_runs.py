@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from pointsman.core import ParkReason, SchedulerConfig
 
 from .workload import RequestSpec
@@ -37,7 +35,6 @@ def test_more_rows_than_the_columns_start_with() -> None:
     world.drain()
 
 
-@pytest.mark.in_turn
 def test_outputs_longer_than_the_ring() -> None:
     """Output tokens outlive the ring that holds the newest ones, through preemptions and with steps in flight."""
     world = World(config(num_blocks=150, block_size=8, max_model_len=900, max_num_seqs=3, max_steps_in_flight=2))
@@ -51,7 +48,6 @@ def test_outputs_longer_than_the_ring() -> None:
     assert world.tally.num_preemptions > 1  # three of them want 230 blocks in the end
 
 
-@pytest.mark.in_turn
 def test_rows_are_used_again() -> None:
     """However many requests come and go, rows are as many as run at once, with those that wait for steps in flight."""
     world = World(config(max_num_seqs=4, max_steps_in_flight=3))
@@ -64,7 +60,6 @@ def test_rows_are_used_again() -> None:
     assert world.scheduler.block_table.shape[0] == first_rows
 
 
-@pytest.mark.in_turn
 def test_a_long_queue_shrinks() -> None:
     """Requests that leave the queue from its middle leave the others in order."""
     world = World(config(max_num_seqs=1, order="priority"))

@@ -14,7 +14,7 @@ from pointsman.core.presets import PRESETS, SYSTEMS
 from pointsman.core.state import batch
 from tests.by_name import find, replace
 from tests.core.step.test_past_finishes import CASES, OPENED, Pair
-from tests.soak import short_or_long
+from tests.forms import short_or_long
 
 BIG = {"max_num_seqs", "max_num_batched_tokens", "max_num_active_seqs"}  # of presets: here nothing is that large
 FEW_BLOCKS = {"num_blocks": 60, "full_sequence_must_fit": False}
@@ -61,7 +61,6 @@ def drive(seed: int, variant: dict[str, Any], num_rounds: int = 15, *, disturbs:
     return pair
 
 
-@pytest.mark.in_turn
 @settings(max_examples=short_or_long(40, 200))
 @given(seed=st.integers(0, 2**32 - 1), name=st.sampled_from(sorted(VARIANTS)))
 def test_as_single_steps(seed: int, name: str) -> None:

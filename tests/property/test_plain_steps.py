@@ -21,8 +21,8 @@ from pointsman.core.step.plain import PlainSteps
 from tests.by_name import find
 from tests.by_name import replace as replace_method
 from tests.core.step.test_past_finishes import Pair
+from tests.forms import short_or_long
 from tests.property.test_openings import BASE, VARIANTS
-from tests.soak import short_or_long
 
 FEW_BLOCKS = {"num_blocks": 40, "max_num_seqs": 30, "max_num_batched_tokens": 60, "enable_prefix_caching": False}
 IN_FLIGHT: dict[str, dict[str, Any]] = {
@@ -111,7 +111,6 @@ def drive(seed: int, variant: dict[str, Any], num_rounds: int = 25) -> Beside:
     return pair
 
 
-@pytest.mark.in_turn
 @settings(max_examples=short_or_long(25, 300))
 @given(seed=st.integers(0, 2**32 - 1), name=st.sampled_from(sorted(VARIANTS | IN_FLIGHT)))
 def test_as_the_parts_of_a_step(seed: int, name: str) -> None:
@@ -133,7 +132,6 @@ def count_plain(patch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("variant", [FEW_BLOCKS, {"max_num_seqs": 3}], ids=["blocks", "seats"])
 def test_steps_are_plain_while_the_queue_is_blocked(monkeypatch: pytest.MonkeyPatch, variant: dict[str, Any]) -> None:
     found = count_plain(monkeypatch)

@@ -4,7 +4,7 @@ A fault that only spoils bookkeeping may be caught by `check_invariants` or by t
 request reads wrong KV must be caught by the shadow host alone, with `check_invariants`, the ledger and the statistics
 switched off: what catches the fault is then independent of the code that has it.
 
-An eighth of the faults is planted in each run, the next eighth with the next commit: see `part_of_commit`.
+The short form plants those that are found in a second, some of every kind.
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ from pointsman.core import (
     Scheduler,
 )
 from tests.by_name import find, replace
-from tests.soak import part_of_commit
 
 from . import transfers as device
 from .operations import drive
 from .shadow import ShadowFault
 
 Root = find("Root")
-NUM_PARTS = 8
 MAX_SEEDS = 250
 RULES_PER_SEED = 120  # twice as many rules catch four times as much: many faults need a crowd
 AS_PLANTED = {"connector": False, "policies": False}
@@ -1106,8 +1104,16 @@ WRONG_CONTENT: tuple[Fault, ...] = (
 )
 
 
-CHOSEN_BOOKKEEPING = tuple(part_of_commit(BOOKKEEPING, NUM_PARTS))
-CHOSEN_CONTENT = tuple(part_of_commit(WRONG_CONTENT, NUM_PARTS))
+SLOW: frozenset[str] = frozenset()
+"""Faults that take seconds to be found. The long form alone plants them."""
+
+
+def planted(faults: tuple[Fault, ...]) -> list[Any]:
+    """Faults as parameters of a test."""
+    return [
+        pytest.param(plant, overrides, id=plant.__name__, marks=[pytest.mark.long] if plant.__name__ in SLOW else [])
+        for plant, overrides in faults
+    ]
 
 
 def first_catch(overrides: dict[str, Any], kind: type[AssertionError]) -> AssertionError:
@@ -1131,7 +1137,7 @@ def names(faults: tuple[Fault, ...]) -> list[str]:
     return [plant.__name__ for plant, _ in faults]
 
 
-@pytest.mark.parametrize(("plant", "overrides"), CHOSEN_BOOKKEEPING, ids=names(CHOSEN_BOOKKEEPING))
+@pytest.mark.parametrize(("plant", "overrides"), planted(BOOKKEEPING))
 def test_spoiled_bookkeeping_is_caught(
     plant: Callable[[Patch], None], overrides: dict[str, Any], monkeypatch: Patch
 ) -> None:
@@ -1139,7 +1145,7 @@ def test_spoiled_bookkeeping_is_caught(
     assert isinstance(first_catch(overrides, AssertionError), ShadowFault | InvariantError)
 
 
-@pytest.mark.parametrize(("plant", "overrides"), CHOSEN_CONTENT, ids=names(CHOSEN_CONTENT))
+@pytest.mark.parametrize(("plant", "overrides"), planted(WRONG_CONTENT))
 def test_wrong_content_is_caught_by_the_shadow_alone(
     plant: Callable[[Patch], None], overrides: dict[str, Any], monkeypatch: Patch
 ) -> None:
@@ -1169,7 +1175,7 @@ def test_every_fault_has_a_name() -> None:
 
 def test_without_a_fault_nothing_is_caught() -> None:
     """The same seeds are clean when nothing is planted, or catching a fault would mean nothing."""
-    different = {repr(overrides): overrides for _, overrides in (*CHOSEN_BOOKKEEPING, *CHOSEN_CONTENT)}
+    different = {repr(overrides): overrides for _, overrides in (*BOOKKEEPING, *WRONG_CONTENT)}
     for overrides in different.values():
         for seed in range(2):
             drive(seed, RULES_PER_SEED, **{"policies": False, **overrides})

@@ -12,13 +12,13 @@ import pytest
 from pointsman.core import Request
 from pointsman.core.policy.registry import KINDS, built_in, known
 from tests.core.helpers import Host
-from tests.soak import seeds
+from tests.forms import seeds
 
 from .policies import FIELDS, SMALL, spec_of
 from .workload import SeededChooser
 
-RUNS = seeds(2, 60)
-BOUND_RUNS = seeds(6, 200)
+RUNS = seeds(2, 20)
+BOUND_RUNS = seeds(6, 70)
 AGEING, EVERY = 2.0, 3
 LONGEST = 24
 CHOSEN = [(kind, name) for kind in KINDS for name in known(kind)]
@@ -87,7 +87,6 @@ def test_every_order_states_its_bound() -> None:
     assert set(SMALL) <= {name for kind in KINDS for name in known(kind)}
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("reserves", [(), ("watermark:share=0.1", "bypass:bound=2,kept=0")], ids=["", "bypass"])
 def test_no_request_is_passed_beyond_the_bound(order: str, reserves: tuple[str, ...]) -> None:

@@ -1,7 +1,7 @@
 """Hypothesis tries to break the scheduler with every call of its interface, and shrinks what breaks it.
 
 After every rule the scheduler checks itself and is compared with the ledger; every step is executed over the shadow
-KV; at the end of each run everything must finish. `POINTSMAN_SOAK=1` runs the long form.
+KV; at the end of each run everything must finish. The long form has more runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from pointsman.core import KVGroup, Reason
-from tests.soak import part_of_commit, seeds, short_of, short_or_long
+from tests.forms import seeds, short_of, short_or_long
 
 from .operations import EXECUTED, OPERATIONS, Operation, drive, make_world, run_operation
 from .workload import DrawChooser
@@ -22,7 +22,7 @@ from .world import World
 
 LEAST_RULES = short_or_long(4_000, 15_000)
 """Rules that the state machine must have executed; a run cut short by Hypothesis may not pass for a full one."""
-SEEDS = seeds(16, 96)
+SEEDS = seeds(16, 30)
 RULES_PER_SEED = 60
 NUM_LIMIT_SEEDS = 48
 LEAST_OF_A_LIMIT = 4
@@ -133,8 +133,7 @@ def test_state_machine() -> None:
 LONG_ONLY = {"windows alone", "windows and chunks", "chunks", "groups, speculation"}
 
 
-@pytest.mark.in_turn
-@pytest.mark.parametrize("focus", short_of(list(FOCUS), part_of_commit(sorted(FOCUS.keys() - LONG_ONLY), 2)))
+@pytest.mark.parametrize("focus", short_of(list(FOCUS), FOCUS.keys() - LONG_ONLY))
 def test_seeded_runs(focus: str) -> None:
     """The same operations from a seeded generator: many more runs than Hypothesis does in the same time."""
     for seed in SEEDS:
@@ -246,7 +245,6 @@ LIMITS: dict[str, tuple[dict[str, Any], Callable[[World], int]]] = {
 """What happens in runs, the knobs under which it is likely, and how to count it."""
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("limit", LIMITS)
 def test_runs_meet_every_limit(limit: str) -> None:
     """The runs would prove little if memory never ran out, say: it happens often where it is likely."""

@@ -38,7 +38,6 @@ except ModuleNotFoundError as error:
 """
 
 
-@pytest.mark.in_turn
 @pytest.mark.e2e
 def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     """One test, because building is the larger part of it: NumPy alone is enough for the library, and what is
@@ -79,8 +78,7 @@ def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.soak
-@pytest.mark.skipif(os.environ.get("POINTSMAN_SOAK") != "1", reason="downloads PyTorch; POINTSMAN_SOAK=1 runs it")
+@pytest.mark.long
 def test_the_wheel_and_all_that_it_requires_come_from_the_index(tmp_path: Path) -> None:
     _, wheel = build(tmp_path)
     environment = Environment(tmp_path / "environment", with_pip=True)

@@ -164,7 +164,7 @@ def test_a_dead_engine_is_started_again_with_what_operators_have_set(two: Server
     assert http.post("/max_num_active_seqs").status_code == 200
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_no_request_is_lost_or_changed_by_a_death(two: ServerProcess, http: httpx.Client) -> None:
     """Streams, whole answers, chats and several samples, each cut once or twice; the names are the clients'."""
     bodies = [
@@ -238,7 +238,7 @@ def test_recordings_are_one_for_each_engine(two: ServerProcess, http: httpx.Clie
             replay(file)
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_requests_wait_while_no_engine_lives_and_the_server_ends_when_none_comes_back() -> None:
     with start_server(*SMALL, "--max-engine-restarts", "1") as server, httpx.Client(base_url=server.url) as http:
         expected = http.post("/v1/completions", json=FIELDS).json()["choices"][0]["text"]

@@ -46,7 +46,6 @@ def value(server: ServerProcess, name: str, transfer: str | None = None) -> floa
     return float(found[1])
 
 
-@pytest.mark.in_turn
 def test_one_server_prefills_and_another_one_decodes(tmp_path: Path) -> None:
     store = ("--kv-store", str(tmp_path))
     blocks = "pointsman:kv_transfer_blocks_total"

@@ -31,7 +31,7 @@ from scale_ray import SIZES
 
 from tests.forked_engines import start_server
 
-pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.soak_in_turn]
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 ROOT = Path(__file__).resolve().parents[2]
 QUESTION = {"model": "demo", "prompt": "The import statement", "max_tokens": 24, "temperature": 0.7, "seed": 3}

@@ -28,7 +28,7 @@ from _server_process import free_port, wait_until
 
 from tests.forked_engines import start_server
 
-pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.soak_in_turn]
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 PORT = r"(?<![\d.])(?:8[0-9]{3}|5[0-9]{3})\b"
 """A port in the document's commands."""

@@ -149,7 +149,7 @@ def test_a_template_that_fails_when_it_is_warmed_up_is_left_to_the_requests(capl
     assert "only from Mondays on" in record.getMessage()
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_server_is_warm_where_no_kernel_was_ever_compiled(tmp_path: Path) -> None:
     with start_separate_server(*SMALL, environment={"NUMBA_CACHE_DIR": str(tmp_path)}, timeout=300) as server:
         check_warm(server, lambda _: time.perf_counter())
@@ -157,7 +157,6 @@ def test_a_server_is_warm_where_no_kernel_was_ever_compiled(tmp_path: Path) -> N
         assert log.index("warmed up in") < log.index("listening")
 
 
-@pytest.mark.in_turn
 def test_warming_up_counts_nowhere() -> None:
     with start_server(*SMALL, "--warm-up", "--log-requests", "--log-request-events") as server:
         assert "warmed up in" in server.log() and "warm-up" not in server.log()
@@ -168,7 +167,6 @@ def test_warming_up_counts_nowhere() -> None:
         assert completion(server, 4).json()["usage"]["prompt_tokens_details"] in (None, {"cached_tokens": 0})
 
 
-@pytest.mark.in_turn
 def test_sigterm_finishes_what_was_accepted_and_refuses_what_comes() -> None:
     with start_server(*SMALL, "--drain-delay", "0.5", "--drain-timeout", "120") as server:
         clients = [Client(server, 400) for _ in range(6)]  # two of them wait
@@ -185,7 +183,6 @@ def test_sigterm_finishes_what_was_accepted_and_refuses_what_comes() -> None:
             assert json.loads(client.text)["usage"]["completion_tokens"] == 400
 
 
-@pytest.mark.in_turn
 def test_a_drain_that_takes_too_long_is_cut_short() -> None:
     with start_server(*SMALL, "--drain-timeout", "0.5") as server:
         clients = [Client(server, 1500) for _ in range(3)]
@@ -197,7 +194,6 @@ def test_a_drain_that_takes_too_long_is_cut_short() -> None:
             assert (client.status, client.finish_reason) == (200, "abort")
 
 
-@pytest.mark.in_turn
 def test_in_the_delay_requests_are_still_taken_and_a_second_signal_ends_it_at_once() -> None:
     with start_server(*SMALL, "--drain-delay", "60") as server, httpx.Client(base_url=server.url) as kept:
         client = Client(server, 1500)
@@ -215,7 +211,6 @@ def test_in_the_delay_requests_are_still_taken_and_a_second_signal_ends_it_at_on
         client.join(10)
 
 
-@pytest.mark.in_turn
 def test_a_second_signal_ends_an_engine_that_hangs() -> None:
     with start_server(*SMALL) as server:
         os.kill(server.engine_pid, signal.SIGSTOP)
@@ -226,7 +221,6 @@ def test_a_second_signal_ends_an_engine_that_hangs() -> None:
         assert server.wait(15) == 0 and time.monotonic() - started < 5
 
 
-@pytest.mark.in_turn
 def test_a_slow_reader_gets_its_whole_answer_in_a_drain() -> None:
     """Complete for the server is not yet complete for the client: the last megabytes are in its buffers."""
     body = {"prompt": [5] * 1500, "max_tokens": 4, "prompt_logprobs": 20, "n": 4}
@@ -249,7 +243,6 @@ def test_a_slow_reader_gets_its_whole_answer_in_a_drain() -> None:
     assert len(json.loads(rest)["choices"]) == 4
 
 
-@pytest.mark.in_turn
 def test_a_killed_engine_is_an_error_for_all_and_for_the_supervisor() -> None:
     with start_server(*SMALL) as server:
         clients = [Client(server, 1500, stream=number % 2 == 0) for number in range(6)]
@@ -314,7 +307,6 @@ def test_a_broken_tokenizer_is_the_only_error(tmp_path: Path) -> None:
     assert "SIGKILL" not in str(caught.value) and "out of memory" not in str(caught.value)
 
 
-@pytest.mark.in_turn
 def test_a_broken_chat_template_is_an_error_before_the_model_is_loaded(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}\n{{ message.content }")

@@ -75,8 +75,7 @@ def test_settings_that_the_engine_did_not_have_are_suspected(small: Calibration)
     assert "max_num_seqs 64" in note
 
 
-@pytest.mark.soak
-@pytest.mark.soak_in_turn
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rate", "step_time", "settings", "options"),
     [
@@ -119,8 +118,7 @@ DEVICES: dict[str, tuple[RooflineStepTime, float, EngineSettings, dict[str, Any]
 }  # fmt: skip
 
 
-@pytest.mark.soak
-@pytest.mark.soak_in_turn
+@pytest.mark.long
 @pytest.mark.parametrize("name", DEVICES)
 def test_other_models_and_devices_at_any_rate(name: str) -> None:
     """Steps vary by 2.5 %. The true step times, without that, are off as well, and not much less."""
@@ -138,7 +136,7 @@ def test_other_models_and_devices_at_any_rate(name: str) -> None:
     assert errors.tpot_mean_error is not None and abs(errors.tpot_mean_error) < 0.015
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_the_shared_log_of_vllm(tmp_path: Path) -> None:
     if not SHARED_LOG.exists():
         pytest.skip(f"{SHARED_LOG.name} is not in {SHARED_LOG.parent}")
@@ -150,7 +148,7 @@ def test_the_shared_log_of_vllm(tmp_path: Path) -> None:
     assert errors.tpot_mean_error is not None and abs(errors.tpot_mean_error) <= 0.015
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_the_error_of_an_uncalibrated_roofline_is_as_stated() -> None:
     """KNOWN_ERRORS, computed again."""
     if not SHARED_LOG.exists():

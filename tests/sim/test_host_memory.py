@@ -19,8 +19,8 @@ from pointsman.sim.shapes import model_shape
 from pointsman.sim.simulator import Outcome, simulate
 from pointsman.sim.step_time import Efficiencies, LinearStepTime, RooflineStepTime
 from pointsman.sim.stretches import Stretch
+from tests.forms import seeds, short_or_long
 from tests.sim.test_simulator import STEP_TIME, config, same, workload
-from tests.soak import part_of_commit, seeds, short_or_long
 
 TOKEN_BYTES = 1000.0
 MEMORY = HostMemory(4_000_000, TOKEN_BYTES, 1e8)  # 500 blocks of 8 tokens, 80 microseconds each
@@ -30,12 +30,14 @@ SHORT = {"num_blocks": 33, "full_sequence_must_fit": False}
 
 @pytest.mark.parametrize("mode", ["recompute", "swap", "cheaper"])
 @pytest.mark.parametrize(
-    "memory", part_of_commit([MEMORY, MEMORY._replace(num_bytes=100_000), MEMORY._replace(bandwidth=2e7)], 3)
+    "memory",
+    [MEMORY, MEMORY._replace(num_bytes=100_000), MEMORY._replace(bandwidth=2e7)],
+    ids=["ample", "little", "slow"],
 )
 def test_decodes_at_once_change_nothing(mode: str, memory: HostMemory) -> None:
     """With ample memory, with little, and over a link so slow that it is not clear what is cheaper."""
     settings = config(**SHORT, preemption_mode=mode)
-    for seed in seeds(2, 30):
+    for seed in seeds(2, 10):
         fast = simulate(workload(seed), settings, STEP_TIME, host_memory=memory)
         slow = simulate(workload(seed), settings, STEP_TIME, host_memory=memory, is_stepping=True)
         same(fast, slow)
@@ -68,7 +70,7 @@ def test_what_a_finished_request_had_swapped_is_gone_for_the_next_one_in_either_
     settings = SchedulerConfig(
         num_blocks=60, max_model_len=600, max_num_seqs=8, max_num_batched_tokens=256, preemption_mode="swap"
     )
-    for seed in seeds(3, 30):
+    for seed in seeds(3, 10):
         fast = simulate(with_prefixes(4 + seed), settings, step_time, host_memory=memory)
         same(fast, simulate(with_prefixes(4 + seed), settings, step_time, host_memory=memory, is_stepping=True))
 

@@ -15,8 +15,8 @@ from pointsman.sim.devices import device
 from pointsman.sim.scenarios.picture import write_svg
 from pointsman.sim.shapes import model_shape
 from pointsman.sim.step_time import RooflineStepTime
+from tests.forms import is_long
 from tests.sim.test_scenarios import First
-from tests.soak import SOAK
 
 ROOT = Path(__file__).parents[2]
 STEP_TIME = RooflineStepTime(shape=model_shape("Llama-3.1-8B"), device=device("h100"))
@@ -35,7 +35,6 @@ DRAWINGS = script().DRAWINGS
 FROM_TRACES = ("least-cost", "eviction")
 
 
-@pytest.mark.soak_in_turn
 @pytest.mark.parametrize("name", DRAWINGS)
 def test_a_picture_is_shown_and_can_be_drawn(name: str, tmp_path: Path) -> None:
     """The long form draws it whole, and finds the file of the documentation; the short one with few requests."""
@@ -45,7 +44,7 @@ def test_a_picture_is_shown_and_can_be_drawn(name: str, tmp_path: Path) -> None:
     drawing = DRAWINGS[name]
     if name in FROM_TRACES and not AZURE_TRACE.exists():
         pytest.skip(f"no trace at {AZURE_TRACE}")
-    if not SOAK:
+    if not is_long():
         few = [
             replace(variant, workload=lambda seed, variant=variant: First(variant.workload(seed), 60))
             for variant in drawing.variants
@@ -55,7 +54,7 @@ def test_a_picture_is_shown_and_can_be_drawn(name: str, tmp_path: Path) -> None:
     drawn = (tmp_path / "picture.svg").read_text()
     ElementTree.fromstring(drawn)
     assert all(f">{variant.name}</text>" in drawn for variant in drawing.variants)
-    if SOAK:
+    if is_long():
         assert drawn == shown.read_text(), "run scripts/draw_policies.py"
 
 

@@ -13,7 +13,7 @@ import pytest
 from _ray_cluster import Cluster, cluster, environment
 from _server_process import free_port, wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.soak]
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICE = ["--model", "llama-3.1-8b", "--device", "h100", "--requests", "100", "--ttft-p99", "1s", "--itl-p99", "50ms"]

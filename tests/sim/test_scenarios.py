@@ -24,7 +24,7 @@ from pointsman.sim.scenarios.workloads import Stream, Streams, arriving
 from pointsman.sim.shapes import model_shape
 from pointsman.sim.step_time import LinearStepTime, RooflineStepTime
 from pointsman.sim.workload import Arrival, SimRequest, Workload
-from tests.soak import SOAK, short_of
+from tests.forms import short_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 STEP_TIME = RooflineStepTime(shape=model_shape("Llama-3.1-8B"), device=device("h100"))
@@ -66,8 +66,7 @@ def test_what_holds_of_a_claim_and_that_the_documentation_says_it(name: str, tmp
     assert (tmp_path / "picture.svg").read_text() == (DOCS / "scenarios" / f"{name}.svg").read_text()
 
 
-@pytest.mark.soak
-@pytest.mark.soak_in_turn
+@pytest.mark.long
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_what_holds_does_not_depend_on_the_seed(name: str, seed: int) -> None:
@@ -93,7 +92,6 @@ class First:
         return None
 
 
-@pytest.mark.skipif(SOAK, reason="the long form runs them in full")
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in CHEAP])
 def test_the_others_run_with_fewer_requests(name: str) -> None:
     whole = scenario(name)

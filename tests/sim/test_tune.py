@@ -69,7 +69,6 @@ def tuning() -> Tuning:
 # ---------------------------------------------------------------------- what is found
 
 
-@pytest.mark.in_turn
 def test_the_budget_whose_steps_keep_the_target_is_found(tuning: Tuning) -> None:
     assert tuning.is_complete and tuning.is_gain
     assert tuning.chosen is not None and tuning.judged is not None and tuning.judged_defaults is not None
@@ -165,7 +164,6 @@ def test_replicas_are_searched_for_the_goodput_of_one() -> None:
     assert tuning.judged_defaults.goodput > 0
 
 
-@pytest.mark.in_turn
 def test_a_small_pool_is_searched_for_what_relieves_it() -> None:
     small = BASE.replace(num_blocks=160, max_model_len=2048)
     tuning = searched(parts(count=20, prompt=300, output=100), base=small, targets=Targets(ttft=4.0), num_trials=16)
@@ -190,7 +188,6 @@ def test_settings_that_are_fixed_or_do_not_fit_are_not_tried() -> None:
 # ---------------------------------------------------------------------- where simulations run
 
 
-@pytest.mark.in_turn
 def test_any_number_of_workers_finds_the_same(tuning: Tuning) -> None:
     assert searched(parts(), num_workers=2) == tuning
 

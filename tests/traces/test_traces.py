@@ -196,7 +196,6 @@ def test_published_traces(name: str, count: int, seconds: tuple[int, int]) -> No
     assert seconds[0] < requests[-1].arrival_time < seconds[1]
 
 
-@pytest.mark.in_turn
 def test_most_blocks_of_the_mooncake_trace_were_seen_before() -> None:
     path = REAL_TRACES / "mooncake_synthetic.jsonl"
     if not path.exists():

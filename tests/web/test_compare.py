@@ -66,7 +66,6 @@ def move(page: Any, which: str, to: int) -> None:
     page.press(f"#{which} [data-part=number]", "Enter")
 
 
-@pytest.mark.in_turn
 def test_figures_are_those_of_the_runs(visit: Callable[..., Any], static: Any, continuous: Any) -> None:
     page = visit()
     rows = {
@@ -152,7 +151,6 @@ def test_requests_of_one_run_alone_are_named(open_page: Callable[..., Any], tmp_
     assert page.inner_text("#gained").startswith("Of 1 request that finished in both, 0 finished sooner")
 
 
-@pytest.mark.in_turn
 def test_one_follows_the_other_in_step_and_in_time(visit: Callable[..., Any], static: Any, continuous: Any) -> None:
     films = {name: Film(io.BytesIO(data)) for name, (data, _) in (("first", static), ("second", continuous))}
     page = visit("#step=9&by=step")
@@ -226,7 +224,6 @@ def test_a_file_that_is_too_large_is_refused_before_it_is_read(open_page: Callab
     playwright.expect(page.locator("#problem")).to_contain_text("large has 5,368,709,120 bytes, and a page shows")
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1600, "light")])
 def test_sizes_and_accessibility(visit: Callable[..., Any], width: int, scheme: str) -> None:
     from axe_playwright_python.sync_playwright import Axe

@@ -89,7 +89,6 @@ def test_the_documents_questions_are_asked(title: str, words: str, course: dict[
     assert any(words in one.text(question.text) for question in one.lesson.questions)
 
 
-@pytest.mark.in_turn
 def test_two_builds_are_equal(course: dict[str, Performed]) -> None:
     """So a page can be compared and cached."""
     pages = [course_page(performed) for performed in (list(course.values()), perform_all())]
@@ -428,7 +427,6 @@ EVERY_ANSWER = """() => [...document.querySelectorAll("fieldset")].map((field) =
   }))"""
 
 
-@pytest.mark.in_turn
 @pytest.mark.e2e
 def test_every_lesson_variant_and_answer(visit: Callable[..., Any], course: dict[str, Performed]) -> None:
     page = visit()
@@ -520,7 +518,6 @@ def test_a_link_carries_the_place(visit: Callable[..., Any]) -> None:
     assert shown(page) == [12, 0, 0, None] and page.locator("#problem").is_hidden()
 
 
-@pytest.mark.in_turn
 @pytest.mark.e2e
 @pytest.mark.parametrize(("lesson", "width", "scheme"), [(4, 360, "light"), (9, 360, "dark"), (9, 1280, "dark")])
 def test_it_fits_and_can_be_read(visit: Callable[..., Any], lesson: int, width: int, scheme: str) -> None:

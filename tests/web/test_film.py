@@ -32,7 +32,7 @@ from pointsman.traces import TraceRequest
 from pointsman.web.film import Film
 from pointsman.web.story import Teller, life_of, lives_of, preemptions_of
 from pointsman.web.timeline import timeline_of
-from tests.soak import short_or_long
+from tests.forms import short_or_long
 
 CONFIG: dict[str, Any] = {
     "num_blocks": 12,

@@ -103,7 +103,6 @@ def look_back(page: Any) -> None:
     playwright.expect(page.locator("#link")).to_have_text("You look back; the scheduler goes on")
 
 
-@pytest.mark.in_turn
 def test_a_server_is_watched(visit: Callable[..., Any]) -> None:
     """Key, what runs now, looking back while it goes on, now again, and a server that ends."""
     with start_server(*POOL) as server:
@@ -143,7 +142,7 @@ def test_a_server_is_watched(visit: Callable[..., Any]) -> None:
     page.close()
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.skipif(num_cores() < 2, reason="two engines need two cores")
 def test_one_of_two_engines_is_chosen_and_watched_again_after_its_death(visit: Callable[..., Any]) -> None:
     """The film of the dead one ends, the other's can be watched meanwhile, and the new one's begins anew."""
@@ -176,7 +175,6 @@ def test_one_of_two_engines_is_chosen_and_watched_again_after_its_death(visit: C
         page.close()
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone_and_can_be_read(visit: Callable[..., Any], tmp_path: Path, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
@@ -233,7 +231,7 @@ def test_what_is_kept_is_bounded(visit: Callable[..., Any], tmp_path: Path) -> N
             thread.join()
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @VLLM_INSTALLED
 def test_a_vllm_is_watched(visit: Callable[..., Any], tmp_path: Path) -> None:
     """The real one, with this scheduler; its engine opens no port."""

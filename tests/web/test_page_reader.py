@@ -19,16 +19,16 @@ from pointsman.core.observe.film_format import COLUMNS, Op, read_header, write_h
 from pointsman.web.film import Film, State
 from pointsman.web.story import Teller, life_of
 from pointsman.web.timeline import timeline_of
+from tests.forms import seeds
 from tests.property.test_fast_forward import FOCUS
 from tests.property.test_fast_forward import drive as drive_twins
 from tests.property.test_film import Filmed, recorded
-from tests.soak import seeds
 
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="the page's reader is tried with Node.js")
 
 OF_MEMORY = ("watermark", "full_sequence", "decode_reserve", "reserve", "bypass", "blocks", "preemption")
 READER = Path(__file__).with_name("read_film.js")
-SEEDS = seeds(2, 20)
+SEEDS = seeds(2, 7)
 FOCUS_OF_RUNS = ("few blocks", "evictions", "priority", "retention")
 FOCUS_OF_STEPS = ("anything", "swap", "drafts", "prefill-first")
 
@@ -185,7 +185,6 @@ def test_the_columns_are_those_of_the_format() -> None:
         assert listed == [("+" if differences else "") + name for name, differences in columns.items()]
 
 
-@pytest.mark.in_turn
 def test_states_words_and_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.core.observe.film.EVENTS_IN_A_CHUNK", 40)
     paths, questions = films(tmp_path, SEEDS), []
@@ -233,7 +232,6 @@ def test_states_words_and_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             assert waited == pytest.approx(life.waited) and ran == pytest.approx(life.ran)
 
 
-@pytest.mark.in_turn
 def test_a_film_cut_off_among_its_last_blocks_shows_its_whole_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

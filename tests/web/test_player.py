@@ -68,7 +68,6 @@ def go_to(page: Any, step: int) -> None:
     at_step(page, step)
 
 
-@pytest.mark.in_turn
 def test_it_shows_what_the_film_says(visit: Callable[..., Any], film: bytes) -> None:
     """Sentences, rows, waiting requests and blocks, at steps here and there, some of them done at once with others."""
     found, page = Film(io.BytesIO(film)), visit(film)
@@ -106,7 +105,6 @@ def test_a_title_may_be_called_like_a_part_of_the_page(visit: Callable[..., Any]
     playwright.expect(page.locator("#title")).to_have_text("{script}.film {view}")
 
 
-@pytest.mark.in_turn
 def test_buttons_and_keys(visit: Callable[..., Any], film: bytes) -> None:
     """They move by steps, through those that were done at once too."""
     found, page = Film(io.BytesIO(film)), visit(film)
@@ -158,7 +156,6 @@ def test_scrubbing(visit: Callable[..., Any], film: bytes) -> None:
     assert time == pytest.approx(0.6 * found.end, abs=0.03 * found.end)
 
 
-@pytest.mark.in_turn
 def test_following_a_request(visit: Callable[..., Any], film: bytes) -> None:
     """Found by its id, its life and what it waited for are those of the film; its moments lead to their steps."""
     found, page = Film(io.BytesIO(film)), visit(film)
@@ -279,7 +276,6 @@ def test_counters_and_what_was_before(visit: Callable[..., Any], film: bytes) ->
     assert told(page) == teller.decided(last)
 
 
-@pytest.mark.in_turn
 def test_states_and_ladder(visit: Callable[..., Any], film: bytes) -> None:
     """Where requests are, which moves a step made, and what answered when memory was short."""
     found, page = Film(io.BytesIO(film)), visit(film)
@@ -327,7 +323,6 @@ def test_states_and_ladder(visit: Callable[..., Any], film: bytes) -> None:
     assert f"{total} block{'s' * (total > 1)} so far" in rungs.nth(0).inner_text()
 
 
-@pytest.mark.in_turn
 def test_itl_on_the_time_line(visit: Callable[..., Any], film: bytes) -> None:
     """The longest gap is seen where its step is, though many steps share a column of pixels."""
     found = Film(io.BytesIO(film))
@@ -418,7 +413,6 @@ def test_markup_is_text(visit: Callable[..., Any]) -> None:
     assert page.title().startswith("</title><script>")
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1920])
 def test_it_fits_and_can_be_read(visit: Callable[..., Any], film: bytes, scheme: str, width: int) -> None:

@@ -58,7 +58,6 @@ def names(page: Any, part: str = "running") -> list[str]:
     return page.locator(f"[data-part={part}] .name").all_inner_texts()
 
 
-@pytest.mark.in_turn
 def test_requests_steps_and_undo(visit: Callable[..., Any]) -> None:
     page = visit()
     add(page, 40, 3)
@@ -86,7 +85,6 @@ def test_requests_steps_and_undo(visit: Callable[..., Any]) -> None:
     says(page, "no request")
 
 
-@pytest.mark.in_turn
 def test_other_settings_play_the_same_requests(visit: Callable[..., Any]) -> None:
     """Proposed by a situation, and set by hand; figures of before stand beside those of now."""
     page = visit()
@@ -117,7 +115,6 @@ def test_other_settings_play_the_same_requests(visit: Callable[..., Any]) -> Non
     playwright.expect(page.locator("#comparing")).to_be_hidden()
 
 
-@pytest.mark.in_turn
 def test_what_came_out_is_saved(visit: Callable[..., Any], tmp_path: Path, open_page: Callable[..., Any]) -> None:
     """As a film, and as a page with the run of before beside it, which needs no server."""
     page = visit()
@@ -144,7 +141,6 @@ def test_what_came_out_is_saved(visit: Callable[..., Any], tmp_path: Path, open_
     assert int(row[0]) > 0 and row[1] == "0"
 
 
-@pytest.mark.in_turn
 def test_what_is_on_the_form_is_played_before_it_is_copied_or_saved(visit: Callable[..., Any]) -> None:
     page = visit()
     page.select_option("#situation", "preemption")
@@ -162,7 +158,6 @@ def test_what_is_on_the_form_is_played_before_it_is_copied_or_saved(visit: Calla
     playwright.expect(page.locator("#copy")).to_have_value(re.compile("--watermark 0.1"))
 
 
-@pytest.mark.in_turn
 def test_what_was_tried_is_kept_in_a_table(visit: Callable[..., Any]) -> None:
     """For the same requests: one more, and the table begins anew."""
     page = visit()
@@ -216,7 +211,6 @@ def test_test_and_settings_are_copied(visit: Callable[..., Any], server: Any) ->
     assert vllm[vllm.index("--max-num-batched-tokens") + 1] == "128"
 
 
-@pytest.mark.in_turn
 def test_keys_alone(visit: Callable[..., Any]) -> None:
     page = visit()
     page.focus("#add [name=prompt]")
@@ -237,7 +231,6 @@ def test_keys_alone(visit: Callable[..., Any]) -> None:
     playwright.expect(page.locator("[data-part=number]")).not_to_have_value(re.compile("^0$"))
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1280, "light")])
 def test_sizes_and_accessibility(visit: Callable[..., Any], width: int, scheme: str) -> None:
     from axe_playwright_python.sync_playwright import Axe

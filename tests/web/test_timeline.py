@@ -75,7 +75,6 @@ def test_means_keep_the_area() -> None:
     assert (mean * np.diff(grid)).sum() == pytest.approx((values * np.diff(edges)).sum())
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", ["png", "svg"])
 def test_a_picture(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("matplotlib")

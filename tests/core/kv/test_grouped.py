@@ -26,11 +26,11 @@ from pointsman.core import (
 from pointsman.core.kv.grouped import GroupedKVCache
 from pointsman.core.kv.manager import KVCacheManager
 from tests.core.helpers import Host, small_config
-from tests.soak import seeds, short_of
+from tests.forms import seeds, short_of
 
 FULL, WINDOW = KVGroup(), KVGroup("window", 8)
 TWO = (FULL, WINDOW)
-PAIRS = seeds(1, 30)
+PAIRS = seeds(1, 10)
 
 
 def tables(output: SchedulerOutput, index: int) -> dict[int, dict[int, int]]:

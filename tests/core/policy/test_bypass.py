@@ -130,7 +130,6 @@ def decisions(monkeypatch: pytest.MonkeyPatch, seed: int, *, keeps_searches: boo
         return found
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("seed", range(16))
 def test_a_search_that_is_not_repeated_would_have_found_nobody(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     kept = decisions(monkeypatch, seed, keeps_searches=True)

@@ -11,7 +11,7 @@ from pointsman.core.policy.earliest_ttft import EarliestTTFT
 from pointsman.core.policy.policy import StepLoad
 from pointsman.core.state.events import Admitted
 from tests.core.helpers import Host, names, small_config
-from tests.soak import short_or_long
+from tests.forms import short_or_long
 
 ORDER = "earliest-ttft:default=100"
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pointsman.core import ConfigError, Scheduler
 from pointsman.core.policy.fair import Fair, read_weights
 from tests.core.helpers import Host, names, small_config
-from tests.soak import short_or_long
+from tests.forms import short_or_long
 
 
 def fair_host(**overrides: Any) -> tuple[Host, Fair]:

@@ -14,7 +14,7 @@ from pointsman.core import ConfigError, Request, Scheduler
 from pointsman.core.policy.fcfs import FirstComeFirstServed
 from pointsman.core.policy.order import LongestPrefix, ShortestPrefill
 from tests.core.helpers import Host, names, small_config
-from tests.soak import short_or_long
+from tests.forms import short_or_long
 
 
 def admission_order(host: Host) -> list[str]:

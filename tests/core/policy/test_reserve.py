@@ -14,7 +14,7 @@ from pointsman.core.policy.reserve import LEARNED_OVER, MEAN_OVER, Demand, Growt
 from pointsman.core.state.events import Admitted
 from pointsman.core.state.interfaces import View
 from tests.core.helpers import Host, cached_of, names, tokens_of
-from tests.soak import short_or_long
+from tests.forms import short_or_long
 
 
 def with_a_running(prompt_tokens: int, **config: Any) -> Host:

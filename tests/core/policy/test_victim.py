@@ -13,7 +13,7 @@ from pointsman.core import ConfigError, Reason, RequestStatus
 from pointsman.core.policy.victim import LeastCost
 from pointsman.core.state.interfaces import View
 from tests.core.helpers import Host, names, reference_output, tokens_of
-from tests.soak import short_or_long
+from tests.forms import short_or_long
 
 
 def two_that_outgrow_the_pool(**config: Any) -> Host:

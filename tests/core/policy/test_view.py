@@ -12,7 +12,7 @@ from pointsman.core import KVGroup
 from pointsman.core.kv.grouped import GroupedKVCache
 from pointsman.core.state.interfaces import View
 from tests.core.helpers import Host
-from tests.soak import seeds
+from tests.forms import seeds
 
 
 class Reader:
@@ -91,7 +91,7 @@ def test_with_groups_what_lies_behind_a_window_is_kept_by_those_that_hold_it() -
 def test_what_is_kept_is_found_once_all_free_blocks_are_evicted(groups: tuple[KVGroup, ...]) -> None:
     """And no more is, of a request that loses its blocks at any moment."""
     num_kept = 0
-    for seed in seeds(20, 1500):
+    for seed in seeds(20, 500):
         rng = random.Random(seed)
         host, view = reading(num_blocks=120, kv_groups=groups)
         prefix = host.prompt(24)

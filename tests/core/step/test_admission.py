@@ -10,7 +10,7 @@ import pytest
 from pointsman.core import ConfigError, ParkReason, Reason, Request
 from pointsman.core.kv.prefix_tree import PrefixCache
 from tests.core.helpers import Host, names, tokens_of
-from tests.soak import short_or_long
+from tests.forms import short_or_long
 
 
 def test_waiting_requests_are_admitted_until_one_must_wait_and_nobody_overtakes_it() -> None:
@@ -317,7 +317,6 @@ def _decisions(seed: int, config: dict[str, Any], forgets: bool) -> list[object]
     return told
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "config",
     [

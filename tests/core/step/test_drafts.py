@@ -21,7 +21,7 @@ from pointsman.core import (
 )
 from pointsman.core.state import batch
 from tests.core.helpers import EOS, Host, drafts_of, names, reference_output, small_config, tokens_of
-from tests.soak import short_or_long
+from tests.forms import short_or_long
 
 WRONG = 998  # the model never samples it
 

@@ -24,8 +24,8 @@ from pointsman.core import (
 from pointsman.core.kv.events import BlockRemoved, KVEvent
 from pointsman.core.state import batch
 from tests.core.helpers import Host
+from tests.forms import seeds, short_or_long
 from tests.property.twin import state_of
-from tests.soak import seeds, short_or_long
 
 EOS, OTHER_STOP = 5, 6
 NUM_ROUNDS = short_or_long(25, 40)
@@ -209,7 +209,7 @@ def test_as_single_steps(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if case == "little room":  # for recent tokens: rows are flushed between runs, and runs end before
         monkeypatch.setattr(batch, "RECENT", 24)
     passed = 0
-    for seed in seeds(2, 30):
+    for seed in seeds(2, 10):
         pair = Pair(seed, **CASES[case])
         for _ in range(NUM_ROUNDS):
             for _ in range(int(pair.rng.integers(4))):
@@ -250,13 +250,12 @@ OPENED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("case", OPENED)
 def test_openings_as_single_steps(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if case == "little room":
         monkeypatch.setattr(batch, "RECENT", 24)
     opened = opened_runs = 0
-    for seed in seeds(3, 15):
+    for seed in seeds(3, 5):
         pair = Pair(100 + seed, **OPENED[case])
         for _ in range(NUM_ROUNDS):
             for _ in range(int(pair.rng.integers(4))):

@@ -26,7 +26,7 @@ from pointsman.engine.aio.async_engine import RequestStream
 from pointsman.engine.aio.mailbox import LoopMailbox
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import load_model
-from tests.soak import short_of
+from tests.forms import short_of
 
 Answer = TypeVar("Answer")
 
@@ -203,7 +203,6 @@ def test_two_event_loops_at_once(make: Callable[..., AsyncEngine]) -> None:
     run(settled(engine))
 
 
-@pytest.mark.in_turn
 @also_with_two_steps_in_flight
 def test_two_engines_share_a_loaded_model(make: Callable[..., AsyncEngine]) -> None:
     """Each in its own thread, over its own KV pool: their steps take turns on the model."""
@@ -361,7 +360,6 @@ def _step_to_the_end(engine: Engine) -> None:
         engine.step()
 
 
-@pytest.mark.in_turn
 @also_with_two_steps_in_flight
 @pytest.mark.parametrize(
     ("end", "reason"),
@@ -590,7 +588,7 @@ def test_random_cancellations_leave_nothing(make: Callable[..., AsyncEngine]) ->
     run(_round(engine, 200, seed=1))
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_three_thousand_random_cancellations_leave_nothing(make: Callable[..., AsyncEngine]) -> None:
     engine = make(num_blocks=48, max_num_seqs=24, max_model_len=256, full_sequence_must_fit=False)
 
@@ -872,7 +870,6 @@ def test_an_engine_that_is_dropped_ends_its_thread(loaded: LoadedModel) -> None:
     assert not thread.is_alive()
 
 
-@pytest.mark.in_turn
 @pytest.mark.e2e
 @pytest.mark.parametrize("steps", short_of([1, 2], [2]))
 def test_the_interpreter_exits_with_requests_running(steps: int) -> None:

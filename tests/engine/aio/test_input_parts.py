@@ -128,7 +128,6 @@ def test_what_a_part_computed_is_found_by_the_next(loaded: LoadedModel) -> None:
     assert run_out(engine)["a"].metrics.num_preemptions == 0
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("early", [True, False], ids=["before its grammar is compiled", "behind the first part"])
 def test_a_structured_answer_to_a_prompt_in_parts(early: bool) -> None:
     params = SamplingParams(temperature=0, structured_outputs=StructuredOutputsParams(choice=["yes, it is", "no"]))

@@ -157,7 +157,6 @@ def test_any_block_size_gives_the_same(backend: str, block_size: int, num_heads:
     torch.testing.assert_close(got, setting.expected(0.3, 40, None, None), rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_pool_in_bfloat16_loses_what_rounding_loses(backend: str, dtype: torch.dtype) -> None:

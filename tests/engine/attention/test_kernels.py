@@ -311,7 +311,6 @@ print(round(out.item(), 4))
 """
 
 
-@pytest.mark.in_turn
 @pytest.mark.e2e
 def test_a_changed_kernel_is_compiled_again(tmp_path: Path) -> None:
     """Also where only a function changed that kernels call from another file."""

@@ -97,7 +97,6 @@ POOLS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("pool", POOLS, ids=str)
 def test_the_answers_are_those_without_drafts(loaded: LoadedModel, pool: dict[str, Any]) -> None:
     params = [SamplingParams(**{"max_tokens": 30, "ignore_eos": True, **one}) for one in MIXTURE]

@@ -139,7 +139,6 @@ def test_what_cannot_be_compiled_is_said_in_one_line(
     assert "\n" not in str(error) and len(str(error)) < 450 and ".cc" not in str(error)
 
 
-@pytest.mark.in_turn
 def test_a_hopeless_grammar_ends_and_holds_up_nobody(shared: GrammarCompiler) -> None:
     shared.add(request_with(regex="[a-f]{3}"))
     take(shared)
@@ -163,7 +162,6 @@ def slow_schema(number: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.in_turn
 def test_many_hopeless_grammars_hold_up_the_others_for_a_slice_each(make: Callable[..., GrammarCompiler]) -> None:
     compiler = make()
     assert isinstance(outcome(compiler, regex="a"), CompiledGrammar)
@@ -238,7 +236,6 @@ def test_a_failure_is_remembered_for_a_while(shared: GrammarCompiler) -> None:
     assert time.monotonic() - started < 0.5
 
 
-@pytest.mark.in_turn
 def test_memory_is_limited(make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_process, "subprocess", subprocess)  # what is forked has its parent's memory to use up
     compiler = make(memory=16 * 1024**2, timeout=30.0)
@@ -289,7 +286,6 @@ def pid_of_one_let_go(tokenizer: Any) -> int:
     return compiler.pid
 
 
-@pytest.mark.in_turn
 def test_an_engine_that_is_killed_leaves_nothing_behind() -> None:
     script = f"""
 import sys, time

@@ -41,7 +41,7 @@ from tests.engine.engine_loop import free_blocks
 from tests.engine.hopeless_grammar import HOPELESS, is_alive, wait_until
 from tests.engine.json_schemas import random_document, random_schema
 from tests.engine.tiny_models import HEAD16, Family, build
-from tests.soak import short_or_long
+from tests.forms import short_or_long
 
 pytestmark = pytest.mark.e2e
 
@@ -121,7 +121,6 @@ def complete(outputs: list[RequestOutput], least: float = 0.9) -> list[int]:
 # ---------------------------------------------------------------------------------------------- what texts look like
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("which", ["demo", "tiny"])
 def test_json_keeps_its_schema(which: str, request: pytest.FixtureRequest) -> None:
     loaded, compiler = request.getfixturevalue(which), request.getfixturevalue(f"{which}_compiler")
@@ -141,7 +140,6 @@ def test_json_keeps_its_schema(which: str, request: pytest.FixtureRequest) -> No
     assert free_blocks(llm.engine) == llm.engine.scheduler.stats().num_blocks
 
 
-@pytest.mark.in_turn
 def test_any_json_object(llm: LLM) -> None:
     outputs = generate(llm, [structured(i, 0.9, 400, json_object=True) for i in range(12)])
     for index in complete(outputs, 0.3):
@@ -224,7 +222,6 @@ def mixed_params(count: int) -> list[SamplingParams]:
     return params
 
 
-@pytest.mark.in_turn
 def test_tokens_are_the_same_alone_together_and_under_pressure(
     demo: LoadedModel, demo_compiler: GrammarCompiler
 ) -> None:
@@ -271,7 +268,6 @@ def test_tokens_are_the_same_after_a_failed_step(llm: LLM, monkeypatch: pytest.M
     assert [found[f"again {index}"] for index in range(8)] == expected
 
 
-@pytest.mark.in_turn
 def test_bfloat16_keeps_a_grammar_too(demo_compiler: GrammarCompiler) -> None:
     llm = llm_with(load_model("demo", "bfloat16"), demo_compiler)
     outputs = generate(llm, [structured(i, regex=r"\d{5}") for i in range(8)])
@@ -400,7 +396,6 @@ def test_a_step_without_anything_to_run_waits(demo: LoadedModel) -> None:
     assert time.thread_time() - cpu_started < 0.5 * (time.monotonic() - started)
 
 
-@pytest.mark.in_turn
 def test_failures_end_one_request_only(demo: LoadedModel) -> None:
     llm = LLM(demo, num_blocks=128, max_model_len=512, grammar_timeout=1.0, log_stats_interval=None)
     params = [
@@ -419,7 +414,6 @@ def test_failures_end_one_request_only(demo: LoadedModel) -> None:
     assert free_blocks(llm.engine) == llm.engine.scheduler.stats().num_blocks
 
 
-@pytest.mark.in_turn
 def test_a_grammar_that_becomes_slow_ends_its_request(llm: LLM) -> None:
     """Its texts can be read in more ways with every token, which no trial of some tokens shows."""
     params = [
@@ -461,7 +455,6 @@ def test_a_model_without_a_tokenizer_refuses(demo: LoadedModel) -> None:
 # --------------------------------------------------------------------------------------------------------- asyncio
 
 
-@pytest.mark.in_turn
 def test_async_engine_waits_for_grammars_and_says_what_failed(demo: LoadedModel) -> None:
     async def work() -> None:
         knobs: dict[str, Any] = {"num_blocks": 128, "max_model_len": 512, "log_stats_interval": None}

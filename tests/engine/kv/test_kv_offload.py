@@ -18,7 +18,7 @@ from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import wrap_model
 from tests.engine.kv_requests import PARAMS, TIGHT, add_round, break_passes, drain, make, prompt_of, run_rounds, settle
 from tests.engine.tiny_models import FAMILIES, build
-from tests.soak import part_of_commit
+from tests.forms import short_of
 
 AMPLE, SCARCE = 1 << 20, 1 << 16
 """Bytes of host memory for all blocks that the tests give up, and for some of them."""
@@ -163,7 +163,7 @@ def test_too_little_memory_for_a_block_is_refused() -> None:
 # ---------------------------------------------------------------------------------------------------- the engine
 
 
-@pytest.mark.parametrize("steps", part_of_commit([1, 2, 3], 3))
+@pytest.mark.parametrize("steps", short_of([1, 2, 3], [2]))
 @pytest.mark.parametrize("num_bytes", [AMPLE, SCARCE])
 def test_answers_are_the_same_and_less_is_computed(
     loaded: LoadedModel, expected: dict[str, list[int]], steps: int, num_bytes: int
@@ -183,7 +183,6 @@ def test_answers_are_the_same_and_less_is_computed(
     settle(engine)
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("mode", ["swap", "cheaper"])
 def test_preempted_requests_swap_and_answers_are_the_same(

@@ -539,7 +539,7 @@ print(json.dumps([[list(o.outputs[0].token_ids) for o in outputs], counters.num_
 """
 
 
-@pytest.mark.soak  # the short form has two servers that do the same: tests/server/test_kv_store_servers.py
+@pytest.mark.long  # the short form has two servers that do the same: tests/server/test_kv_store_servers.py
 @pytest.mark.e2e
 def test_one_process_prefills_and_another_decodes(tmp_path: Path) -> None:
     prompts = [f"import {word}\n\nclass {word.title()}:\n    def method(self):\n" * 6 for word in ("json", "os", "re")]

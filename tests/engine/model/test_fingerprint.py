@@ -29,7 +29,6 @@ def test_equal_models_have_equal_fingerprints_before_and_after_they_ran() -> Non
     assert model_fingerprint(loaded) == before
 
 
-@pytest.mark.in_turn
 def test_the_demo_model_with_its_packed_weights() -> None:
     first, second = load_model("demo"), load_model("demo")
     assert any(isinstance(one, JoinedLinear) and one.form == "packed" for one in first.model.modules())

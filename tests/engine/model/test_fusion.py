@@ -56,7 +56,6 @@ def test_fusing_can_be_turned_off(options: dict[str, Any]) -> None:
     assert fused(build(FAMILIES["qwen3"]()), **options) == {}
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_model_that_is_large_enough_is_packed(dtype: torch.dtype) -> None:
     """Its products are 512 x 512 and more, so all weights change their form, once; the self-check sees the result."""
@@ -230,7 +229,6 @@ def test_quantization_without_an_effect_is_an_error() -> None:
         wrap_model(build(FAMILIES["gpt2"]()), quantization="int8")
 
 
-@pytest.mark.in_turn
 @pytest.mark.e2e
 def test_int8_costs_the_demo_model_little() -> None:
     """The negative log likelihood of a text rises by less than a hundredth, as the guide says."""

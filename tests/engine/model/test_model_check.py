@@ -86,7 +86,6 @@ def test_a_dropped_feature_is_seen_in_bfloat16_too(family: str, feature: str) ->
         wrap_model(build(FAMILIES[family]()).to(torch.bfloat16), attention=factory)
 
 
-@pytest.mark.in_turn
 def test_a_large_vocabulary_and_many_layers_are_no_fault_in_bfloat16() -> None:
     config = LlamaConfig(**{**COMMON, "vocab_size": 32_000, "num_hidden_layers": 48})
     assert wrap_model(build(config).to(torch.bfloat16)).dtype == torch.bfloat16

@@ -53,7 +53,6 @@ def loaded() -> LoadedModel:
     return wrap_model(build(FAMILIES["qwen3"](), seed=1))
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("fuse", [True, False])

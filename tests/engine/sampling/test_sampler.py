@@ -199,7 +199,6 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("by", ["position", "seed"])
 def test_tokens_come_with_their_probabilities(by: str) -> None:
     """Over positions of one seed as over seeds at one position; 11 degrees of freedom, 0.1 % point 31.3."""

@@ -22,7 +22,7 @@ from tests.engine.text_tokenizers import (
     metaspace,
     random_tokens,
 )
-from tests.soak import short_or_long
+from tests.forms import short_or_long
 
 NUM_STRINGS = short_or_long(500, 10_000)  # per kind of tokenizer
 
@@ -326,7 +326,6 @@ def test_min_tokens_counts_bytes_that_wait() -> None:
     assert [detokenizer.feed(newline), detokenizer.stop_reason] == ["\n", "\n"]
 
 
-@pytest.mark.in_turn
 def test_looking_into_a_long_run_of_bytes_costs_no_more_per_token() -> None:
     tokenizer = KINDS["byte-fallback"]()
     decoder = TextDecoder(tokenizer)

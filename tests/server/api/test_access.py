@@ -627,7 +627,6 @@ def own_address() -> str | None:
         return None if address.startswith("127.") else address
 
 
-@pytest.mark.in_turn
 @pytest.mark.e2e
 @pytest.mark.parametrize("keys", [(), ("--operator-key", OPERATOR)])
 def test_a_server_on_all_networks_knows_its_addresses_and_its_callers(keys: tuple[str, ...]) -> None:

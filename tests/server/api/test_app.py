@@ -46,7 +46,6 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     return error
 
 
-@pytest.mark.in_turn
 def test_the_model_is_listed_by_its_name(http: httpx.Client) -> None:
     models = ModelList.model_validate(http.get("/v1/models").json())
     (card,) = models.data
@@ -271,7 +270,6 @@ def test_two_requests_may_have_one_name() -> None:
     with_app(test)
 
 
-@pytest.mark.in_turn
 def test_an_engine_that_says_nothing_delays_nobody_beyond_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.server.service.service.ENGINE_TIMEOUT", 0.3)
 
@@ -330,7 +328,6 @@ def test_what_has_not_begun_when_the_server_ends_is_to_be_tried_elsewhere() -> N
     with_app(test, max_num_seqs=2)
 
 
-@pytest.mark.in_turn
 def test_many_samples_leave_others_their_turn() -> None:
     async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
         schema = {"type": "object", "properties": {f"property{i}": {"type": "string"} for i in range(1500)}}
@@ -374,7 +371,6 @@ def test_a_grammar_that_finds_too_many_others_may_be_sent_again() -> None:
     with_app(test)
 
 
-@pytest.mark.in_turn
 def test_tokens_are_made_for_so_many_at_once() -> None:
     async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
         body = {"prompt": "a word or two " * 4000}

@@ -14,7 +14,7 @@ from _server_process import ServerProcess
 
 from pointsman.server.wire.responses import ChatCompletionResponse
 from tests.engine.json_schemas import random_document
-from tests.soak import short_or_long
+from tests.forms import short_or_long
 
 openai = pytest.importorskip("openai")
 
@@ -127,7 +127,6 @@ def test_a_schema_is_kept_to(client: Any) -> None:
     assert set(person) == {"name", "age"} and isinstance(person["age"], int)
 
 
-@pytest.mark.in_turn
 def test_random_schemas_are_kept_to(server: ServerProcess) -> None:
     rng = random.Random(4)
     schemas = [random_document(rng) for _ in range(NUM_SCHEMAS)]

@@ -51,7 +51,6 @@ def test_two_watch_the_same_film(http: httpx.Client) -> None:
     assert found.frames[0] == same.frames[0] and found.requests == same.requests
 
 
-@pytest.mark.in_turn
 def test_a_film_ends_with_its_last_watcher(http: httpx.Client) -> None:
     """The next one begins at 0 again; one that had gone on would be a second old."""
     for _ in range(2):

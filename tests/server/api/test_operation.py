@@ -47,7 +47,6 @@ async def until_it_runs(http: httpx.AsyncClient, num_tokens: int = 5) -> None:
         await asyncio.sleep(0.005)
 
 
-@pytest.mark.in_turn
 def test_what_is_kept_waits_for_resume_and_gets_the_same_answer() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         expected = (await http.post("/v1/completions", json=LONG)).json()["choices"][0]["text"]
@@ -73,7 +72,6 @@ def test_what_is_kept_waits_for_resume_and_gets_the_same_answer() -> None:
     with_server(test)
 
 
-@pytest.mark.in_turn
 def test_pausing_in_mode_wait_answers_when_what_ran_has_ended() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         running = asyncio.ensure_future(http.post("/v1/completions", json=LONG))
@@ -129,7 +127,6 @@ def test_a_mode_that_does_not_exist_is_a_bad_request_and_pauses_nothing() -> Non
     with_server(test)
 
 
-@pytest.mark.in_turn
 def test_a_reset_can_make_what_runs_compute_its_cache_anew() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         expected = (await http.post("/v1/completions", json=LONG)).json()["choices"][0]["text"]
@@ -144,7 +141,6 @@ def test_a_reset_can_make_what_runs_compute_its_cache_anew() -> None:
     with_server(test)
 
 
-@pytest.mark.in_turn
 def test_the_number_of_running_requests_can_be_moved() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         answer = await http.post("/max_num_active_seqs", params={"limit": 1})

@@ -3,7 +3,7 @@
 schemathesis reads the OpenAPI description of a running server and makes up requests: such that fit it, and such that
 break it somewhere. No answer may be a server error (503 aside, where the description says so), have a status or a
 content type that the description does not list, or a JSON body of another shape. 100 requests, 2,000 with
-POINTSMAN_SOAK=1; operations that have a body or a parameter share them evenly, the others are asked once.
+the long form; operations that have a body or a parameter share them evenly, the others are asked once.
 
 Of the requests that fit the description, hardly one gets as far as the engine: some field of every one is beyond this
 server's limits, which a description for all servers does not know. So a third of the requests fit a narrower
@@ -21,7 +21,7 @@ from _server_process import ServerProcess
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.forked_engines import start_server
-from tests.soak import short_or_long
+from tests.forms import short_or_long
 
 schemathesis = pytest.importorskip("schemathesis")
 
@@ -84,7 +84,6 @@ def limited_server() -> Iterator[ServerProcess]:
         yield server
 
 
-@pytest.mark.in_turn
 @pytest.mark.e2e
 def test_no_request_makes_a_server_error_or_an_answer_that_is_not_described(limited_server: ServerProcess) -> None:
     operations = operations_of(described(limited_server), limited_server)

@@ -245,7 +245,6 @@ def finite_values(result: list[dict[str, Any]]) -> list[float]:
     return [float(text) for series in result for _, text in series["values"] if math.isfinite(float(text))]
 
 
-@pytest.mark.in_turn
 @pytest.mark.e2e
 @needs_prometheus
 def test_a_real_prometheus_evaluates_every_expression(server: ServerProcess, tmp_path: Path) -> None:

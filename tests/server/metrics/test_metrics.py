@@ -319,7 +319,6 @@ def test_what_runs_and_waits_and_a_client_that_goes_away(
     assert after["vllm:kv_cache_usage_perc"] == 0
 
 
-@pytest.mark.in_turn
 @pytest.mark.e2e
 def test_counters_never_fall(loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]) -> None:
     client, measured = engine

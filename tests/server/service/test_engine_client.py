@@ -44,7 +44,6 @@ async def read(stream: ClientStream) -> Delta:
     return whole
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize("steps", [1, 2])
 def test_texts_are_those_of_the_engine_itself(steps: int) -> None:
     llm = LLM("demo", num_blocks=64, num_threads=1)

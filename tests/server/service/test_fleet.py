@@ -18,8 +18,8 @@ from pointsman.server.service.engine_client import EngineClient, EngineStartErro
 from pointsman.server.service.fleet import EngineFleet, start_fleet
 from pointsman.server.service.inbox import ClientStream
 from pointsman.server.wire.messages import Delta, EngineRequest
+from tests.forms import short_or_long
 from tests.server.engine_pool import cancel
-from tests.soak import short_or_long
 
 pytestmark = pytest.mark.e2e
 
@@ -130,9 +130,7 @@ async def until_idle(fleet: EngineFleet) -> None:
         assert stats.scheduler.num_free_blocks == stats.scheduler.num_blocks
 
 
-@pytest.mark.in_turn
-@pytest.mark.soak_in_turn
-@pytest.mark.parametrize("draft_tokens", [pytest.param(3, marks=pytest.mark.soak), 0])
+@pytest.mark.parametrize("draft_tokens", [pytest.param(3, marks=pytest.mark.long), 0])
 def test_every_kind_of_request_goes_on_as_if_nothing_had_happened(
     draft_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +170,7 @@ def reading_is_over(stream: ClientStream, expected: dict[str, Delta]) -> bool:
     return stream.num_output_tokens >= len(expected[name].token_ids)
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_in_bfloat16_a_stream_goes_on_validly() -> None:
     """What was received stays, and each token behind it is as likely as the best, for an engine that computes all of
     them at once, but for what rounding does to an undisturbed stream as well."""
@@ -208,7 +206,7 @@ def test_in_bfloat16_a_stream_goes_on_validly() -> None:
     with_fleet(test, dtype="bfloat16")
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_stop_string_may_lie_across_the_cut() -> None:
     """The text that may begin it is held back by the engine that dies, and found by the next one."""
 
@@ -238,7 +236,7 @@ def test_a_stop_string_may_lie_across_the_cut() -> None:
     with_fleet(test)
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_request_that_kills_engines_ends_with_an_error_and_others_go_on() -> None:
     async def test(fleet: EngineFleet) -> None:
         deadly = fleet.generate(EngineRequest("deadly", PROMPT, SamplingParams(max_tokens=1500, ignore_eos=True)))

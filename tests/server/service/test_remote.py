@@ -101,7 +101,6 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.003)
 
 
-@pytest.mark.in_turn
 def test_a_fleet_begins_with_its_first_engine_and_loses_no_request_with_a_host_or_an_engine() -> None:
     async def test(listener: EngineListener, hosts: Hosts) -> None:
         fleet = await start_fleet(listener.start, 2, 100, wait_for_all=False)
@@ -181,7 +180,6 @@ def test_engines_that_live_have_the_lowest_numbers_and_the_others_are_missed_onl
     with_listener(test, lambda: Hosts(num_free=2))
 
 
-@pytest.mark.in_turn
 def test_a_host_that_is_lost_before_it_starts_an_engine_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
     async def test(listener: EngineListener, hosts: Hosts) -> None:
         num_lost = 0
