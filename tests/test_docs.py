@@ -106,7 +106,7 @@ COMMANDS = [
 ]
 SESSIONS = sessions()
 OTHERS = sorted({where.split(":")[0] for where, _ in COMMANDS} - {"README.md"})
-SHORT_DOCUMENTS = {"README.md", "library.md"}
+SHORT_DOCUMENTS = {"README.md", "engine.md", "course.md", "scenarios.md", "serving.md"}
 """Documents whose commands and servers the short form runs."""
 
 

@@ -100,7 +100,8 @@ def test_the_answers_are_those_of_vllms_own_scheduler(tmp_path: Path, name: str)
         assert ours["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 0
 
 
-@pytest.mark.parametrize("name", short_of(["plain", "ngram", "async"], ["async"]))
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["plain", "ngram", "async"])
 def test_tokens_that_the_model_runner_does_not_return_are_sampled_again(tmp_path: Path, name: str) -> None:
     way = WAYS[name]
     requests, _ = make_requests(NUM_REQUESTS // 2, seed=2, most_tokens=40)

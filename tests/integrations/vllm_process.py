@@ -28,8 +28,8 @@ VLLM_INSTALLED = pytest.mark.skipif(
 )
 NEEDS_VLLM = [pytest.mark.e2e, VLLM_INSTALLED]
 """Marks of tests that run it."""
-SHORT_MODELS = ("gemma3, preempting", "lfm2, cached in parts, preempting", "whisper, preempting")
-"""Cases with real models in the short form: windows, states, and an encoder-decoder, each short of blocks."""
+SHORT_MODELS = ("gemma3, preempting", "lfm2, cached in parts, preempting")
+"""Cases with real models in the short form: one with windows and one with states, both short of blocks."""
 
 
 def environment(*sources: Path) -> dict[str, str]:

@@ -21,7 +21,7 @@ from .workload import DrawChooser, SeededChooser
 from .world import World
 
 CROWDED = 30
-SEEDS = seeds(2, 8)
+SEEDS = seeds(2, 16)
 PRESET_SEEDS = seeds(1, 3)
 RULES_PER_SEED = 70
 RARE = dict.fromkeys(("abort", "finish", "park", "set_priority", "extend"), 1)

@@ -245,6 +245,7 @@ LIMITS: dict[str, tuple[dict[str, Any], Callable[[World], int]]] = {
 """What happens in runs, the knobs under which it is likely, and how to count it."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("limit", LIMITS)
 def test_runs_meet_every_limit(limit: str) -> None:
     """The runs would prove little if memory never ran out, say: it happens often where it is likely."""

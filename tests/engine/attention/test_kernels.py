@@ -311,6 +311,7 @@ print(round(out.item(), 4))
 """
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_a_changed_kernel_is_compiled_again(tmp_path: Path) -> None:
     """Also where only a function changed that kernels call from another file."""

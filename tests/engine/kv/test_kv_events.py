@@ -187,6 +187,7 @@ def test_what_an_engine_publishes_is_what_it_has_cached(loaded: LoadedModel) -> 
     engine.close()
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 @VLLM_INSTALLED
 def test_vllms_own_decoder_reads_it(loaded: LoadedModel, tmp_path: Path) -> None:
