@@ -163,7 +163,7 @@ class CannedHandler(socketserver.StreamRequestHandler):
 @contextlib.contextmanager
 def canned(*answer: bytes) -> Iterator[tuple[Canned, Chat]]:
     with Canned(list(answer)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         with httpx2.Client(base_url=server.url, trust_env=False) as client:
             yield server, Chat(client, {"model": "demo"})
         server.shutdown()

@@ -87,7 +87,6 @@ def test_the_list_has_the_scenarios_with_their_claims(pointsman: Run) -> None:
         (["watermark", "--preset", "vllm"], ["--preset", "--scenario"]),
         (["watermark", "--seeds", "0"], ["--seeds is 0", "at least 1"]),
         (["watermark", "--seed", "-1"], ["--seed is -1", "at least 0"]),
-        (["watermark", "--device", "h1000"], ["'h1000'", "nearest: h100"]),
         (["watermark", "--html", "/nowhere/at/all"], ["/nowhere/at/all", "No such file"]),
     ],
 )

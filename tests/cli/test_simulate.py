@@ -186,24 +186,14 @@ def test_times(text: str, value: float) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--model", "lama-8b"], ["'lama-8b'", "nearest: Llama-3.1-8B", "--list"]),
-        (
-            ["--model", "Llama-3.1-70B"],
-            ["Llama-3.1-70B needs 133.64 GiB", "71.27 of its 79.19 GiB", "tensor parallelism"],
-        ),
-        (["--device", "h1000"], ["'h1000'", "nearest: h100", "--list"]),
         (["--routing", "any", "--replicas", "2"], ["'any'", "round-robin"]),
         (["--routing", "round-robin"], ["--routing", "--replicas 2"]),
         (["--replicas", "0"], ["--replicas is 0", "at least 1"]),
         (["--preset", "best"], ["'best'", "low-latency"]),
-        (["--tensor-parallel", "3"], ["tensor_parallel is 3", "32 heads"]),
         (["--gpu-memory-utilization", "2"], ["gpu_memory_utilization is 2", "at most 1"]),
         (["--gpu-memory-utilization", "0.5", "--num-blocks", "9"], ["--gpu-memory-utilization", "one of them"]),
         (["--max-model-len", "200000"], ["--max-model-len is 200000", "131072"]),
-        (["--max-num-batched-tokens", "10"], ["max_num_batched_tokens is 10", "max_num_seqs 256"]),
-        (["--decode-reserve", "some"], ["decode_reserve is 'some'", "mean"]),
         (["--arrivals", "poison:4"], ["'poison'", "poisson"]),
-        (["--prompt-tokens", "lognormal:100"], ["lognormal:median,sigma"]),
         (["--ttft-target", "5 parsec"], ["--ttft-target is '5 parsec'", "500ms"]),
         (["--itl-target", "0"], ["--itl-target is '0'", "above 0"]),
         (["--rate", "0"], ["--rate is 0", "above 0"]),
@@ -312,15 +302,6 @@ def test_preempted_requests_swap_to_host_memory(pointsman: Run) -> None:
     assert f"{counts['copied_blocks']['offloaded']:,} blocks to host memory" in text
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--preemption-mode", "swap"), "there is no host memory to swap to; give kv_offload_bytes"),
-        (("--kv-offload-bytes", "10"), "less than one block"),
-        (("--kv-offload-bytes", "1GiB", "--no-enable-prefix-caching"), "enable_prefix_caching is off; switch it on"),
-        (("--kv-offload-bytes", "1GiB", "--preemption-mode", "often"), 'choose "recompute", "swap" or "cheaper"'),
-        (("--kv-offload-bytes", "some"), "is not a size"),
-    ],
-)
-def test_host_memory_that_cannot_work_is_refused(pointsman: Run, options: tuple[str, ...], words: str) -> None:
-    check_refused(pointsman("simulate", *FEW, *options), words)
+def test_host_memory_that_cannot_work_is_refused(pointsman: Run) -> None:
+    words = "there is no host memory to swap to; give kv_offload_bytes"
+    check_refused(pointsman("simulate", *FEW, "--preemption-mode", "swap"), words)

@@ -106,12 +106,7 @@ def test_a_salt_keeps_a_tenants_prefixes_apart(http: httpx.Client) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        b"",
         b"{",
-        b"[]",
-        b'"prompt"',
-        b"null",
-        b'{"prompt": "a", "temperature": NaN}',
         b'{"prompt": "a", "temperature": 1e999}',
         b'{"prompt": "a", "temperature": -Infinity}',
         b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
@@ -123,7 +118,6 @@ def test_a_salt_keeps_a_tenants_prefixes_apart(http: httpx.Client) -> None:
         b'{"prompt": "\xff\xfe"}',
         b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}",
         b'{"prompt": "a", "structured_outputs": {"json": ' + b'{"a":' * 300 + b"1" + b"}" * 300 + b"}}",
-        b'{"prompt": "a", "logit_bias": {"-1": 1}}',
         b'{"prompt": "a", "logit_bias": {"99999999": 1}}',
         b'{"prompt": "a", "deadline": 1e999}',
     ],

@@ -158,9 +158,7 @@ def test_all_constraints_arrive() -> None:
     assert beside_text.regex == "a+"
 
 
-@pytest.mark.parametrize(
-    "asked", [{}, {"regex": "a", "choice": ["b"]}, {"choice": []}, {"json": "no JSON"}, {"regex": ""}]
-)
+@pytest.mark.parametrize("asked", [{}, {"json": "no JSON"}])
 def test_what_is_no_constraint_is_refused(asked: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"give|must"):
         structure(structured_outputs=asked)
