@@ -22,7 +22,7 @@ SHORT, LONG = Form(is_long=False, explore=20261127), Form(is_long=True, explore=
 
 def collected(*options: str) -> list[str]:
     """The tests that pytest would run with these options."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *options, "tests/traces", "tests/core/state"]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *options, "tests/core/state"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return re.findall(r"^tests/.*::.*$", done.stdout, re.MULTILINE)
@@ -48,8 +48,8 @@ def test_shards_together_are_the_whole(cases: list[int], count: int) -> None:
 
 def test_shards_of_collected_tests_are_disjoint_and_complete() -> None:
     whole = collected("--long")
-    shards = [collected("--long", "--shard", f"{number}/3") for number in (1, 2, 3)]
-    assert len(whole) > 100 and sorted(chain(*shards)) == sorted(whole)
+    shards = [collected("--long", "--shard", f"{number}/2") for number in (1, 2)]
+    assert len(whole) > 50 and sorted(chain(*shards)) == sorted(whole)
 
 
 @pytest.mark.parametrize("text", ["", "4", "0/4", "5/4", "1/0", "1/x"])
