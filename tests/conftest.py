@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -54,15 +55,17 @@ def pytest_configure(config: pytest.Config) -> None:
     option = config.option
     if option.explore is None:  # the workers of pytest-xdist get the options of the process that starts them
         option.explore = int(datetime.now(UTC).strftime("%Y%m%d"))
-    report_progress = None
-    if folder := getattr(config, "workerinput", {}).get("progress"):
-        report_progress = _Progress(Path(folder)).report
-    forms.choose(forms.Form(is_long=option.long, explore=option.explore), report_progress)
     settings.load_profile("long" if option.long else "short")
     if option.long and option.hypothesis_seed is None:
         option.hypothesis_seed = str(option.explore)
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Reporter(config), "pointsman-reporter")
+    if hasattr(config, "workerinput"):
+        folder = config.workerinput["progress"]
+    else:
+        reporter = Reporter(config)
+        config.pluginmanager.register(reporter, "pointsman-reporter")
+        folder = reporter.folder.name
+    form = forms.Form(is_long=option.long, explore=option.explore)
+    forms.choose(form, _Progress(Path(folder)).report)
 
 
 # ---------------------------------------------------------------------- which tests, in which order
@@ -121,7 +124,8 @@ class _Progress:
 
     def report(self, text: str) -> None:
         test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
-        self._file.write_text(f"{test}\n{text}")
+        with suppress(OSError):  # the reporting process may have ended
+            self._file.write_text(f"{test}\n{text}")
 
 
 class Reporter:
@@ -129,14 +133,14 @@ class Reporter:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._folder = tempfile.TemporaryDirectory(prefix="pointsman-tests-")
+        self.folder = tempfile.TemporaryDirectory(prefix="pointsman-tests-")
         self._running: dict[str, float] = {}
         self._done = threading.Event()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
         """Tell a worker of pytest-xdist where to report its progress."""
-        node.workerinput["progress"] = self._folder.name
+        node.workerinput["progress"] = self.folder.name
 
     def pytest_sessionstart(self) -> None:
         if not self._config.option.collectonly:
@@ -151,7 +155,9 @@ class Reporter:
     def _watch(self) -> None:
         terminal = self._config.pluginmanager.get_plugin("terminalreporter")
         while not self._done.wait(SECONDS_BETWEEN_SIGNS):
-            told = dict(file.read_text().partition("\n")[::2] for file in Path(self._folder.name).iterdir())
+            told: dict[str, str] = {}
+            with suppress(OSError):  # the session may end meanwhile
+                told.update(file.read_text().partition("\n")[::2] for file in Path(self.folder.name).iterdir())
             for test, since in list(self._running.items()):
                 seconds = time.monotonic() - since
                 if terminal is not None and seconds > SECONDS_BETWEEN_SIGNS:
@@ -160,7 +166,7 @@ class Reporter:
 
     def pytest_sessionfinish(self) -> None:
         self._done.set()
-        self._folder.cleanup()
+        self.folder.cleanup()
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         option = self._config.option
@@ -184,11 +190,16 @@ class Reporter:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Name the seed of a failure: the local variable `seed` of the outermost function that has one."""
+    """Name the seed of a failure: the local variable `seed` of the outermost function that has one; or a `run` of
+    seeds that were tried in one process."""
     if call.excinfo is not None and not call.excinfo.errisinstance(pytest.skip.Exception):
         for entry in call.excinfo.traceback:
-            if isinstance(seed := entry.frame.f_locals.get("seed"), int):
-                item.user_properties.append(("seed", seed))
+            names = entry.frame.f_locals
+            if isinstance(seed := names.get("seed"), int):
+                item.user_properties.append(("seed", str(seed)))
+                break
+            if isinstance(run := names.get("run"), range):
+                item.user_properties.append(("seed", f"one of {run.start} to {run.stop - 1}"))
                 break
     return (yield)
 
