@@ -28,15 +28,13 @@ SMALL = ("--model", "demo", "--num-blocks", "128", "--block-size", "16", "--max-
 FIELDS: dict[str, Any] = {"prompt": "The import statement", "max_tokens": 24, "ignore_eos": True, "temperature": 0}
 
 
-@pytest.fixture(scope="module")
-def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("recordings") / "run.jsonl"
+TWO = (*SMALL, "--data-parallel-size", "2")
 
 
 @pytest.fixture(scope="module")
-def two(recordings: Path) -> Iterator[ServerProcess]:
+def two() -> Iterator[ServerProcess]:
     """A server with two engines; a test that kills one waits until it is back."""
-    with start_server(*SMALL, "--data-parallel-size", "2", "--record", str(recordings)) as server:
+    with start_server(*TWO) as server:
         yield server
 
 
@@ -226,9 +224,16 @@ def telling(answer: dict[str, Any]) -> Any:
     return choices, answer["usage"]["completion_tokens"]
 
 
-def test_recordings_are_one_for_each_engine(two: ServerProcess, http: httpx.Client, recordings: Path) -> None:
-    """The last of this file with these engines: they are stopped."""
-    assert two.stop() == 0
+def test_recordings_are_one_for_each_engine(tmp_path: Path) -> None:
+    recordings = tmp_path / "run.jsonl"
+    with start_server(*TWO, "--record", str(recordings)) as server, httpx.Client(base_url=server.url) as http:
+        until_all_live(http)
+        os.kill(server.engine_pids[1], signal.SIGKILL)
+        wait_until(lambda: samples(http, "pointsman:engine_restarts_total")["1"] == 1.0, 60, "one is started again")
+        until_all_live(http)
+        for number in range(4):
+            assert http.post("/v1/completions", json={**FIELDS, "prompt": f"{number} x"}).status_code == 200
+        assert server.stop() == 0
     files = sorted(one.name for one in recordings.parent.iterdir())
     assert files[:2] == ["run.jsonl", "run.jsonl.1"]
     restarted = [one for one in files if ".restart-" in one]

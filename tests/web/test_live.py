@@ -178,7 +178,7 @@ def test_one_of_two_engines_is_chosen_and_watched_again_after_its_death(visit: C
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone_and_can_be_read(visit: Callable[..., Any], tmp_path: Path, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
-    with operated(tmp_path / "s") as host:
+    with operated(tmp_path / "s", max_model_len=512, num_blocks=300) as host:
         server = live_server(host.control.path)
         thread = threading.Thread(target=server.serve)
         thread.start()
@@ -186,7 +186,7 @@ def test_it_fits_a_phone_and_can_be_read(visit: Callable[..., Any], tmp_path: Pa
             page = visit(server.url, color_scheme=scheme, viewport={"width": 360, "height": 800}, bypass_csp=True)
             is_live(page)
             for name in ("a", "b", "c"):
-                host.add(name, max_tokens=50)
+                host.add(name, max_tokens=500)
             with stepping(Slowly(host)):
                 playwright.expect(page.locator("[data-part=runningTitle]")).to_have_text("Running: 2 of 2")
                 page.evaluate("document.getElementById('ask').hidden = false")
