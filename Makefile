@@ -44,15 +44,15 @@ BENCHMARKS := $(foreach part,$(PARTS),$(BENCHMARKS_$(part)))
 .PHONY: help install serve demo test test-all lint kernels vllm format bench bench-quick $(PARTS:%=bench-%) dist clean
 
 help:
-	@echo "make serve   serve the demo model on port 8000, and print a curl that works"
-	@echo "make demo    run the demo model on built-in prompts"
-	@echo "make test    format check, lint, types, the tests in their short form: a fixed choice"
-	@echo "make test-all  the same with every test in its long form, and random seeds of today; a part of it:"
-	@echo "             PART=core make test-all (or sim, engine, server, vllm, page); a shard: SHARD=1/4 make test-all"
-	@echo "make bench   the benchmarks in full, against their targets, beside vLLM in an environment of its own: hours on"
-	@echo "             a machine that does nothing else; a part of it: make bench-core, and so on"
-	@echo "make format  format the code and repair what the linter can"
-	@echo "make dist    build what is released: dist/*.tar.gz and dist/*.whl"
+	@echo "make serve     serve the demo model on port 8000, and print a curl that works"
+	@echo "make demo      run the demo model on built-in prompts"
+	@echo "make test      format, lint, types, a fixed choice of tests in their short form"
+	@echo "make test-all  format, lint, types, every test in its long form, with random seeds of today; a part of it:"
+	@echo "               PART=core make test-all (or sim, engine, server, vllm, page); a shard: SHARD=1/4 make test-all"
+	@echo "make bench     the benchmarks in full, against their targets, beside vLLM in an environment of its own: hours"
+	@echo "               on a machine that does nothing else; a part of it: make bench-core, and so on"
+	@echo "make format    format the code and repair what the linter can"
+	@echo "make dist      build what is released: dist/*.tar.gz and dist/*.whl"
 
 install: $(INSTALLED)
 

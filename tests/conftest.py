@@ -55,6 +55,11 @@ def pytest_configure(config: pytest.Config) -> None:
     option = config.option
     if option.explore is None:  # the workers of pytest-xdist get the options of the process that starts them
         option.explore = int(datetime.now(UTC).strftime("%Y%m%d"))
+    if option.shard is not None:
+        try:
+            forms.Shard.parse(option.shard)
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from error
     settings.load_profile("long" if option.long else "short")
     if option.long and option.hypothesis_seed is None:
         option.hypothesis_seed = str(option.explore)
@@ -92,10 +97,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     items.sort(key=place)
     if config.option.shard is not None:
-        try:
-            kept = forms.Shard.parse(config.option.shard).of(items)
-        except ValueError as error:
-            raise pytest.UsageError(str(error)) from error
+        kept = forms.Shard.parse(config.option.shard).of(items)
         others = set(items).difference(kept)
         config.hook.pytest_deselected(items=[item for item in items if item in others])
         items[:] = kept
