@@ -13,7 +13,7 @@ from tests.forms import seeds, short_of
 from tests.integrations.vllm_process import NEEDS_VLLM, SHORT_MODELS, decided_alike, run_in_vllm
 
 pytestmark = NEEDS_VLLM
-WORKLOADS = seeds(20, 330)
+WORKLOADS = seeds(20, 330, kept=(2026112700033, 2026112700109))
 ENDS = (
     "kept others",
     "went further",
@@ -24,7 +24,7 @@ ENDS = (
 """Why a comparison may end before its workload; docs/vllm.md has the reasons."""
 MET_PER_100 = {"steps": 5_000, "preemptions": 100, "hits": 100, "chunks": 2_000, "inputs computed": 500, "freed": 200}
 """What so many workloads meet at least."""
-WITH_ENCODERS = seeds(12, 330)
+WITH_ENCODERS = seeds(12, 330, kept=(2026112700064,))
 MET_WITH_ENCODERS_PER_100 = {"steps": 5_000, "preemptions": 20, "inputs computed": 1_000, "freed": 1_000, "drafts": 500}
 SMALL_POOL = {"block_size": 32, "num_gpu_blocks_override": 18, "max_num_seqs": 6, "max_model_len": 448}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -663,7 +663,10 @@ def run_both(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) 
             if _may_find_otherwise(workload):
                 tally["found otherwise"] += 1
                 return None
-            if workload.num_drafts and _gives_up_drafts(theirs, ours):
+            if not workload.layout and _finds_what_is_generated(sides[0], theirs, ours):
+                tally["found what is generated"] += 1
+                return None
+            if workload.num_drafts and (_gives_up_drafts(theirs, ours) or _starts_without_placeholders(theirs, ours)):
                 tally["gave up drafts"] += 1
                 return None
             what = [key for key in theirs if theirs[key] != ours[key]]
@@ -750,7 +753,8 @@ def _takes_less_behind_a_victim(sides: tuple[Side, Side], theirs: dict[str, Any]
 
 def _goes_further(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
     """Whether the first row that differs goes on in ours where theirs ends before an image: whose embeddings ours has
-    kept, or of which the row reads none yet, or for which theirs lacks space; see docs/vllm.md."""
+    kept, or of which the row reads none yet, or for which theirs lacks space or budget, as it computes others again
+    that ours has kept; see docs/vllm.md."""
     if theirs["preempted"] != ours["preempted"] or theirs["finished"] != ours["finished"]:
         return False
     for name, count in ours["tokens"].items():
@@ -762,7 +766,9 @@ def _goes_further(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[s
             at = feature.mm_position
             if at.offset <= end < at.offset + at.length and before < count:
                 reads = at.is_embed[end - at.offset : end - at.offset + count - before].any()
-                return not reads or feature.identifier in sides[1].embeddings_before or _holds_unread(sides)
+                again = _computed(sides[0], theirs) - _computed(sides[1], ours)
+                kept = {feature.identifier, *again} & sides[1].embeddings_before
+                return not reads or bool(kept) or _holds_unread(sides)
         return False
     return False
 
@@ -798,6 +804,30 @@ def _gives_up_drafts(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
     kept = [name for name in ours["tokens"] if name in theirs["tokens"]]
     fewer = [name for name in kept if len(ours["drafts"].get(name, ())) < len(theirs["drafts"].get(name, ()))]
     return bool(fewer) or bool(theirs["preempted"])
+
+
+def _starts_without_placeholders(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
+    """Whether the first request that only ours admits starts with one token and no placeholders, for whose blocks it
+    waits in theirs; see docs/vllm.md."""
+    more = [name for name in ours["tokens"] if name not in theirs["tokens"]]
+    same = all(ours["tokens"][name] == count for name, count in theirs["tokens"].items() if name in ours["tokens"])
+    return same and bool(more) and ours["tokens"][more[0]] == 1 and not ours["drafts"].get(more[0])
+
+
+def _finds_what_is_generated(side: Side, theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
+    """Whether the first request that differs begins behind tokens that a running one of theirs generated; ours finds
+    these when that one has released its blocks; see docs/vllm.md."""
+    for name in theirs["new"]:
+        start = theirs["starts"][name]
+        if start == ours["starts"].get(name):
+            continue
+        prompt = side.scheduler.requests[name].prompt_token_ids[:start]
+        return start > ours["starts"].get(name, 0) and any(
+            start > other.num_prompt_tokens and other.all_token_ids[:start] == prompt
+            for other in side.scheduler.running
+            if other.request_id != name
+        )
+    return False
 
 
 def _does_more(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:

@@ -159,17 +159,11 @@ class Reserves(Gate):
         return num_steps
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
-        match, shared = self._view.match, view.num_shared_blocks
-        first = self._num_blocks(request, match, start + want) - shared
-        full = self._num_blocks_of_whole(request, match) - shared
-        demand = Demand(first, full, view.num_owed_blocks, view.num_running > 0, view.num_waiting)
-        num_free = view.num_free_blocks
-        asked = [each.blocks(request, demand, view) for each in self.policies]
-        required = first + sum(asked)
+        key, num_free = self._asked(request, start + want, view), view.num_free_blocks
+        required = sum(key)
         if required <= num_free:
             self.shortage = None
             return want
-        key = (first, *asked)
         shortage = self._shortages.get(key)
         if shortage is None:
             if len(self._shortages) >= MAX_SHORTAGES:
@@ -177,6 +171,18 @@ class Reserves(Gate):
             shortage = self._shortages[key] = self._shortage(required, key)
         self.shortage = shortage
         return self.deferral(request, shortage, num_free)
+
+    def allow(self, request: Request, end: int, view: View) -> bool:
+        """Whether the first `end` tokens of the request fit beside every reserve."""
+        return sum(self._asked(request, end, view)) <= view.num_free_blocks
+
+    def _asked(self, request: Request, end: int, view: View) -> tuple[int, ...]:
+        """Blocks for the first `end` tokens of the request, and those that each reserve asks for beside them."""
+        match, shared = self._view.match, view.num_shared_blocks
+        first = self._num_blocks(request, match, end) - shared
+        full = self._num_blocks_of_whole(request, match) - shared
+        demand = Demand(first, full, view.num_owed_blocks, view.num_running > 0, view.num_waiting)
+        return (first, *[each.blocks(request, demand, view) for each in self.policies])
 
     def _shortage(self, required: int, asked: tuple[int, ...]) -> Shortage:
         first, *others = asked

@@ -590,7 +590,7 @@ class Admission:
         loaded = external.num_tokens
         if state.holding is not None:
             loaded = state.holding.num_external_blocks * kv.block_size
-        if padding and kv.num_blocks_to_start(request, match, start + want + padding) > kv.pool.num_free:
+        if padding and not self.gates.reserves.allow(request, start + want + padding, view):
             padding = 0
         return Grant(match, want, start, charge + padding, loaded, padding)
 

@@ -437,6 +437,17 @@ def test_a_first_step_waits_for_the_budget_of_its_placeholders_if_a_step_can_hol
         assert host.step().num_rows, "it does not wait for ever"
 
 
+def test_placeholders_take_no_block_that_a_reserve_keeps_free() -> None:
+    """The request starts without them."""
+    for watermark, drafts in ((0.0, {"b": [-1] * 3}), (0.3, {})):
+        host = speculative(pad_first_decodes=True, block_size=1, num_blocks=11, max_model_len=10, watermark=watermark)
+        host.add("a", 4, max_tokens=5)
+        host.step()
+        host.add("b", 1, max_tokens=5)
+        output = host.schedule()
+        assert padding(output) == drafts and "b" in tokens_of(output)
+
+
 def test_a_first_step_that_samples_nothing_is_not_padded() -> None:
     """It finishes with it, and its placeholders would count as computed: a connector would be told to send them."""
     host = speculative(pad_first_decodes=True, max_num_batched_tokens=16)
