@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from server_throughput import bench
 
 from pointsman.traces import read_measurements
 from tests.forms import seeds
-from tests.integrations.vllm_process import DEMO, NEEDS_VLLM, RUN, run_in_vllm
+from tests.integrations.vllm_process import DEMO, NEEDS_VLLM, compared, run_in_vllm
 from tests.integrations.vllm_recorded import check_commands, last_json, pointsman
 
 WORKLOADS = seeds(10, 100)
@@ -41,11 +40,7 @@ pytestmark = NEEDS_VLLM
 
 
 def test_every_decision_is_vllms_and_the_recording_is_what_happened(tmp_path: Path) -> None:
-    tally: Counter[str] = Counter()
-    for run in WORKLOADS.runs(RUN):
-        found = run_in_vllm("vllm_observed.py", run.start, len(run), tmp_path, timeout=600)
-        assert not found["differences"], json.dumps(found["differences"][0], indent=1)
-        tally.update(found["tally"])
+    tally = compared("vllm_observed.py", WORKLOADS, tmp_path)
     for what, least in MET_PER_10.items():
         assert tally[what] >= least * len(WORKLOADS) // 10, f"{what}: {tally[what]}"
     assert tally["with several runs"] > 0 and tally["shared blocks"] > 0

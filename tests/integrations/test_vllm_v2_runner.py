@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections import Counter
 
 from tests.forms import seeds
-from tests.integrations.vllm_process import NEEDS_VLLM, ROOT, RUN, run_in_vllm
+from tests.integrations.vllm_process import NEEDS_VLLM, ROOT, compared, run_in_vllm
 
 pytestmark = NEEDS_VLLM
 WORKLOADS = seeds(3, 100)
@@ -15,11 +13,7 @@ WORKLOADS = seeds(3, 100)
 
 def test_the_second_runner_takes_our_outputs_as_those_of_vllms_own_scheduler() -> None:
     """Slots, tokens, blocks, positions, prefills and uniform decodes, step by step; each row reads its own KV."""
-    tally: Counter[str] = Counter()
-    for run in WORKLOADS.runs(RUN):
-        found = run_in_vllm("vllm_v2_runner.py", run.start, len(run), timeout=600)
-        assert not found["differences"], json.dumps(found["differences"][0], indent=1)
-        tally.update(found["tally"])
+    tally = compared("vllm_v2_runner.py", WORKLOADS)
     count = len(WORKLOADS)
     assert tally["steps"] >= 50 * count and tally["hits"] >= count
     if count > 50:

@@ -76,22 +76,31 @@ def run_in_vllm(script: str, *arguments: object, sources: Path | None = None, ti
     return json.loads(done.stdout.splitlines()[-1]) if done.stdout else None
 
 
-def decided_alike(
-    seeds: Seeds, *kind: str, met_per_100: Mapping[str, int] = MappingProxyType({}), timeout: float = 600
-) -> Counter[str]:
+def compared(script: str, seeds: Seeds, *arguments: object) -> Counter[str]:
+    """What random workloads met, by a script beside this file that compares two schedulers; no difference is allowed.
+
+    Args:
+        script: its name. It gets the first seed and the number of workloads, and prints "tally" and "differences".
+        seeds: of the workloads.
+        arguments: of its command line, behind these two.
+    """
+    tally: Counter[str] = Counter()
+    for run in seeds.runs(RUN):
+        found = run_in_vllm(script, run.start, len(run), *arguments, timeout=600)
+        assert not found["differences"], json.dumps(found["differences"][0], indent=1)
+        tally.update(found["tally"])
+    return tally
+
+
+def decided_alike(seeds: Seeds, *kind: str, met_per_100: Mapping[str, int] = MappingProxyType({})) -> Counter[str]:
     """Random workloads on which our decisions must be those of vLLM's own scheduler; what they met, and how often.
 
     Args:
         seeds: of the workloads.
         kind: of them, see `vllm_decisions.py`.
         met_per_100: what so many of 100 workloads meet at least, so that they cannot pass by meeting nothing.
-        timeout: seconds.
     """
-    tally: Counter[str] = Counter()
-    for run in seeds.runs(RUN):
-        found = run_in_vllm("vllm_decisions.py", run.start, len(run), *kind, timeout=timeout)
-        assert not found["differences"], json.dumps(found["differences"][0], indent=1)
-        tally.update(found["tally"])
+    tally = compared("vllm_decisions.py", seeds, *kind)
     for what, least in met_per_100.items():
         assert tally[what] >= least * len(seeds) // 100, f"{what}: {tally[what]}"
     return tally
