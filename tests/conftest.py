@@ -192,8 +192,8 @@ class Reporter:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Name the seed of a failure: the local variable `seed` of the outermost function that has one; or a `run` of
-    seeds that were tried in one process."""
+    """Add the seed of a failure to its report: the local variable `seed` of the outermost function that has one. A
+    function that tries a `run` of seeds in one process has only their range."""
     if call.excinfo is not None and not call.excinfo.errisinstance(pytest.skip.Exception):
         for entry in call.excinfo.traceback:
             names = entry.frame.f_locals
