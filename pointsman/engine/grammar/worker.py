@@ -9,7 +9,8 @@ amount of time and memory, and may crash. The kernel ends a child, whatever it i
 
 The engine sends the vocabulary first, once, and then a socket for each job; child and engine talk over that alone:
 a job as JSON; then b"+" and the compiled grammar as JSON, or b"-" and an error, and b"\\0" when all is there.
-The program ends when its own socket does. It imports nothing of the package, so that starting it is quick.
+The program ends when its own socket does. Of the package it imports the readers of grammars alone, so that
+starting it is quick.
 """
 
 from __future__ import annotations
@@ -31,14 +32,18 @@ from typing import Any
 
 import xgrammar
 
+from pointsman.engine.grammar.gbnf import ROOT, read_grammar
+from pointsman.engine.grammar.nodes import written_rules
+from pointsman.engine.grammar.regex import read_regex
+from pointsman.engine.grammar.schema import schema_tree
+from pointsman.engine.grammar.tree import GrammarTree
+
 NICENESS = 5
 """The model's threads go first."""
 PROBE_STEPS = 192
 """Tokens of a text that is written on trial: a grammar may compile at once, and then be too slow to use."""
 READY = b"R"
 
-# Strings with a least or greatest length are made of the first, which lets control characters in; JSON has the second.
-_CHARACTERS, _CHARACTERS_OF_JSON = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\]"
 _PLACE_IN_SOURCE = re.compile(r"^\[\d+:\d+:\d+\] \S+:\d+: ")
 _WARNING = re.compile(r"warning:?\s*", re.IGNORECASE)
 
@@ -149,19 +154,10 @@ def _compile(job: dict[str, Any], compiler: xgrammar.GrammarCompiler) -> str:
     """The compiled grammar as JSON."""
     log = os.memfd_create("warnings")
     os.dup2(log, 2)
-    text, any_whitespace = job["text"], job["any_whitespace"]
-    if job["kind"] == "json":
-        grammar = xgrammar.Grammar.from_json_schema(
-            text,
-            any_whitespace=any_whitespace,
-            separators=None if any_whitespace else (",", ":"),
-            max_whitespace_cnt=job["max_whitespace"] if any_whitespace else None,
-        )
-        compiled = compiler.compile_grammar(str(grammar).replace(_CHARACTERS, _CHARACTERS_OF_JSON))
-    elif job["kind"] == "regex":
-        compiled = compiler.compile_regex(text)
-    else:
-        compiled = compiler.compile_grammar(text)
+    tree = read_tree(job)
+    if not tree.prune():
+        raise ValueError("it allows no text; check where its parts exclude each other, or refer to themselves only")
+    compiled = compiler.compile_grammar(tree.grammar())
     warnings = os.pread(log, 4096, 0).decode("utf-8", "replace").strip()
     if warnings:  # of what it leaves out: the text would then not be what was asked for
         raise ValueError(_WARNING.sub("", _PLACE_IN_SOURCE.sub("", warnings.splitlines()[0])))
@@ -169,6 +165,16 @@ def _compile(job: dict[str, Any], compiler: xgrammar.GrammarCompiler) -> str:
         _probe(compiled, job, is_random)
     answer: str = compiled.serialize_json()
     return answer
+
+
+def read_tree(job: dict[str, Any]) -> GrammarTree:
+    """The job's grammar before it is compiled."""
+    if job["kind"] == "json":
+        return schema_tree(job["text"], any_whitespace=job["any_whitespace"], max_whitespace=job["max_whitespace"])
+    rules = read_grammar(job["text"]) if job["kind"] == "ebnf" else {ROOT: read_regex(job["text"])}
+    # Names of their own: those of a grammar may be any, and the compiler has some itself.
+    names = {name: f"rule-{number}" for number, name in enumerate(rules)}
+    return GrammarTree(xgrammar.Grammar.from_ebnf(written_rules(rules, names), root_rule_name=names[ROOT]))
 
 
 def _probe(compiled: xgrammar.CompiledGrammar, job: dict[str, Any], is_random: bool) -> None:
@@ -187,12 +193,14 @@ def _probe(compiled: xgrammar.CompiledGrammar, job: dict[str, Any], is_random: b
     for step in range(PROBE_STEPS):
         matcher.fill_next_token_bitmask(bitmask)
         allowed = int.from_bytes(bitmask.numpy().tobytes(), "little") & tokens
-        if not allowed and step == 0:
-            raise ValueError("it allows no text that this model's tokens could write")
+        if not allowed:
+            raise ValueError(f"no token of this model could follow the first {step} of a text")
         allowed &= ~stop_bits
         if not allowed:
             return
-        matcher.accept_token(_first_from(choose.randrange(info.vocab_size) if is_random else 0, allowed))
+        token = _first_from(choose.randrange(info.vocab_size) if is_random else 0, allowed)
+        if not matcher.accept_token(token):
+            raise ValueError(f"the compiler failed: it allows token {token} after {step} others and refuses it then")
         seconds = time.thread_time() - started
         if seconds > job["start_time"] + (step + 1) * job["token_time"]:
             raise ValueError(

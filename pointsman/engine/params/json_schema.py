@@ -6,7 +6,9 @@ the keyword and where it stands. Only places where a schema may stand are looked
 "contains".
 
 What the compiler reads otherwise than JSON Schema means it is rewritten: an object or array of which the schema
-says nothing more may hold anything; an e-mail address is given as a pattern.
+says nothing more may hold anything; an e-mail address is given as a pattern; the schemas that `$ref` leads to get plain
+names; a number that is bounded on one side is bounded on the other, too. Patterns are read where they are compiled
+(`grammar/schema.py`).
 
 A schema comes from a client, and is checked while other requests wait: all of it takes time in proportion to
 its length.
@@ -17,14 +19,20 @@ describe tagged unions are written so, and there it is the same.
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
+from urllib.parse import unquote
 
 MAX_DEPTH = 32
 """Levels of schemas within schemas."""
 MAX_NESTING = 128
 """Levels of objects and arrays within each other, in values that are listed, too."""
+
+INTEGER_DIGITS, FRACTION_DIGITS = 18, 17
+"""Digits before and behind the point of a number, where the schema does not bound it: what 64 bits hold."""
+_LARGEST = 10**INTEGER_DIGITS - 1
+_INT64 = 2**63
 
 FORMATS = (
     "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uri-reference",
@@ -85,47 +93,128 @@ def prepare_schema(schema: Any) -> Any:
     within = [schema]
     for _ in range(MAX_NESTING + 1):
         if not within:
-            return _prepare(schema, None, 1)
+            return _Preparation(schema).prepared()
         nested = [one for one in within if isinstance(one, (Mapping, list))]
         within = [value for one in nested for value in (one.values() if isinstance(one, Mapping) else one)]
     raise ValueError(f"the JSON schema is nested too deeply, and the maximum is {MAX_NESTING} levels; flatten it")
 
 
-def _prepare(schema: Any, path: _Path, depth: int) -> Any:
-    if isinstance(schema, bool):
-        return schema
-    if not isinstance(schema, Mapping):
-        raise ValueError(
-            f"the JSON schema has {_shown(schema)} where a schema belongs, at {_written(path)}; correct it"
-        )
-    if depth > MAX_DEPTH:
-        raise ValueError(
-            f"the JSON schema is nested more than {MAX_DEPTH} levels deep, at {_written(path)}; flatten it"
-        )
-    if not schema:
-        return {}
-    problem = _problem(schema)
-    if problem:
-        raise ValueError(f"the JSON schema cannot be enforced at {_written(path)}: {problem}")
-    prepared = dict(schema)
+def map_within(schema: Mapping[str, Any], change: Callable[[Any, tuple[str | int, ...]], Any]) -> dict[str, Any]:
+    """A schema in which those directly within it are changed.
+
+    Args:
+        schema: is not changed.
+        change: gets each schema within, and the steps that lead to it; returns what takes its place.
+    """
+    changed = dict(schema)
     for key in _ONE:
         if key in schema:
-            prepared[key] = _prepare(schema[key], (path, key), depth + 1)
+            changed[key] = change(schema[key], (key,))
     for key in _LISTS:
         if isinstance(schema.get(key), list):
-            prepared[key] = [_prepare(one, ((path, key), at), depth + 1) for at, one in enumerate(schema[key])]
+            changed[key] = [change(one, (key, at)) for at, one in enumerate(schema[key])]
     for key in _MAPS:
         if isinstance(schema.get(key), Mapping):
-            prepared[key] = {name: _prepare(one, ((path, key), name), depth + 1) for name, one in schema[key].items()}
-    types = _types(schema)
-    if "object" in types and not any(key in schema for key in _SAYS_OBJECT):
-        prepared["additionalProperties"] = True
-    if "array" in types and not any(key in schema for key in _SAYS_ARRAY):
-        prepared["items"] = True
-    if prepared.get("format") == "email":
-        del prepared["format"]
-        prepared["pattern"] = EMAIL
-    return prepared
+            changed[key] = {name: change(one, (key, name)) for name, one in schema[key].items()}
+    return changed
+
+
+class _Preparation:
+    """One schema on its way to the compiler."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._names: dict[str, str] = {}
+        """Each `$ref` -> the name that its schema gets."""
+
+    def prepared(self) -> Any:
+        """The schema, with the schemas that it refers to.
+
+        Raises:
+            ValueError: see `prepare_schema`.
+        """
+        prepared = self._prepare(self._root, None, 1)
+        if not isinstance(prepared, dict):
+            return prepared
+        for key in ("$defs", "definitions"):
+            prepared.pop(key, None)
+        definitions: dict[str, Any] = {}
+        while len(definitions) < len(self._names):  # those may refer to more
+            reference = list(self._names)[len(definitions)]
+            definitions[self._names[reference]] = self._prepare(self._target(reference), (None, reference), 1)
+        return {**prepared, "$defs": definitions} if definitions else prepared
+
+    def _prepare(self, schema: Any, path: _Path, depth: int) -> Any:
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, Mapping):
+            raise ValueError(
+                f"the JSON schema has {_shown(schema)} where a schema belongs, at {_written(path)}; correct it"
+            )
+        if depth > MAX_DEPTH:
+            raise ValueError(
+                f"the JSON schema is nested more than {MAX_DEPTH} levels deep, at {_written(path)}; flatten it"
+            )
+        if not schema:
+            return {}
+        problem = _problem(schema)
+        if problem:
+            raise ValueError(f"the JSON schema cannot be enforced at {_written(path)}: {problem}")
+
+        def within(one: Any, steps: tuple[str | int, ...]) -> Any:
+            place = path
+            for step in steps:
+                place = (place, step)
+            return self._prepare(one, place, depth + 1)
+
+        prepared = map_within(schema, within)
+        types = _types(schema)
+        if "object" in types and not any(key in schema for key in _SAYS_OBJECT):
+            prepared["additionalProperties"] = True
+        if "array" in types and not any(key in schema for key in _SAYS_ARRAY):
+            prepared["items"] = True
+        if prepared.get("format") == "email":
+            del prepared["format"]
+            prepared["pattern"] = EMAIL
+        _bound_numbers(prepared)
+        if schema.get("$ref") not in (None, "#"):
+            name = self._names.setdefault(schema["$ref"], str(len(self._names)))
+            self._target(schema["$ref"], path)
+            prepared["$ref"] = f"#/$defs/{name}"
+        return prepared
+
+    def _target(self, reference: str, path: _Path = None) -> Any:
+        """The schema that a pointer leads to (RFC 6901, as the fragment of a URI).
+
+        Raises:
+            ValueError: it leads nowhere.
+        """
+        target = self._root
+        steps = unquote(reference.removeprefix("#")).split("/")
+        for step in steps[1:] if not steps[0] else [None]:
+            name = None if step is None else step.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, Mapping) and name in target:
+                target = target[name]
+            elif isinstance(target, list) and name is not None and name.isdecimal() and int(name) < len(target):
+                target = target[int(name)]
+            else:
+                raise ValueError(
+                    f"the JSON schema cannot be enforced at {_written(path)}: $ref is {_shown(reference)}, "
+                    "and there is nothing in this place; describe it there"
+                )
+        return target
+
+
+def _bound_numbers(schema: dict[str, Any]) -> None:
+    """Bound numbers on both sides that the schema bounds on one."""
+    if "integer" not in _types(schema) and "number" not in _types(schema):
+        return
+    lower = [key for key in ("minimum", "exclusiveMinimum") if key in schema]
+    upper = [key for key in ("maximum", "exclusiveMaximum") if key in schema]
+    if lower and not upper:
+        schema["maximum"] = _LARGEST if max(schema[key] for key in lower) < _LARGEST else _INT64 - 1
+    elif upper and not lower:
+        schema["minimum"] = -_LARGEST if min(schema[key] for key in upper) > -_LARGEST else -_INT64
 
 
 def _problem(schema: Mapping[str, Any]) -> str | None:
@@ -136,19 +225,32 @@ def _problem(schema: Mapping[str, Any]) -> str | None:
     reference = schema.get("$ref")
     if reference is not None and not (isinstance(reference, str) and reference.startswith("#")):
         return f"$ref is {_shown(reference)}; refer to a part of this schema (#/$defs/...)"
+    for key in _LISTS:
+        if key in schema and not (isinstance(schema[key], list) and (schema[key] or key == "prefixItems")):
+            return f"{key!r} is {_shown(schema[key])}; give a list of one schema or more"
+    for key in _MAPS:
+        if key in schema and not isinstance(schema[key], Mapping):
+            return f"{key!r} is {_shown(schema[key])}; give an object of schemas"
     for key in ("$ref", "allOf", "anyOf", "oneOf"):
         beside = sorted(set(schema) - _ANNOTATIONS - {key}) if key in schema else ()
         if beside:
             return f"{key!r} stands beside {beside[0]!r}; put them into one schema"
     if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
         return "'allOf' has more than one schema; merge them"
-    return _problem_of_values(schema) or _problem_of_strings(schema) or _problem_of_objects(schema)
+    return (
+        _problem_of_values(schema)
+        or _problem_of_bounds(schema)
+        or _problem_of_strings(schema)
+        or _problem_of_objects(schema)
+    )
 
 
 def _problem_of_values(schema: Mapping[str, Any]) -> str | None:
     values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
     types = _types(schema)
     unknown = [one for one in types if not isinstance(one, str) or one not in _OF_TYPE]
+    if schema.get("type") == []:
+        return "'type' is []; name one type or more"
     if unknown:
         return f"the type {_shown(unknown[0])} is not known; use one of {', '.join(_OF_TYPE)}"
     if values is None:
@@ -164,6 +266,25 @@ def _problem_of_values(schema: Mapping[str, Any]) -> str | None:
     return f"the value {_shown(wrong[0])} is not of the type {'/'.join(types)}; remove it" if wrong else None
 
 
+def _problem_of_bounds(schema: Mapping[str, Any]) -> str | None:
+    """Of lengths, counts and ranges."""
+    for least, most in (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties")):
+        for key in (least, most):
+            value = schema.get(key)
+            if key in schema and (not _OF_TYPE["integer"](value) or not 0 <= value < _INT64):  # type: ignore[operator]
+                return f"{key!r} is {_shown(value)}; it must be an integer of 0 or more"
+        if least in schema and most in schema and schema[least] > schema[most]:
+            return f"{least!r} is {schema[least]}, more than {most!r} {schema[most]}; swap them"
+    bounds = [key for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum") if key in schema]
+    for key in bounds:
+        value = schema[key]
+        if not _OF_TYPE["number"](value) or not -_INT64 <= value < _INT64:
+            return f"{key!r} is {_shown(value)}; it must be a number of 64 bits"
+    low = max((schema[key] for key in bounds if key.lower().endswith("minimum")), default=-math.inf)
+    high = min((schema[key] for key in bounds if key.lower().endswith("maximum")), default=math.inf)
+    return f"no number is at least {low} and at most {high}; swap them" if low > high else None
+
+
 def _problem_of_strings(schema: Mapping[str, Any]) -> str | None:
     form, pattern = schema.get("format"), schema.get("pattern")
     if form is not None and "string" in _types(schema) and form not in FORMATS:
@@ -177,7 +298,7 @@ def _problem_of_strings(schema: Mapping[str, Any]) -> str | None:
         return (
             f"{'pattern' if pattern is not None else 'format'!r} stands beside {bounds[0]!r}; write the length into it"
         )
-    return None if pattern is None else _problem_of_pattern(pattern)
+    return None
 
 
 def _problem_of_objects(schema: Mapping[str, Any]) -> str | None:
@@ -186,14 +307,17 @@ def _problem_of_objects(schema: Mapping[str, Any]) -> str | None:
         beside = [key for key in ("patternProperties", "properties", "unevaluatedProperties") if key in schema]
         if beside:
             return f"'propertyNames' stands beside {beside[0]!r}; keep one of them"
+    minimum, names = schema.get("minProperties", 0), schema.get("required") or ()
+    free = [schema[key] for key in ("additionalProperties", "unevaluatedProperties") if key in schema]
+    has_free_names = properties is None or any(one is not False for one in free)
+    if minimum > max(1, len(names)) and has_free_names:
+        return (
+            f"'minProperties' is {minimum}, and a text may have one name twice; ask for 1 at most, or list properties"
+        )
     if patterns is not None and properties is not None:
         return "'patternProperties' stands beside 'properties'; keep one of them"
-    if isinstance(patterns, Mapping):
-        if len(patterns) > 1:
-            return "'patternProperties' has more than one pattern; keep one of them"
-        for pattern in patterns:
-            if problem := _problem_of_pattern(pattern):
-                return problem
+    if isinstance(patterns, Mapping) and len(patterns) > 1:
+        return "'patternProperties' has more than one pattern; keep one of them"
     required = schema.get("required")
     if required is not None:
         known = properties if isinstance(properties, Mapping) else {}
@@ -203,104 +327,6 @@ def _problem_of_objects(schema: Mapping[str, Any]) -> str | None:
         if missing:
             return f"'required' names {_shown(missing[0])}, which 'properties' lacks; describe it there"
     return None
-
-
-# ------------------------------------------------------------------------------------------------------ patterns
-
-# Sets of characters are bits of an integer: one for each character of ASCII, and one for all beyond.
-_BEYOND = 1 << 128
-_ALL = 2 * _BEYOND - 1
-_CONTROL = (1 << 0x20) - 1
-_NEED_ESCAPES = _CONTROL | 1 << ord('"') | 1 << ord("\\")
-"""What stands in JSON as an escape only."""
-_NEED_ESCAPES_TEXT = frozenset(chr(code) for code in range(128) if _NEED_ESCAPES >> code & 1)
-
-_TOKEN = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}|c.|.)?|.", re.DOTALL)
-"""A character or an escape; a bracket's end is sought among these, so that reading stays linear."""
-_WIDE = (".", r"\s", r"\S", r"\D", r"\W")
-_DIGITS = sum(1 << ord(one) for one in "0123456789")
-_WORD = sum(1 << code for code in range(128) if chr(code).isalnum()) | 1 << ord("_")
-_SPACE = sum(1 << ord(one) for one in " \t\n\v\f\r") | _BEYOND
-_ESCAPES = {
-    "d": _DIGITS, "D": _ALL & ~_DIGITS, "w": _WORD, "W": _ALL & ~_WORD, "s": _SPACE, "S": _ALL & ~_SPACE | _BEYOND,
-    "0": 1, "t": 1 << 9, "n": 1 << 10, "v": 1 << 11, "f": 1 << 12, "r": 1 << 13, "a": 1 << 7, "e": 1 << 27,
-}  # fmt: skip
-
-
-def _problem_of_pattern(pattern: str) -> str | None:
-    """Whether texts of a pattern would stand in JSON without the escapes that they need.
-
-    As a rule the compiler sees to it that they do not, or have them; but not in patterns that demand such a character,
-    nor in those with letters beyond ASCII.
-    """
-    is_plain = pattern.isascii() and "\\c" not in pattern and "\\0" not in pattern and "[[:" not in pattern
-    tokens: list[str] = _TOKEN.findall(pattern)
-    at = 0
-    while at < len(tokens):
-        token, start, at = tokens[at], at, at + 1
-        if token == "[":
-            try:
-                at = tokens.index("]", at) + 1
-            except ValueError:
-                return (
-                    f"the pattern has a '[' without ']' after {start} characters or escapes; close it, or write '\\['"
-                )
-            is_unsafe = _is_unsafe_class(tokens[start + 1 : at - 1], is_plain)
-        elif token == "\\":
-            return "the pattern ends within an escape; write a backslash as '\\\\'"
-        elif token in _WIDE:
-            is_unsafe = not is_plain
-        elif len(token) == 1:
-            is_unsafe = token in _NEED_ESCAPES_TEXT
-        else:
-            is_unsafe = token != r"\b" and bool(_characters(token) & _NEED_ESCAPES)  # outside brackets, a boundary
-        if is_unsafe:
-            return (
-                f"the pattern has {_shown(''.join(tokens[start:at]))}, which may be a quotation mark, a backslash or a "
-                "control character; write out the characters that it may be"
-            )
-    return None
-
-
-def _is_unsafe_class(members: list[str], is_plain: bool) -> bool:
-    """Whether brackets around these tokens stand for characters that need escapes, in a text that would lack them."""
-    is_negated = members[:1] == ["^"]
-    characters = _characters_of_class(members[1:] if is_negated else members)
-    if is_negated:
-        characters = _ALL & ~characters | _BEYOND
-    if is_plain and characters & ~_NEED_ESCAPES and members != ["^"]:
-        return False  # the compiler leaves out those that need escapes, as long as others remain
-    return bool(characters & _NEED_ESCAPES)
-
-
-def _characters_of_class(members: list[str]) -> int:
-    if "-" not in members:
-        members = list(set(members))
-    characters, at = 0, 0
-    while at < len(members):
-        first = _characters(members[at])
-        if at + 2 < len(members) and members[at + 1] == "-":
-            last = _characters(members[at + 2])
-            if first.bit_count() == last.bit_count() == 1:
-                characters |= max(2 * last - first, 0)  # one bit each: this sets all from the one to the other
-                at += 3
-                continue
-        characters |= first
-        at += 1
-    return characters
-
-
-def _characters(token: str) -> int:
-    """What a token stands for, within brackets where that differs; nothing, if the compiler does not know it."""
-    if token[0] != "\\" or len(token) == 1:
-        return 1 << min(ord(token), 128)
-    kind = token[1]
-    if len(token) > 2:
-        code = ord(token[2]) % 32 if kind == "c" else int(token[2:].strip("{}"), 16)
-        return 1 << min(code, 128)
-    if kind == "b":
-        return 1 << 8
-    return _ESCAPES.get(kind, 0 if kind.isalnum() else 1 << min(ord(kind), 128))
 
 
 def _types(schema: Mapping[str, Any]) -> list[Any]:

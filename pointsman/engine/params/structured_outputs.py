@@ -18,7 +18,7 @@ from pointsman.engine.params.json_schema import prepare_schema
 
 MAX_GRAMMAR_BYTES = 64 * 1024
 """Longest schema, expression, grammar or list of choices, in bytes of UTF-8."""
-MAX_CHOICES = 1000
+MAX_CHOICES = 4096
 MAX_WHITESPACE = 16
 """Whitespace characters in a row between the elements of JSON: enough for a new line indented by 15. Without a limit, a
 model that likes whitespace writes nothing else until its tokens run out."""
@@ -155,7 +155,7 @@ def _quoted(text: str) -> str:
 
 
 def _check_text(way: str, text: str) -> None:
-    if "\x00" in text or "\\u0000" in text:
+    if "\x00" in text or (way == "json" and "\\u0000" in text):
         raise ValueError(f"{way} holds a NUL character; remove it")
     try:
         num_bytes = len(text.encode())

@@ -1,0 +1,231 @@
+"""Grammars as llama.cpp writes them (GBNF), which vLLM's users call EBNF.
+
+    root ::= "a" (digit | [x-z]){1,3}   # a comment
+    digit ::= [0-9]
+
+A rule goes on until the next one begins. Texts and classes have the escapes `\\n`, `\\t`, `\\xNN`, `\\uNNNN`,
+`\\UNNNNNNNN` and so on, each of a fixed length; `.` is any character.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from pointsman.engine.grammar.nodes import (
+    FIRST_SURROGATE,
+    LAST,
+    LAST_SURROGATE,
+    MAX_NESTING,
+    MAX_REPETITIONS,
+    Characters,
+    CharacterSet,
+    Choice,
+    Node,
+    Range,
+    Repeat,
+    Rule,
+    Sequence,
+    Text,
+    Unreadable,
+)
+
+ROOT = "root"
+
+_TOKEN = re.compile(
+    r"""(?P<space>\s+|\#[^\n]*)
+    |(?P<name>[A-Za-z0-9_][A-Za-z0-9_.\-]*)
+    |(?P<defined>::=)
+    |"(?P<text>(?:[^"\\\n]|\\.)*)"
+    |\[(?P<class>(?:[^\]\\\n]|\\.)*)\]
+    |\{(?P<count>\s*[0-9]{1,9}\s*(?:,\s*(?:[0-9]{1,9}\s*)?)?)\}
+    |(?P<mark>[()|*+?.])""",
+    re.VERBOSE,
+)
+_CHARACTER = re.compile(
+    r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}|U([0-9a-fA-F]{8})|(0)(?![0-9])|(.))|(.)",
+    re.DOTALL,
+)
+_ESCAPES = {
+    "t": "\t", "n": "\n", "r": "\r", "v": "\v", "f": "\f", "a": "\a", "b": "\b", "e": "\x1b",
+    **{one: one for one in "\\\"'[]-^?/"},
+}  # fmt: skip
+
+
+class _Token(NamedTuple):
+    kind: str
+    text: str
+    at: int
+
+
+def read_grammar(text: str) -> dict[str, Node]:
+    """The rules of a grammar, `root` among them.
+
+    Raises:
+        Unreadable: it is malformed, or names a rule that it lacks.
+    """
+    return _Reader(text).read()
+
+
+class _Reader:
+    """Reads one grammar from left to right."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._tokens = self._split()
+        self._next = 0
+        self._rules: dict[str, Node] = {}
+        self._named: dict[str, int] = {}
+        """Each rule that is referred to, and where first."""
+
+    def read(self) -> dict[str, Node]:
+        while self._peek().kind != "end":
+            name = self._peek()
+            if not self._is_rule():
+                raise self._refused(f"{name.text!r} where a rule begins", "write 'name ::= ...'", name.at)
+            if name.text in self._rules:
+                raise self._refused(f"a second rule {name.text!r}", "join the two with '|'", name.at)
+            self._next += 2
+            self._rules[name.text] = self._choice(depth=0)
+            if self._peek().kind != "end" and not self._is_rule():
+                raise self._refused("a ')' without '('", "remove it", self._peek().at)
+        for name_of, at in self._named.items():
+            if name_of not in self._rules:
+                raise self._refused(f"the name {name_of!r} of no rule", "define it", at)
+        if ROOT not in self._rules:
+            raise Unreadable(f"the grammar has no rule {ROOT!r}; define it: the text is what it derives")
+        return self._rules
+
+    # ------------------------------------------------------------------ structure
+
+    def _choice(self, depth: int) -> Node:
+        if depth > MAX_NESTING:
+            at = self._peek().at
+            raise self._refused("more groups within groups", f"nest at most {MAX_NESTING}: write rules", at)
+        options = [self._sequence(depth)]
+        while self._peek().text == "|" and self._peek().kind == "mark":
+            self._next += 1
+            options.append(self._sequence(depth))
+        return options[0] if len(options) == 1 else Choice(options)
+
+    def _sequence(self, depth: int) -> Node:
+        parts: list[Node] = []
+        while not self._is_end_of_sequence():
+            parts.append(self._quantified(depth))
+        return parts[0] if len(parts) == 1 else Sequence(parts)
+
+    def _is_end_of_sequence(self) -> bool:
+        token = self._peek()
+        return token.kind == "end" or (token.kind == "mark" and token.text in "|)") or self._is_rule()
+
+    def _quantified(self, depth: int) -> Node:
+        part = self._single(depth)
+        token = self._peek()
+        if not self._is_quantifier():
+            return part
+        self._next += 1
+        if self._is_quantifier():
+            raise self._refused("a quantifier behind another", "put a group around", self._peek().at)
+        if token.kind == "mark":
+            return Repeat(part, 1 if token.text == "+" else 0, 1 if token.text == "?" else None)
+        first, comma, last = (one.strip() for one in token.text.partition(","))
+        minimum = int(first)
+        maximum = (int(last) if last else None) if comma else minimum
+        if max(minimum, maximum or 0) > MAX_REPETITIONS:
+            raise self._refused(f"the count {{{token.text}}}", f"the maximum is {MAX_REPETITIONS:,}", token.at)
+        if maximum is not None and maximum < minimum:
+            raise self._refused(f"the count {{{token.text}}}", "its minimum is above its maximum", token.at)
+        return Repeat(part, minimum, maximum)
+
+    def _is_quantifier(self) -> bool:
+        token = self._peek()
+        return token.kind == "count" or (token.kind == "mark" and token.text in "*+?")
+
+    def _single(self, depth: int) -> Node:
+        token = self._peek()
+        self._next += 1
+        if token.kind == "name":
+            self._named.setdefault(token.text, token.at)
+            return Rule(token.text)
+        if token.kind == "text":
+            return Text("".join(map(chr, self._codes(token))))
+        if token.kind == "class":
+            return Characters(self._class(token))
+        if token.text == "." and token.kind == "mark":
+            return Characters(~CharacterSet())
+        if token.text == "(" and token.kind == "mark":
+            node = self._choice(depth + 1)
+            if self._peek().text != ")":
+                raise self._refused("a '(' without ')'", "close it", token.at)
+            self._next += 1
+            return node
+        raise self._refused(f"{token.text!r} with nothing before it", "write what it belongs to", token.at)
+
+    # ------------------------------------------------------------------ characters
+
+    def _class(self, token: _Token) -> CharacterSet:
+        is_negated = token.text.startswith("^")
+        members = _Token(token.kind, token.text[is_negated:], token.at + is_negated)
+        codes = self._codes(members)
+        is_dash = [found[0] == "-" for found in _CHARACTER.finditer(members.text)]  # and no escape of one
+        ranges: list[Range] = []
+        at = 0
+        while at < len(codes):
+            if at + 2 < len(codes) and is_dash[at + 1]:
+                if codes[at + 2] < codes[at]:
+                    raise self._refused("a range whose last character is before its first", "swap them", token.at)
+                ranges.append((codes[at], codes[at + 2]))
+                at += 3
+            else:
+                ranges.append((codes[at], codes[at]))
+                at += 1
+        characters = CharacterSet(ranges)
+        return ~characters if is_negated else characters
+
+    def _codes(self, token: _Token) -> list[int]:
+        """The code points of a text, or of the members of a class."""
+        codes = []
+        for found in _CHARACTER.finditer(token.text):
+            *numbers, null, letter, plain = found.groups()
+            number = next((one for one in numbers if one is not None), None)
+            if number is not None:
+                code = int(number, 16)
+            elif null is not None:
+                code = 0
+            elif letter is not None:
+                if letter not in _ESCAPES:
+                    remedy = "write \\xNN, \\uNNNN, or the character itself"
+                    raise self._refused(f"the unknown escape {found[0]!r}", remedy, token.at)
+                code = ord(_ESCAPES[letter])
+            else:
+                code = ord(plain)
+            if code > LAST or FIRST_SURROGATE <= code <= LAST_SURROGATE:
+                raise self._refused(f"{found[0]!r}, which is no character", "remove it", token.at)
+            codes.append(code)
+        return codes
+
+    # ------------------------------------------------------------------ tokens
+
+    def _split(self) -> list[_Token]:
+        tokens, at = [], 0
+        while at < len(self._text):
+            found = _TOKEN.match(self._text, at)
+            if found is None:
+                raise self._refused(f"an unexpected {self._text[at]!r}", "correct or remove it", at)
+            kind = found.lastgroup or ""
+            if kind != "space":
+                tokens.append(_Token(kind, found[kind], at))
+            at = found.end()
+        return [*tokens, _Token("end", "its end", len(self._text)), _Token("end", "its end", len(self._text))]
+
+    def _peek(self) -> _Token:
+        return self._tokens[self._next]
+
+    def _is_rule(self) -> bool:
+        """Whether a rule begins here."""
+        return self._peek().kind == "name" and self._tokens[self._next + 1].kind == "defined"
+
+    def _refused(self, what: str, remedy: str, at: int) -> Unreadable:
+        line = self._text.count("\n", 0, at) + 1
+        column = at - (self._text.rfind("\n", 0, at) + 1) + 1
+        return Unreadable(f"the grammar has {what} at line {line}, column {column}; {remedy}")

@@ -1,0 +1,376 @@
+"""Regular expressions, read as every dialect reads them.
+
+    read_regex("[A-Z]\\\\d{2,}")      the whole text is a match
+
+Where the dialects of Python, ECMAScript (that of JSON schemas) and Rust differ, the text that is generated must be a
+match in all of them, or the expression is refused:
+
+| construct | is |
+| --- | --- |
+| `\\d`, `\\w`, `\\s` | those of ASCII |
+| `\\D`, `\\W`, `\\S` | what none of them takes for a digit, a part of a word, a space |
+| `.` | any character but those that end a line: `\\n`, `\\r`, U+2028, U+2029 |
+| `\\xNN`, `\\uNNNN`, `\\u{N...}`, `\\UNNNNNNNN`, `\\cX`, `\\a`, `\\e`, `\\0`, ... | one character |
+| lazy quantifiers, names of groups | without effect on which texts match |
+| `^`, `$` | allowed where the text begins and ends |
+| look-around, `\\b`, back references, flags, `\\p{...}`, possessive quantifiers, octal escapes, `[]` | refused |
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+from pointsman.engine.grammar.nodes import (
+    FIRST_SURROGATE,
+    LAST,
+    LAST_SURROGATE,
+    MAX_NESTING,
+    MAX_REPETITIONS,
+    Characters,
+    CharacterSet,
+    Choice,
+    Node,
+    Range,
+    Repeat,
+    Sequence,
+    Text,
+    Unreadable,
+)
+
+_ASCII_DIGITS = CharacterSet([(0x30, 0x39)])
+_ASCII_WORD = CharacterSet([(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)])
+_ASCII_SPACE = CharacterSet.of(" \t\n\v\f\r")
+_UNICODE_SPACE = CharacterSet.of(
+    " \t\n\v\f\r\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff"
+) | CharacterSet([(0x2000, 0x200A)])
+_ASCII = CharacterSet([(0, 0x7F)])
+_SYMBOLS = CharacterSet(
+    [
+        (0xA1, 0xA9), (0xAB, 0xAC), (0xAE, 0xB1), (0xB4, 0xB4), (0xB6, 0xB6), (0xB8, 0xB8), (0xBB, 0xBB), (0xBF, 0xBF),
+        (0xD7, 0xD7), (0xF7, 0xF7), (0x2010, 0x2027), (0x2030, 0x203E), (0x2041, 0x2053), (0x20A0, 0x20C0),
+        (0x2190, 0x23FF), (0x2500, 0x2775), (0x2794, 0x27FF), (0x3001, 0x3003), (0x3008, 0x3020), (0xFF01, 0xFF0F),
+        (0x1F300, 0x1F6D7), (0x1F900, 0x1F9FF),
+    ]
+)  # fmt: skip
+"""Punctuation, signs and emoji that no dialect takes for a part of a word; not all of them."""
+_LINE_ENDS = CharacterSet.of("\n\r\u2028\u2029")
+
+_DIGITS_END = 0x20000
+"""No decimal digit has a code point above it."""
+
+_Bounds = tuple[CharacterSet, CharacterSet]
+"""What is in a class in every dialect, and what is in it in some."""
+
+
+def _exactly(characters: CharacterSet) -> _Bounds:
+    return characters, characters
+
+
+def _negated(bounds: _Bounds) -> _Bounds:
+    narrow, wide = bounds
+    return ~wide, ~narrow
+
+
+@cache
+def _class_of(kind: str) -> _Bounds:
+    """The class of `\\d`, `\\w`, `\\s`, or of one in upper case."""
+    if kind.isupper():
+        return _negated(_class_of(kind.lower()))
+    if kind == "d":
+        return _ASCII_DIGITS, CharacterSet.of("".join(filter(str.isdecimal, map(chr, range(_DIGITS_END)))))
+    if kind == "w":
+        return _ASCII_WORD, ~((_ASCII | _SYMBOLS) - _ASCII_WORD)
+    return _ASCII_SPACE, _UNICODE_SPACE
+
+
+_CONTROLS = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D, "a": 0x07, "e": 0x1B}
+
+_CODE = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}|U([0-9a-fA-F]{8})")
+_LOW_SURROGATE = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})")
+_COUNT = re.compile(r"\{([0-9]{1,9})(,([0-9]{1,9})?)?\}")
+_CLASS_END = re.compile(r"(?:[^\]\\]|\\.)*", re.DOTALL)
+_NAME = re.compile(r"\?P?<[A-Za-z_][A-Za-z0-9_]*>")
+_REFUSED_GROUPS = {
+    "?=": "a lookahead", "?!": "a lookahead", "?<=": "a lookbehind", "?<!": "a lookbehind", "?>": "an atomic group",
+    "?#": "a comment", "?P=": "a back reference", "?(": "a condition",
+}  # fmt: skip
+
+
+def read_regex(pattern: str) -> Node:
+    """A regular expression that the whole text matches.
+
+    Raises:
+        Unreadable: it is malformed, or has what cannot be enforced or what dialects read in different ways.
+    """
+    return _Reader(pattern).read()
+
+
+class _Reader:
+    """Reads one expression from left to right."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+        self._at = 0
+        self._ends = _ends_of_groups(pattern)
+
+    def read(self) -> Node:
+        node = self._choice(depth=0, is_start=True, is_end=True)
+        if self._at < len(self._pattern):
+            raise self._refused("a ')' without '('", "remove it, or write '\\)'", self._at)
+        return node
+
+    # ------------------------------------------------------------------ structure
+
+    def _choice(self, *, depth: int, is_start: bool, is_end: bool) -> Node:
+        """Options up to the end of their group.
+
+        Args:
+            depth: groups around it.
+            is_start: whether the text begins here.
+            is_end: whether the text ends behind it.
+        """
+        if depth > MAX_NESTING:
+            raise self._refused("more", f"groups are nested {MAX_NESTING} levels deep at most: flatten them", self._at)
+        options = [self._sequence(depth, is_start, is_end)]
+        while self._peek() == "|":
+            self._at += 1
+            options.append(self._sequence(depth, is_start, is_end))
+        return options[0] if len(options) == 1 else Choice(options)
+
+    def _sequence(self, depth: int, is_start: bool, is_end: bool) -> Node:
+        parts: list[Node] = []
+        end: int | None = None
+        while (token := self._peek()) and token not in "|)":
+            start = self._at
+            if token == "^":
+                self._at += 1
+                if parts or not is_start:
+                    raise self._refused("a '^' behind the text's start", "remove it, or write '\\^'", start)
+                self._refuse_quantifier("'^'")
+                continue
+            if token == "$":
+                self._at += 1
+                end = start
+                self._refuse_quantifier("'$'")
+                continue
+            if end is not None:
+                raise self._refused("a '$' before the text's end", "remove it, or write '\\$'", end)
+            parts.append(self._quantified(depth, is_start and not parts, is_end))
+        if end is not None and not is_end:
+            raise self._refused("a '$' before the text's end", "remove it, or write '\\$'", end)
+        return parts[0] if len(parts) == 1 else Sequence(_joined(parts))
+
+    def _quantified(self, depth: int, is_start: bool, is_end: bool) -> Node:
+        start = self._at
+        if self._peek() == "(":
+            behind = self._ends.get(start, len(self._pattern)) + 1
+            follower = self._pattern[behind : behind + 1]
+            is_repeated = follower in tuple("*+?{")
+            node = self._group(depth, is_start and not is_repeated, is_end and follower in ("", *"|)$"))
+        else:
+            node = self._single()
+        minimum, maximum = self._quantifier()
+        return node if (minimum, maximum) == (1, 1) else Repeat(node, minimum, maximum)
+
+    def _group(self, depth: int, is_start: bool, is_end: bool) -> Node:
+        start = self._at
+        self._at += 1
+        if self._peek() == "?":
+            named = _NAME.match(self._pattern, self._at)
+            if named:
+                self._at = named.end()
+            elif self._pattern.startswith("?:", self._at):
+                self._at += 2
+            else:
+                kinds = (what for mark, what in _REFUSED_GROUPS.items() if self._pattern.startswith(mark, self._at))
+                raise self._refused(next(kinds, "a flag, or an unknown group,"), "write it without", start)
+        node = self._choice(depth=depth + 1, is_start=is_start, is_end=is_end)
+        if self._peek() != ")":
+            raise self._refused("a '(' without ')'", "close it, or write '\\('", start)
+        self._at += 1
+        return node
+
+    def _quantifier(self) -> tuple[int, int | None]:
+        start = self._at
+        known = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(self._peek())
+        minimum: int
+        maximum: int | None
+        if known is not None:
+            minimum, maximum = known
+            self._at += 1
+        elif self._peek() == "{":
+            minimum, maximum = self._counts()
+        else:
+            return 1, 1
+        if self._peek() == "?":  # lazy
+            self._at += 1
+        elif self._peek() == "+":
+            raise self._refused("a possessive quantifier", "remove the second '+'", start)
+        self._refuse_quantifier("a quantifier")
+        return minimum, maximum
+
+    def _counts(self) -> tuple[int, int | None]:
+        start = self._at
+        found = _COUNT.match(self._pattern, start)
+        if not found:
+            raise self._refused("a '{' that begins no {m}, {m,} or {m,n}", "write '\\{', or {0,n} for {,n}", start)
+        self._at = found.end()
+        minimum = int(found[1])
+        maximum = (None if found[3] is None else int(found[3])) if found[2] else minimum
+        if max(minimum, maximum or 0) > MAX_REPETITIONS:
+            raise self._refused(f"the count {found[0]}", f"the maximum is {MAX_REPETITIONS:,}: lower it", start)
+        if maximum is not None and maximum < minimum:
+            raise self._refused(f"the count {found[0]}", "its minimum is above its maximum: swap them", start)
+        return minimum, maximum
+
+    def _refuse_quantifier(self, what: str) -> None:
+        if self._peek() in tuple("*+?") or _COUNT.match(self._pattern, self._at):
+            raise self._refused(f"a quantifier behind {what}", "remove it, or put a group around", self._at)
+
+    # ------------------------------------------------------------------ characters
+
+    def _single(self) -> Node:
+        start, token = self._at, self._peek()
+        if token in tuple("*+?"):
+            raise self._refused(f"a {token!r} with nothing to repeat", f"write '\\{token}'", start)
+        if token == "{":
+            raise self._refused("a '{' with nothing to repeat", "write '\\{'", start)
+        if token == "[":
+            return Characters(self._class())
+        if token == ".":
+            self._at += 1
+            return Characters(~_LINE_ENDS)
+        if token == "\\":
+            escape = self._escape()
+            return Text(chr(escape)) if isinstance(escape, int) else Characters(escape[0])
+        self._at += 1
+        return Text(token)
+
+    def _class(self) -> CharacterSet:
+        start = self._at
+        self._at += 1
+        is_negated = self._peek() == "^"
+        self._at += is_negated
+        if self._peek() == "]":
+            raise self._refused("a class that begins with ']'", "write '\\]' for the character", start)
+        ranges: list[Range] = []
+        narrow, wide = CharacterSet(), CharacterSet()
+        while (token := self._peek()) != "]":
+            if not token:
+                raise self._refused("a '[' without ']'", "close it, or write '\\['", start)
+            first = self._member(start)
+            if self._peek() == "-" and self._peek(1) not in ("]", ""):
+                at = self._at
+                self._at += 1
+                last = self._member(start)
+                if not (isinstance(first, int) and isinstance(last, int)):
+                    raise self._refused("a range with a class at one end", "write '\\-' for the character", at)
+                if last < first:
+                    raise self._refused("a range whose last character is before its first", "swap them", at)
+                ranges.append((first, last))
+            elif isinstance(first, int):
+                ranges.append((first, first))
+            else:
+                narrow, wide = narrow | first[0], wide | first[1]
+        self._at += 1
+        listed = CharacterSet(ranges)
+        bounds = narrow | listed, wide | listed
+        return _negated(bounds)[0] if is_negated else bounds[0]
+
+    def _member(self, start: int) -> int | _Bounds:
+        """A character of a class, or a class within."""
+        token = self._peek()
+        if token == "\\":
+            return self._escape(in_class=True)
+        if not token:
+            raise self._refused("a '[' without ']'", "close it, or write '\\['", start)
+        if token == "[" and self._peek(1) in tuple(":.="):
+            raise self._refused("a POSIX class", "write out its characters", self._at)
+        if token in "&-~" and self._peek(1) == token:
+            raise self._refused(f"'{token}{token}' in a class", f"write '\\{token}' for the character", self._at)
+        self._at += 1
+        return ord(token)
+
+    def _escape(self, *, in_class: bool = False) -> int | _Bounds:
+        """The character of an escape, or its class."""
+        start = self._at
+        kind = self._peek(1)
+        if not kind:
+            raise self._refused("a backslash at its end", "write it as '\\\\'", start)
+        if kind in "dDwWsS":
+            self._at += 2
+            return _class_of(kind)
+        if kind in _CONTROLS:
+            self._at += 2
+            return _CONTROLS[kind]
+        if kind == "b" and in_class:
+            self._at += 2
+            return 0x08
+        if kind in "xuU":
+            return self._code(start)
+        if kind == "c" and self._peek(2).isascii() and self._peek(2).isalpha():
+            self._at += 3
+            return ord(self._pattern[start + 2]) % 32
+        if kind == "0" and not self._peek(2).isdigit():
+            self._at += 2
+            return 0
+        if (kind.isascii() and kind.isalnum()) or kind in "<>":
+            what = {"b": "a word boundary", "B": "a word boundary", "p": "a Unicode class", "P": "a Unicode class"}.get(
+                kind
+            )
+            what = what or ("a back reference or octal escape" if kind.isdigit() else "which dialects read differently")
+            raise self._refused(f"'\\{kind}', {what},", "write out what it stands for", start)
+        self._at += 2
+        return ord(kind)
+
+    def _code(self, start: int) -> int:
+        found = _CODE.match(self._pattern, start + 1)
+        if not found:
+            raise self._refused(
+                f"'\\{self._pattern[start + 1]}' without its hexadecimal digits", "write \\xNN or \\uNNNN", start
+            )
+        self._at = found.end()
+        code = int(found[found.lastindex or 0], 16)
+        if FIRST_SURROGATE <= code < 0xDC00 and (low := _LOW_SURROGATE.match(self._pattern, self._at)):
+            self._at = low.end()
+            return 0x10000 + ((code - FIRST_SURROGATE) << 10) + (int(low[1], 16) - 0xDC00)
+        if code > LAST or FIRST_SURROGATE <= code <= LAST_SURROGATE:
+            raise self._refused(f"'\\{found[0]}', which is no character,", "remove it", start)
+        return code
+
+    # ------------------------------------------------------------------ places
+
+    def _peek(self, ahead: int = 0) -> str:
+        """A character from here; "" behind the end."""
+        return self._pattern[self._at + ahead : self._at + ahead + 1]
+
+    def _refused(self, what: str, remedy: str, at: int) -> Unreadable:
+        return Unreadable(f"the expression has {what} at character {at + 1}; {remedy}")
+
+
+def _ends_of_groups(pattern: str) -> dict[int, int]:
+    """Where the group of each '(' ends, as far as the expression is well formed."""
+    ends, open_groups, at = dict[int, int](), list[int](), 0
+    while at < len(pattern):
+        if pattern[at] == "\\":
+            at += 1
+        elif pattern[at] == "[":
+            at = _CLASS_END.match(pattern, at + 1).end()  # type: ignore[union-attr]  # it matches nothing, at least
+        elif pattern[at] == "(":
+            open_groups.append(at)
+        elif pattern[at] == ")" and open_groups:
+            ends[open_groups.pop()] = at
+        at += 1
+    return ends
+
+
+def _joined(parts: list[Node]) -> list[Node]:
+    """The same parts, neighbouring texts joined."""
+    joined: list[Node] = []
+    for part in parts:
+        if isinstance(part, Text) and joined and isinstance(joined[-1], Text):
+            joined[-1] = Text(joined[-1].text + part.text)
+        else:
+            joined.append(part)
+    return joined

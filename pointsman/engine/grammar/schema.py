@@ -1,0 +1,152 @@
+"""JSON schemas as xgrammar compiles them, with what it would read otherwise than JSON Schema means it.
+
+    tree = schema_tree('{"type": "string", "pattern": "^é\\\\d+$"}', any_whitespace=True, max_whitespace=16)
+
+Patterns, strings with a minimum or maximum length and numbers do not reach xgrammar: a short text keeps the place of
+each pattern, and gets its grammar afterwards (`tree.py`).
+
+- A pattern describes the whole string. A character that JSON writes as an escape is written as one where nothing else
+  is possible, and is left out of a class that has others.
+- A number that the schema does not bound has at most `INTEGER_DIGITS` digits before the point, so that it fits into 64
+  bits, `FRACTION_DIGITS` behind it, and `EXPONENT_DIGITS` in its exponent. A weak model would otherwise write digits
+  until its tokens end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pointsman.engine.grammar.nodes import (
+    Characters,
+    CharacterSet,
+    Choice,
+    Node,
+    Repeat,
+    Rule,
+    Sequence,
+    Text,
+    Unreadable,
+    written_rules,
+)
+from pointsman.engine.grammar.regex import read_regex
+from pointsman.engine.grammar.tree import GrammarTree
+from pointsman.engine.params.json_schema import FRACTION_DIGITS, INTEGER_DIGITS, map_within
+
+EXPONENT_DIGITS = 2
+_MARK = "\ue000"
+"""Begins the texts that keep a place. xgrammar gives the text of a pattern a rule of its own, without the quotation
+marks; every other text of a schema has them."""
+
+_NEED_ESCAPES = CharacterSet([(0, 0x1F)]) | CharacterSet.of('"\\')
+_ANY_CHARACTER = Characters(~_NEED_ESCAPES)
+_DIGIT = Characters(CharacterSet.of("0123456789"))
+_INTEGER: Node = Choice([
+    Text("0"),
+    Sequence([
+        Repeat(Text("-"), 0, 1), Characters(CharacterSet.of("123456789")), Repeat(_DIGIT, 0, INTEGER_DIGITS - 1),
+    ]),
+])  # fmt: skip
+_NUMBER: Node = Sequence([
+    Repeat(Text("-"), 0, 1),
+    Choice([
+        Text("0"),
+        Sequence([Characters(CharacterSet.of("123456789")), Repeat(_DIGIT, 0, INTEGER_DIGITS - 1)]),
+    ]),
+    Repeat(Sequence([Text("."), Repeat(_DIGIT, 1, FRACTION_DIGITS)]), 0, 1),
+    Repeat(Sequence([
+        Characters(CharacterSet.of("eE")), Repeat(Characters(CharacterSet.of("+-")), 0, 1),
+        Repeat(_DIGIT, 1, EXPONENT_DIGITS),
+    ]), 0, 1),
+])  # fmt: skip
+
+
+def schema_tree(text: str, *, any_whitespace: bool, max_whitespace: int) -> GrammarTree:
+    """The grammar of a schema that `prepare_schema` has prepared.
+
+    Raises:
+        Unreadable: one of its patterns cannot be enforced.
+        RuntimeError: xgrammar does not read it.
+    """
+    import xgrammar
+
+    rules: dict[str, Node] = {"integer": _INTEGER, "number": _NUMBER}
+    schema = _with_places(json.loads(text), rules)
+    tree = GrammarTree(
+        xgrammar.Grammar.from_json_schema(
+            json.dumps(schema, ensure_ascii=False),
+            any_whitespace=any_whitespace,
+            separators=None if any_whitespace else (",", ":"),
+            max_whitespace_cnt=max_whitespace if any_whitespace else None,
+        )
+    )
+    tree.exclude_surrogates()
+    places = tree.places(_MARK)
+    places |= {"integer": [tree.rule("basic_integer")], "number": [tree.rule("basic_number")]}
+    rules["any"] = Choice([Rule(name) for name in rules])  # or xgrammar would drop those that the root does not reach
+    own = GrammarTree(xgrammar.Grammar.from_ebnf(written_rules(rules), root_rule_name="any"))
+    added = tree.add(own, "own_")
+    for name, stocks in places.items():
+        for stock in stocks:
+            tree.graft(stock, added[name])
+    return tree
+
+
+def _with_places(schema: Any, rules: dict[str, Node]) -> Any:
+    """The schema with texts in place of its patterns, whose rules are added."""
+    if not isinstance(schema, Mapping):
+        return schema
+    changed = map_within(schema, lambda one, _: _with_places(one, rules))
+    if "patternProperties" in changed:
+        patterns = changed["patternProperties"].items()
+        changed["patternProperties"] = {_place(_json_string(name), rules): one for name, one in patterns}
+    if "pattern" in changed:
+        changed["pattern"] = _place(_json_string(changed["pattern"]), rules)
+    elif "minLength" in changed or "maxLength" in changed:
+        minimum, maximum = changed.pop("minLength", 0), changed.pop("maxLength", None)
+        changed["pattern"] = _place(Repeat(_ANY_CHARACTER, minimum, maximum), rules)
+    return changed
+
+
+def _place(node: Node, rules: dict[str, Node]) -> str:
+    """A pattern for xgrammar that keeps the place of a node."""
+    name = f"pattern-{len(rules)}"
+    rules[name] = node
+    return f"^{_MARK}{name}$"
+
+
+def _json_string(pattern: str) -> Node:
+    """What stands between the quotation marks of a string that matches a pattern."""
+    try:
+        return _in_json(read_regex(pattern))
+    except Unreadable as error:
+        raise Unreadable(
+            f"in the pattern {pattern if len(pattern) <= 60 else pattern[:57] + '...'!r} {error}"
+        ) from None
+
+
+def _in_json(node: Node) -> Node:
+    match node:
+        case Text(text):
+            return Text(_in_quotes(text))
+        case Characters(characters):
+            plain = characters - _NEED_ESCAPES
+            if plain or not characters:
+                return Characters(plain)
+            return Choice([
+                Text(_in_quotes(chr(code))) for first, last in characters.ranges for code in range(first, last + 1)
+            ])  # fmt: skip
+        case Sequence(parts):
+            return Sequence([_in_json(part) for part in parts])
+        case Choice(options):
+            return Choice([_in_json(option) for option in options])
+        case Repeat(part, minimum, maximum):
+            return Repeat(_in_json(part), minimum, maximum)
+        case _:
+            return node
+
+
+def _in_quotes(text: str) -> str:
+    """A text between the quotation marks of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,0 +1,169 @@
+"""GrammarTree: a grammar as xgrammar's readers leave it, for what has to be changed before it is compiled.
+
+xgrammar gives a grammar away as JSON: rules, each with the number of an expression, and expressions that refer to rules
+and to each other by number. Four things are changed there:
+
+- `exclude_surrogates`: a class such as `[^a]` keeps no halves of surrogate pairs, which xgrammar lets in;
+- `graft`: a rule gets the body of a rule of another grammar;
+- `places`: the rules that stand for a marked text, which keeps the place of something else;
+- `prune`: options that allow no text are removed. A model that took one of them could never end its text.
+
+`tests/engine/grammar/test_grammar_tree.py` notices where a new version of xgrammar writes another form.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from pointsman.engine.grammar.nodes import CharacterSet
+
+if TYPE_CHECKING:
+    import xgrammar
+
+TEXT, CLASS, CLASS_STAR, EMPTY, RULE, SEQUENCE, CHOICES, TAGS, REPEAT = range(9)
+"""Kinds of expressions. Those behind them hold no other expressions."""
+
+
+class GrammarTree:
+    """The rules and expressions of one grammar.
+
+    Args:
+        grammar: is not changed.
+    """
+
+    def __init__(self, grammar: xgrammar.Grammar) -> None:
+        self._content: dict[str, Any] = json.loads(grammar.serialize_json())
+        self._rules: list[list[Any]] = self._content["rules"]
+        data, starts = self._content["grammar_expr_data"], self._content["grammar_expr_indptr"]
+        self._expressions = [(data[at], data[at + 2 : at + 2 + data[at + 1]]) for at in starts]
+
+    def grammar(self) -> xgrammar.Grammar:
+        """The grammar as it is now."""
+        import xgrammar
+
+        data, starts = list[int](), list[int]()
+        for kind, payload in self._expressions:
+            starts.append(len(data))
+            data += (kind, len(payload), *payload)
+        self._content["grammar_expr_data"], self._content["grammar_expr_indptr"] = data, starts
+        return xgrammar.Grammar.deserialize_json(json.dumps(self._content))
+
+    def rule(self, name: str) -> int:
+        """The number of a rule.
+
+        Raises:
+            KeyError: there is none of this name.
+        """
+        for number, rule in enumerate(self._rules):
+            if rule[0] == name:
+                return number
+        raise KeyError(name)
+
+    def add(self, other: GrammarTree, prefix: str) -> dict[str, int]:
+        """Add the rules of another grammar under names of their own.
+
+        Returns:
+            The number here of each rule there.
+        """
+        first_rule, first_expression = len(self._rules), len(self._expressions)
+        for kind, payload in other._expressions:
+            if kind in (SEQUENCE, CHOICES):
+                payload = [one + first_expression for one in payload]
+            elif kind == RULE:
+                payload = [payload[0] + first_rule]
+            elif kind == REPEAT:
+                payload = [payload[0] + first_rule, *payload[1:]]
+            self._expressions.append((kind, payload))
+        for name, body, lookahead, *rest in other._rules:
+            shifted = lookahead if lookahead < 0 else lookahead + first_expression
+            self._rules.append([f"{prefix}{name}", body + first_expression, shifted, *rest])
+        return {rule[0]: first_rule + number for number, rule in enumerate(other._rules)}
+
+    def graft(self, stock: int, scion: int) -> None:
+        """Let one rule stand for what another one does."""
+        self._rules[stock][1] = self._rules[scion][1]
+
+    def places(self, mark: str) -> dict[str, list[int]]:
+        """The rules whose whole text is the mark and a name: name -> their numbers.
+
+        Raises:
+            RuntimeError: the mark stands elsewhere, too: xgrammar has another form for such texts.
+        """
+        found: dict[str, list[int]] = {}
+        expected = sum(kind == TEXT and bytes(payload).startswith(mark.encode()) for kind, payload in self._expressions)
+        for number, rule in enumerate(self._rules):
+            text = self._text(rule[1])
+            if text.startswith(mark):
+                found.setdefault(text.removeprefix(mark), []).append(number)
+        if sum(map(len, found.values())) != expected:
+            raise RuntimeError(
+                "xgrammar writes patterns in an unknown form; install a version that pyproject.toml allows"
+            )
+        return found
+
+    def _text(self, expression: int) -> str:
+        """The one text of an expression; "" if it has others, or none."""
+        kind, payload = self._expressions[expression]
+        if kind == TEXT:
+            return bytes(payload).decode("utf-8", "replace")
+        if kind == SEQUENCE or (kind == CHOICES and len(payload) == 1):
+            texts = [self._text(one) for one in payload]
+            return "".join(texts) if all(texts) else ""
+        return ""
+
+    def exclude_surrogates(self) -> None:
+        """Write classes of all characters but some as what they are, without surrogates: those are no text."""
+        for number, (kind, payload) in enumerate(self._expressions):
+            if kind in (CLASS, CLASS_STAR) and payload[0]:
+                rest = ~CharacterSet(zip(payload[1::2], payload[2::2], strict=True))
+                self._expressions[number] = kind, [0, *chain.from_iterable(rest.ranges)]
+
+    # ------------------------------------------------------------------ what allows no text
+
+    def prune(self) -> bool:
+        """Remove options that allow no text at all.
+
+        Returns:
+            Whether the grammar allows any.
+        """
+        allows = self._allows_text()
+        for number, (kind, payload) in enumerate(self._expressions):
+            if kind == CHOICES:
+                self._expressions[number] = kind, [one for one in payload if allows[one]]
+            elif kind == REPEAT and not allows[self._rules[payload[0]][1]]:
+                self._expressions[number] = EMPTY, []  # of zero times; otherwise what holds it is removed
+        body: int = self._rules[self._content["root_rule_id"]][1]
+        return allows[body]
+
+    def _allows_text(self) -> list[bool]:
+        """Of each expression, whether any text can be derived from it: the least fixed point, in linear time."""
+        allows = [False] * len(self._expressions)
+        missing = [0] * len(self._expressions)
+        holders: list[list[int]] = [[] for _ in self._expressions]
+        news: list[int] = []
+        for number, (kind, payload) in enumerate(self._expressions):
+            needs = payload if kind in (SEQUENCE, CHOICES) else ()
+            if kind == RULE or (kind == REPEAT and payload[1] > 0):
+                needs = (self._rules[payload[0]][1],)
+            for one in needs:
+                holders[one].append(number)
+            missing[number] = len(needs) if kind == SEQUENCE else min(len(needs), 1)
+            if kind in (CLASS, CLASS_STAR):
+                is_empty = kind == CLASS and not payload[0] and len(payload) == 1
+                missing[number] = int(is_empty)
+            if kind == CHOICES and not payload:
+                missing[number] = 1
+            if not missing[number]:
+                news.append(number)
+        while news:
+            number = news.pop()
+            if allows[number]:
+                continue
+            allows[number] = True
+            for holder in holders[number]:
+                missing[holder] -= 1
+                if missing[holder] <= 0:
+                    news.append(holder)
+        return allows

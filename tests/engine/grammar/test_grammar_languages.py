@@ -1,0 +1,141 @@
+"""What is written under a grammar is of its language, as independent readers of that language say."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import lark
+import pytest
+import torch
+import xgrammar
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pointsman.engine import StructuredOutputsParams
+from pointsman.engine.errors import GrammarError
+from pointsman.engine.grammar.process import CompiledGrammar, GrammarLimits, GrammarProcess, Job
+from pointsman.engine.grammar.vocabulary import GrammarVocabulary
+from tests.engine import grammar_languages as languages
+from tests.forms import short_or_long
+
+pytestmark = pytest.mark.e2e
+
+MAX_TOKENS = 80
+TEXTS_PER_GRAMMAR = 3
+EOS = 256
+PIECES = (
+    "é",
+    "°C",
+    "日本",
+    "😀",
+    '"',
+    '":',
+    '{"',
+    "},",
+    "\\u",
+    '\\"',
+    "00",
+    "99",
+    "e9",
+    "x4",
+    "abc",
+    "\xc3".encode("latin-1"),
+)
+SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck))
+
+
+class Compiler:
+    """Compiles for bytes and for some tokens of several of them."""
+
+    def __init__(self) -> None:
+        tokens = [bytes([byte]) for byte in range(256)] + [b""]
+        tokens += [one.encode() if isinstance(one, str) else one for one in PIECES]
+        self.vocabulary = GrammarVocabulary(tokens, (EOS,))
+        self.process = GrammarProcess(lambda: self.vocabulary, GrammarLimits())
+        self.num_refused = self.num_ended = self.num_cut = 0
+
+    def texts(self, rng: random.Random, **options: Any) -> list[str]:
+        """Texts that random tokens make under a grammar, without those that do not end; none if it is refused."""
+        try:
+            spec = StructuredOutputsParams(**options).spec
+            grammar = self.process.compile(Job(spec), 10.0)
+        except (ValueError, GrammarError):
+            self.num_refused += 1
+            return []
+        found = [self._text(grammar, rng) for _ in range(TEXTS_PER_GRAMMAR)]
+        ended = [text for text in found if text is not None]
+        self.num_ended += len(ended)
+        self.num_cut += len(found) - len(ended)
+        return ended
+
+    def _text(self, grammar: CompiledGrammar, rng: random.Random) -> str | None:
+        matcher = xgrammar.GrammarMatcher(grammar.compiled)
+        tokens = self.vocabulary.tokens
+        bitmask = xgrammar.allocate_token_bitmask(1, len(tokens))
+        written = b""
+        for step in range(MAX_TOKENS):
+            matcher.fill_next_token_bitmask(bitmask)
+            bits = bitmask.view(torch.uint8).numpy()
+            allowed = [at for at in range(len(tokens)) if bits[0, at // 8] >> (at % 8) & 1]
+            assert allowed, f"nothing may follow {written!r}"
+            likes_end = EOS in allowed and (rng.random() < 0.3 or step > MAX_TOKENS // 2)
+            token = EOS if likes_end else rng.choice(_weighted(allowed, tokens, rng))
+            assert matcher.accept_token(token)
+            if token == EOS:
+                return written.decode()
+            written += tokens[token]
+        return None
+
+
+def _weighted(allowed: list[int], tokens: list[bytes], rng: random.Random) -> list[int]:
+    """Some of them: mostly those that end what is open, so that texts end at all."""
+    ends = [one for one in allowed if tokens[one] in (b'"', b"}", b"]", b",", b":")]
+    return ends if ends and rng.random() < 0.4 else allowed
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[Compiler]:
+    made = Compiler()
+    yield made
+    made.process.close()
+
+
+def report(compiler: Compiler, what: str) -> None:
+    print(f"{what}: {compiler.num_refused} refused, {compiler.num_ended} texts, {compiler.num_cut} cut")
+
+
+@settings(SETTINGS, max_examples=short_or_long(60, 500))
+@given(schema=languages.schemas(), seed=st.integers(0, 2**32))
+def test_json_is_valid_under_its_schema(compiler: Compiler, schema: dict[str, Any], seed: int) -> None:
+    for text in compiler.texts(random.Random(seed), json=schema):
+        assert languages.is_valid(schema, json.loads(text)), text
+
+
+@settings(SETTINGS, max_examples=short_or_long(60, 200))
+@given(expression=languages.expressions, seed=st.integers(0, 2**32))
+def test_texts_match_their_expression(compiler: Compiler, expression: str, seed: int) -> None:
+    if expression:
+        for text in compiler.texts(random.Random(seed), regex=expression):
+            assert languages.is_match(expression, text), text
+
+
+@settings(SETTINGS, max_examples=short_or_long(30, 100))
+@given(grammar=languages.grammars(), seed=st.integers(0, 2**32))
+def test_texts_are_derived_by_their_grammar(compiler: Compiler, grammar: languages.Grammar, seed: int) -> None:
+    texts = compiler.texts(random.Random(seed), grammar=grammar.gbnf)
+    if texts:
+        parser = lark.Lark(grammar.lark, parser="earley", lexer="dynamic_complete", ambiguity="resolve")
+        for text in texts:
+            parser.parse(text)  # raises where the text is not of the language
+
+
+@settings(SETTINGS, max_examples=short_or_long(20, 100))
+@given(
+    choices=st.lists(st.text(languages.characters, min_size=1, max_size=4), min_size=1, max_size=4),
+    seed=st.integers(0, 2**32),
+)
+def test_texts_are_choices(compiler: Compiler, choices: list[str], seed: int) -> None:
+    assert set(compiler.texts(random.Random(seed), choice=choices)) <= set(choices)

@@ -1,0 +1,159 @@
+"""JSON schemas under a grammar: every letter, every pointer, and numbers that end."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.engine.grammar_texts import Language
+
+
+def written(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+@pytest.mark.parametrize("text", ["Québec", "°C", "naïve", "½", "ÿb1", "\x80", 'q"\\', "日本", "😀", "é\n"])
+def test_every_place_of_a_schema_keeps_its_letters(text: str) -> None:
+    name = written(text)
+    for schema, right in (
+        ({"enum": [text]}, name),
+        ({"const": {text: [text]}}, f"{{{name}:[{name}]}}"),
+        ({"type": "object", "properties": {text: {"const": 1}}, "required": [text]}, f"{{{name}:1}}"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"enum": [text]}}}, name),
+        ({"anyOf": [{"type": "null"}, {"enum": [text]}]}, name),
+        ({"type": "array", "items": {"enum": [text]}}, f"[{name},{name}]"),
+    ):
+        assert right in Language(json=schema), schema
+
+
+@pytest.mark.parametrize(
+    ("pattern", "values", "others"),
+    [
+        ("^[éa]b$", ["éb", "ab"], ["b", "éab", "Ãb"]),
+        (r"^\x41b$", ["Ab"], ["Л"]),
+        (r"^\xe9b$", ["éb"], ["\u0e9b"]),
+        ('^say "yes"$', ['say "yes"'], []),
+        (r"^a\\b$", ["a\\b"], ["ab"]),
+        (r"^a\nb$", ["a\nb"], ["anb"]),
+        ('^["\\\\]{2}$', ['"\\', "\\\\"], ["\\"]),
+        (r"^\t?x$", ["x", "\tx"], []),
+        (r"^\cA\u001f$", ["\x01\x1f"], []),
+        ("^é.{2}$", ["éab", "é日😀"], ["é", 'é"a']),
+        ("^[^a]$", ["b", "é", "😀"], ["a", "bb"]),
+        ("[0-9]+", ["0", "12"], ["a", ""]),
+        ("^$", [""], ["a"]),
+    ],
+)
+def test_strings_match_their_pattern(pattern: str, values: list[str], others: list[str]) -> None:
+    language = Language(json={"type": "string", "pattern": pattern})
+    assert [one for one in values if written(one) in language] == values
+    assert [one for one in others if written(one) in language] == []
+    names = Language(json={"type": "object", "patternProperties": {pattern: {"const": 1}}})
+    assert [one for one in values if written({one: 1}) in names] == values
+    assert [one for one in others if written({one: 1}) in names] == []
+    names = Language(json={"type": "object", "propertyNames": {"type": "string", "pattern": pattern}})
+    assert [one for one in values if written({one: 1}) in names] == values
+
+
+def test_strings_of_a_length_have_no_raw_control_characters() -> None:
+    language = Language(json={"type": "string", "minLength": 1, "maxLength": 2})
+    assert language.allows('"a"', '"é😀"', '"\t"', '"\x01"', '""', '"abc"', '"\ud800"') == ['"a"', '"é😀"']
+
+
+def test_strings_have_no_halves_of_surrogate_pairs() -> None:
+    for schema in ({"type": "string"}, {"type": "object"}, {"type": "array", "items": {}}):
+        language = Language(json=schema)
+        for around in ('"{}"', '{{"a":"{}"}}', '["{}"]'):
+            assert around.format("\ud800") not in language
+
+
+@pytest.mark.parametrize(
+    ("name", "pointer"),
+    [
+        ("a/b", "#/$defs/a~1b"), ("a~b", "#/$defs/a~0b"), ("a~1b", "#/$defs/a~01b"), ("ä", "#/$defs/%C3%A4"),
+        ("ä", "#/$defs/ä"), ("a%b", "#/$defs/a%25b"), ("a b", "#/$defs/a%20b"), ("", "#/$defs/"), ("0", "#/$defs/0"),
+    ],
+)  # fmt: skip
+def test_pointers_lead_where_rfc_6901_says(name: str, pointer: str) -> None:
+    schema = {"type": "array", "items": {"$ref": pointer}, "$defs": {name: {"enum": ["é"]}}}
+    assert Language(json=schema).allows('["é"]', '["a"]') == ['["é"]']
+
+
+def test_pointers_lead_to_any_place_of_the_schema() -> None:
+    whole = {"properties": {"a": {"type": "null"}, "b": {"$ref": "#/properties/a"}}, "required": ["b"]}
+    assert Language(json={"type": "object", **whole}).allows('{"b":null}', '{"b":1}') == ['{"b":null}']
+    listed = {"anyOf": [{"const": 1}, {"type": "array", "items": {"$ref": "#/anyOf/0"}}]}
+    assert Language(json=listed).allows("1", "[1,1]", "[2]") == ["1", "[1,1]"]
+    elsewhere = {"items": {"$ref": "#/components/schemas/A"}, "components": {"schemas": {"A": {"const": 3}}}}
+    assert Language(json={"type": "array", **elsewhere}).allows("[3]", "[4]") == ["[3]"]
+    tree = {"type": "array", "items": {"$ref": "#"}}
+    assert Language(json=tree).allows("[[],[[]]]", "[1]") == ["[[],[[]]]"]
+
+
+@pytest.mark.parametrize("pointer", ["#/$defs/b", "#/$defs/a/type/x", "#a", "#/$defs/a~1b", "#/x/3"])
+def test_a_pointer_to_nothing_is_refused(pointer: str) -> None:
+    with pytest.raises(ValueError, match="and there is nothing in this place; describe it there"):
+        Language(json={"type": "array", "items": {"$ref": pointer}, "$defs": {"a": {"type": "null"}}, "x": [1]})
+
+
+def test_what_a_pointer_leads_to_is_checked_wherever_it_stands() -> None:
+    with pytest.raises(ValueError, match=r"at /#/components/A: the keyword 'not' is not supported"):
+        Language(json={"items": {"$ref": "#/components/A"}, "components": {"A": {"not": {}}}})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/A", "$defs": {"A": {"$ref": "#/$defs/A"}}},
+        {"type": "object", "properties": {"x": {"$ref": "#/$defs/A"}}, "required": ["x"],
+         "$defs": {"A": {"$ref": "#/$defs/B"}, "B": {"$ref": "#/$defs/A"}}},
+        {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]},
+        {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+        {"type": "string", "pattern": r"^a[^\s\S]$"},
+    ],
+)  # fmt: skip
+def test_a_schema_of_endless_values_allows_no_text(schema: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="it allows no text"):
+        Language(json=schema)
+
+
+def test_options_of_endless_values_are_left_out() -> None:
+    schema = {"anyOf": [{"$ref": "#/$defs/A"}, {"const": 1}], "$defs": {"A": {"$ref": "#/$defs/A"}}}
+    assert Language(json=schema).allows("1", "2") == ["1"]
+    optional = {"type": "object", "properties": {"x": {"$ref": "#/$defs/A"}, "y": {"const": 1}}}
+    assert Language(json={**optional, "$defs": {"A": {"$ref": "#/$defs/A"}}}).allows('{"y":1}', "{}") == [
+        '{"y":1}',
+        "{}",
+    ]
+
+
+def test_numbers_that_nothing_bounds_end() -> None:
+    nines = "9" * 18
+    for schema in (
+        {"type": "integer"}, {"type": ["integer", "null"]}, {"type": "number"}, {},
+        {"minimum": 5, "type": "integer"}, {"type": "number", "minimum": 0.5},
+    ):  # fmt: skip
+        assert Language(json=schema).allows(nines, f"9{nines}") == [nines]
+    for schema in ({"type": "integer", "maximum": -3}, {"type": "integer"}, {"type": "number", "exclusiveMaximum": 1}):
+        assert Language(json=schema).allows(f"-{nines}", f"-9{nines}") == [f"-{nines}"]
+    inside = Language(json={"type": "object"})
+    assert inside.allows(f'{{"a":{nines}}}', f'{{"a":9{nines}}}') == [f'{{"a":{nines}}}']
+    number = Language(json={"type": "number"})
+    assert number.allows("-0.5", "1.5e-7", "1e99", "0." + "1" * 17) == ["-0.5", "1.5e-7", "1e99", "0." + "1" * 17]
+    assert number.allows("0." + "1" * 18, "1e100", "01", "1.", "+1", ".5") == []
+
+
+def test_numbers_have_the_bounds_of_the_schema() -> None:
+    large = Language(json={"type": "integer", "minimum": 10**18, "maximum": 2**63 - 1})
+    assert large.allows(str(10**18), str(2**63 - 1), str(2**63), str(10**18 - 1)) == [str(10**18), str(2**63 - 1)]
+    beyond = Language(json={"type": "integer", "minimum": 10**18})
+    assert beyond.allows(str(10**18), str(2**63 - 1), str(2**63)) == [str(10**18), str(2**63 - 1)]
+    with pytest.raises(ValueError, match="'minimum' is 100000000000000000000; it must be a number of 64 bits"):
+        Language(json={"type": "integer", "minimum": 10**20})
+
+
+def test_thousands_of_choices_are_compiled() -> None:
+    choices = [f"é{number}" for number in range(4096)]
+    assert Language(choice=choices).allows(choices[0], choices[-1], "é4096") == [choices[0], choices[-1]]
