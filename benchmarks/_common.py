@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import sys
@@ -82,18 +81,6 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[objec
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
     """The median of the ratios of each pair: both of a pair were measured within a moment."""
     return median(a / b for a, b in zip(numerators, denominators, strict=True))
-
-
-def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Between which two of the values the median of what they are drawn from lies, with at least 95 %.
-
-    Of fewer than 6 values it is the whole range, and less certain.
-    """
-    ordered, tail, rank = sorted(values), 0.0, 0
-    while (tail := tail + math.comb(len(ordered), rank) / 2 ** len(ordered)) <= 0.025:
-        rank += 1
-    rank = max(rank, 1)
-    return ordered[rank - 1], ordered[-rank]
 
 
 def note(text: str) -> None:

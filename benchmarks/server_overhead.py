@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _common import Targets, argument_parser, finish, note, print_table, run
+from _common import Targets, argument_parser, at_least_one, finish, note, print_table, run
 from _engine_model import Job, make_jobs, make_prompts
 from _engine_worker import Settings
 from _server_against import TARGET, TINY, measure_against, report_against
@@ -221,29 +221,28 @@ def report(turns: Sequence[Turn], jobs: Sequence[Job], num_streams: int, targets
 def compare_checkouts(arguments: argparse.Namespace) -> int:
     """The run with `--against`."""
     quick = arguments.quick
-    rounds, starts = arguments.rounds or (12 if quick else 80), 1 if quick else 4
-    jobs = make_jobs(arguments.requests or (32 if quick else 64), (16, 64), (32, 96))
+    rounds, starts = arguments.rounds or (8 if quick else 24), arguments.starts or (1 if quick else 8)
+    jobs = make_jobs(arguments.requests or 32, (16, 32), (24, 40))
     knobs = Knobs(served_directory(TINY), arguments.threads, max_num_seqs=64, max_num_batched_tokens=512)
     targets = Targets()
-    found = measure_against(arguments.against, knobs, jobs, arguments.streams, rounds, min(starts, rounds))
+    found = measure_against(arguments.against, knobs, jobs, arguments.streams, rounds, starts)
     figures = report_against(arguments.against, found, jobs, arguments.streams, targets)
     for name in (THROUGHPUT, WATCHED):
         targets.skip(name, "not with --against")
-    setting = {"quick": quick, "rounds": rounds, "requests": len(jobs), "streams": arguments.streams}
+    setting = {"quick": quick, "starts": starts, "rounds": rounds, "requests": len(jobs), "streams": arguments.streams}
     return finish("server_overhead", {**setting, "threads": arguments.threads, **figures}, targets, arguments.check)
 
 
 def main() -> int:
     parser = argument_parser(__doc__ or "")
-    parser.add_argument(
-        "--rounds", type=int, help="how often both serve the requests (5; quick: 2; against: 80 and 12)"
-    )
-    parser.add_argument("--requests", type=int, help="of a round (256; quick: 96; against: 64 and 32)")
+    parser.add_argument("--rounds", type=int, help="how often both serve the requests (5; quick: 2; against: 24 and 8)")
+    parser.add_argument("--requests", type=int, help="of a round (256; quick: 96; against: 32)")
     parser.add_argument("--streams", type=int, default=64, help="that the client keeps open")
     parser.add_argument("--threads", type=int, default=1, help="of the model, on both sides")
     parser.add_argument(
         "--against", type=Path, metavar="CHECKOUT", help="measure the server of another checkout instead"
     )
+    parser.add_argument("--starts", type=at_least_one, help="of the servers, with --against (8; quick: 1)")
     arguments = parser.parse_args()
     if arguments.against is not None:
         return compare_checkouts(arguments)
