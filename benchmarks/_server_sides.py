@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -95,11 +96,19 @@ class Side(ABC):
 
 
 class PointsmanSide(Side):
-    """`pointsman serve`."""
+    """`pointsman serve`.
+
+    Args:
+        knobs: its settings.
+        checkout: serve with the package in this folder; None: with the one that this process imports.
+
+    Raises:
+        RuntimeError: it did not start, or Python imports the package from elsewhere.
+    """
 
     name = "pointsman"
 
-    def __init__(self, knobs: Knobs) -> None:
+    def __init__(self, knobs: Knobs, *, checkout: Path | None = None) -> None:
         options = {
             "--model": str(knobs.model),
             "--served-model-name": SERVED_MODEL_NAME,
@@ -111,7 +120,8 @@ class PointsmanSide(Side):
             "--block-size": str(knobs.block_size),
             "--kv-cache-bytes": f"{knobs.kv_cache_gib}GiB",
         }
-        self._server = start_server(*(word for pair in options.items() for word in pair))
+        environment = {} if checkout is None else _importing_from(checkout)
+        self._server = start_server(*(word for pair in options.items() for word in pair), environment=environment)
         self.port = self._server.port
         self._pids = [self._server.engine_pid, self._server.pid]
 
@@ -212,6 +222,23 @@ def served_directory(shape: Shape) -> Path:
         with suppress(OSError):  # another process was faster; what it wrote is the same
             os.replace(made, directory)
     return directory
+
+
+def _importing_from(checkout: Path) -> dict[str, str]:
+    """Variables with which this interpreter imports the package from a checkout, in the server's processes too.
+
+    Hashes of strings are the same in every process: otherwise their order in tables, and so the cost, is not.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    variables = {"PYTHONPATH": str(checkout.resolve()), "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0"}
+    command = [sys.executable, "-c", "import pointsman; print(pointsman.__file__)"]
+    found = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
+    if Path(found.stdout.strip()) != checkout.resolve() / "pointsman" / "__init__.py":
+        where = found.stdout.strip() or found.stderr.strip().splitlines()[-1]
+        raise RuntimeError(f"{checkout} has no pointsman to import ({where}); give the root of a checkout")
+    return variables
 
 
 def write_vllm_metadata(folder: Path) -> Path:

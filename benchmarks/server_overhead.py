@@ -7,14 +7,19 @@ still while the other runs. The loss is 1 - server's tokens per second / engine'
 The server has a second turn in each round, while /live/film is watched by a process of its own; what that costs is
 judged by the processor time of the server's processes, which other programs disturb less than tokens per second.
 
+With `--against CHECKOUT` it measures something else: the same streamed requests through the server of this checkout and
+through that of another one, in turns, and the ratio of what their processes cost; see `_server_against.py`.
+
 Client, API and engine are three processes on the machine's cores: the processor time that each takes is reported, as
 seconds per 1,000 tokens.
 
     python benchmarks/server_overhead.py --check
+    python benchmarks/server_overhead.py --check --against ../pointsman-of-last-week
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,16 +29,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _common import Targets, argument_parser, finish, note, print_table, run
+from _common import Targets, argument_parser, at_least_one, finish, note, print_table, run
 from _engine_model import Job, make_jobs, make_prompts
 from _engine_worker import Settings
+from _server_against import TARGET, TINY, measure_against, report_against
 from _server_driver import Driven, drive
 from _server_probe import run_async
 from _server_process import processor_seconds
-from _server_sides import DEMO_FILES, SERVED_MODEL_NAME, VOCABULARY, Knobs, PointsmanSide
+from _server_sides import DEMO_FILES, SERVED_MODEL_NAME, VOCABULARY, Knobs, PointsmanSide, served_directory
 from _worker_process import WorkerProcess
 
 HERE = Path(__file__).resolve().parent
+THROUGHPUT, WATCHED = "share of throughput lost", "share of the processor time for being watched"
 MOST_LOSS = 0.10
 MOST_WATCHED_SHARE = 0.03
 WATCHED_SEED = 2_000  # other prompts, so that none is cached
@@ -196,8 +203,8 @@ def report(turns: Sequence[Turn], jobs: Sequence[Job], num_streams: int, targets
     note(f"  of its processor time for being watched: {watched_share:.1%} (by round: {rounds})")
     complete = min(driven.num_complete for turn in turns for driven in (turn.driven, turn.watched))
     targets.holds(f"{complete} of {len(jobs)} requests are complete; target: all", complete == len(jobs))
-    targets.at_most("share of throughput lost", loss, MOST_LOSS)
-    targets.at_most("share of the processor time for being watched", watched_share, MOST_WATCHED_SHARE)
+    targets.at_most(THROUGHPUT, loss, MOST_LOSS)
+    targets.at_most(WATCHED, watched_share, MOST_WATCHED_SHARE)
     return {
         "output_tokens": tokens,
         "engine_tokens_per_second": round(tokens / engine_seconds, 1),
@@ -211,17 +218,39 @@ def report(turns: Sequence[Turn], jobs: Sequence[Job], num_streams: int, targets
     }
 
 
+def compare_checkouts(arguments: argparse.Namespace) -> int:
+    """The run with `--against`."""
+    quick = arguments.quick
+    rounds, starts = arguments.rounds or (8 if quick else 24), arguments.starts or (1 if quick else 8)
+    jobs = make_jobs(arguments.requests or 32, (16, 32), (24, 40))
+    knobs = Knobs(served_directory(TINY), arguments.threads, max_num_seqs=64, max_num_batched_tokens=512)
+    targets = Targets()
+    found = measure_against(arguments.against, knobs, jobs, arguments.streams, rounds, starts)
+    figures = report_against(arguments.against, found, jobs, arguments.streams, targets)
+    for name in (THROUGHPUT, WATCHED):
+        targets.skip(name, "not with --against")
+    setting = {"quick": quick, "starts": starts, "rounds": rounds, "requests": len(jobs), "streams": arguments.streams}
+    return finish("server_overhead", {**setting, "threads": arguments.threads, **figures}, targets, arguments.check)
+
+
 def main() -> int:
     parser = argument_parser(__doc__ or "")
-    parser.add_argument("--rounds", type=int, help="how often both serve the requests (5; quick: 2)")
-    parser.add_argument("--requests", type=int, help="of a round (256; quick: 96)")
+    parser.add_argument("--rounds", type=int, help="how often both serve the requests (5; quick: 2; against: 24 and 8)")
+    parser.add_argument("--requests", type=int, help="of a round (256; quick: 96; against: 32)")
     parser.add_argument("--streams", type=int, default=64, help="that the client keeps open")
     parser.add_argument("--threads", type=int, default=1, help="of the model, on both sides")
+    parser.add_argument(
+        "--against", type=Path, metavar="CHECKOUT", help="measure the server of another checkout instead"
+    )
+    parser.add_argument("--starts", type=at_least_one, help="of the servers, with --against (8; quick: 1)")
     arguments = parser.parse_args()
+    if arguments.against is not None:
+        return compare_checkouts(arguments)
     rounds = arguments.rounds or (2 if arguments.quick else 5)
     jobs = make_jobs(arguments.requests or (96 if arguments.quick else 256), (32, 128), (64, 192))
     knobs = Knobs(DEMO_FILES, arguments.threads, max_num_seqs=64, max_num_batched_tokens=512, max_model_len=512)
     targets = Targets()
+    targets.skip(TARGET, "no --against CHECKOUT")
     figures = report(measure(knobs, jobs, arguments.streams, rounds), jobs, arguments.streams, targets)
     setting = {"quick": arguments.quick, "rounds": rounds, "requests": len(jobs), "streams": arguments.streams}
     return finish("server_overhead", {**setting, "threads": arguments.threads, **figures}, targets, arguments.check)

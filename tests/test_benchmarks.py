@@ -14,6 +14,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 SCRIPTS = [path.name for path in sorted(BENCHMARKS.glob("[!_]*.py")) if not path.stem.endswith("_env")]
+OVERHEAD = [sys.executable, str(BENCHMARKS / "server_overhead.py"), "--quick"]
 
 
 def imported_from_the_package(script: Path) -> list[tuple[str, str]]:
@@ -30,6 +31,42 @@ def test_imported_names_exist(script: str) -> None:
             assert importlib.util.find_spec(module), module
         elif not hasattr(importlib.import_module(module), name):
             assert importlib.util.find_spec(f"{module}.{name}"), f"{module}.{name}"
+
+
+@pytest.mark.parametrize(
+    ("num_slow", "missed", "not_measured"), [(0, 0, 0), (8, 1, 0), (4, 0, 1)], ids=["equal", "slower", "unclear"]
+)
+def test_checkouts_are_judged_by_the_interval_of_the_mean(
+    monkeypatch: pytest.MonkeyPatch, num_slow: int, missed: int, not_measured: int
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    against, common, model = map(importlib.import_module, ("_server_against", "_common", "_engine_model"))
+    jobs = model.make_jobs(4, (1, 2), (10, 20))
+    starts = [[against.Round((1.0, 1.1 if at < num_slow else 1.0), (1.0, 1.0), len(jobs))] * 3 for at in range(8)]
+    targets = common.Targets()
+    figures = against.report_against(Path("other"), starts, jobs, 4, targets)
+    assert (len(targets.missed), len(targets.not_measured)) == (missed, not_measured)
+    assert figures["cpu_ratio"] == pytest.approx(1 + num_slow / 8 * 0.05, abs=1e-4)
+    cut = common.Targets()
+    against.report_against(Path("other"), [[against.Round((1.0, 1.0), (1.0, 1.0), 3)]], jobs, 4, cut)
+    assert cut.missed == ["3 of 4 requests are complete; target: all"]
+
+
+@pytest.mark.e2e
+def test_the_other_checkout_must_be_one(tmp_path: Path) -> None:
+    done = subprocess.run([*OVERHEAD, "--against", str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert f"{tmp_path} has no pointsman to import" in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.e2e
+def test_two_checkouts_are_measured() -> None:
+    command = [*OVERHEAD, "--against", str(BENCHMARKS.parent), "--rounds", "2", "--starts", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["complete"], len(found["cpu_ratios"])) == (32, 2)
 
 
 @pytest.mark.long

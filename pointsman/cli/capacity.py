@@ -186,7 +186,8 @@ class _Search:
             self.console.print(f"Targets: {targets_text(self.targets)}; for at least {self.share:.6g} of the requests.")
             how = "from another number of users" if of_users else "faster or slower"
             self.console.print(f"Each probe is a simulation of these requests, which come {how}.")
-            self.console.print(f"{arriving.about_trace}\n" if arriving.about_trace else "")
+            about_trace = f"{arriving.about_trace} {arriving.about_left_out}".strip()
+            self.console.print(f"{about_trace}\n" if about_trace else "")
             self._print(_COLUMNS, "bold")
         return question
 
@@ -222,6 +223,11 @@ class _Search:
         line = "  ".join(f"{cell:>{width}}" for cell, width in columns)
         self.console.print(Text(line.rstrip(), style=style))
 
+    def notes(self, meets: Probe | None) -> list[str]:
+        """What a reader must know beside the answer."""
+        left_out = [self.arriving.about_left_out] if self.arriving.about_left_out else []
+        return [self.service.about_times, *left_out, *self.extrapolations(meets)]
+
     def as_json(self, found: Capacity, answer: list[str], is_complete: bool) -> dict[str, Any]:
         """The search as one JSON object."""
         return {
@@ -232,7 +238,7 @@ class _Search:
             "meets": None if found.meets is None else asdict(found.meets),
             "misses": None if found.misses is None else asdict(found.misses),
             "probes": [asdict(probe) for probe in found.probes],
-            "notes": [self.service.about_times, *self.extrapolations(found.meets)],
+            "notes": self.notes(found.meets),
         }
 
 

@@ -30,7 +30,7 @@ from pointsman.sim.report.layout import number
 from pointsman.sim.simulator import Outcome, simulate
 from pointsman.sim.step_log import fit_steps, observed_steps
 from pointsman.sim.workload import OpenLoop
-from pointsman.traces import TraceError, read_observed
+from pointsman.traces import TraceError, about_left_out, read_observed
 
 MEASURED, SIMULATED = "vLLM, measured", "vLLM, simulated"
 OTHERS: dict[str, dict[str, Any]] = {
@@ -216,7 +216,7 @@ def _as_json(
     return {
         "title": title,
         "num_requests": len(happened.trace),
-        "num_left_out": happened.num_left_out,
+        "num_left_out": sum(happened.recorded.left_out.values()),
         "steps": profile.held_out_errors,
         "check": check.to_dict(),
         "rows": {row.name: _numbers(row) for row in rows},
@@ -242,8 +242,8 @@ def _print(
         f"{config.max_num_batched_tokens:,} tokens a step, {config.max_steps_in_flight} in flight, "
         f"prefix caching {'on' if config.enable_prefix_caching else 'off'}"
     )
-    if happened.num_left_out:
-        console.print(f"{happened.num_left_out:,} requests without an end or without a token are left out.")
+    if happened.recorded.left_out:
+        console.print(about_left_out(happened.recorded.num_rows, happened.recorded.left_out))
     console.print()
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
     table.add_column("ms")

@@ -203,6 +203,7 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     lines = ["interrupted; until then:"] if summary["interrupted"] else []
     lines += [
         f"requests     {summary['requests']}: {ends}",
+        *([f"trace        {summary['left_out']}"] if summary["left_out"] else []),
         f"tokens       {summary['prompt_tokens']} in prompts, {summary['generated_tokens']} generated in "
         f"{summary['seconds']:.1f} s, {summary['tokens_per_second']:.0f} a second, in {summary['steps']} steps",
         f"KV cache     {summary['num_blocks']} blocks, at most {summary['peak_kv_usage']:.0%} in use; "

@@ -40,7 +40,8 @@ def run_workload(engine: Engine, workload: Workload, display: Display) -> int:
         with display:
             run.loop(interruption)
             run.abort_rest()
-    display.summary(run.progress.summary(time.monotonic(), interrupted=interruption.requested))
+    summary = run.progress.summary(time.monotonic(), interrupted=interruption.requested)
+    display.summary({**summary, "left_out": workload.about_left_out})
     if run.failure:
         _print_error(run.failure)
     if interruption.requested:
@@ -68,9 +69,8 @@ class _Run:
         """Prompts of the workload that could not become jobs."""
         for problem in self.workload.problems:
             self.display.ended(self.progress.refused(problem.request_id, problem.message))
-            if not self.workload.is_trace:
-                self.had_bad_prompt = True
-                _print_error(problem.message)
+            self.had_bad_prompt = True
+            _print_error(problem.message)
 
     def admit_arrived(self, interruption: Interruption) -> None:
         """Add the requests whose arrival time has passed."""

@@ -38,7 +38,7 @@ TraceFile = Annotated[
     typer.Option(
         "--trace",
         metavar="FILE",
-        help="Azure or BurstGPT CSV, or Mooncake JSON lines: made-up prompts with the trace's lengths and prefixes.",
+        help="Azure or BurstGPT CSV, Mooncake or Qwen-Bailian JSON lines: made-up prompts of its lengths and prefixes.",
     ),
 ]
 Speed = Annotated[

@@ -198,8 +198,8 @@ def _at_speed(speed: float) -> str:
 
 def _about_requests(arriving: Arriving, refused: Sequence[tuple[str, str]], num_arrived: int) -> list[str]:
     notes = []
-    if arriving.num_skipped:
-        notes.append(f"Requests of the trace without output, which are left out: {arriving.num_skipped:,}.")
+    if arriving.about_left_out:
+        notes.append(arriving.about_left_out)
     if refused:
         named = "; ".join(why for _, why in refused[:MAX_NAMED])
         more = len(refused) - MAX_NAMED

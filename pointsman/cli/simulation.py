@@ -42,7 +42,7 @@ from pointsman.sim.workload import (
     parse_arrivals,
     parse_distribution,
 )
-from pointsman.traces import TraceRequest, read_trace
+from pointsman.traces import Trace, TraceRequest, about_left_out, read_trace, served
 
 DEFAULTS = {"arrivals": "poisson:4", "prompt_tokens": "lognormal:1000,0.8", "output_tokens": "lognormal:130,0.8"}
 """The built-in example, about the lengths of a chat service; also what is generated where an option is left out."""
@@ -69,14 +69,19 @@ class Arriving:
     """The workload, this many times as fast."""
     rate: float
     """Requests a second at speed 1; infinity: all at once, or not known before they are served."""
-    num_skipped: int = 0
-    """Requests of a trace that had no output."""
+    trace: Trace[TraceRequest] | None = None
+    """All requests of a trace that can be served, and what was left out; None: there is no trace."""
     of_users: Callable[[int], Workload] | None = None
     """The same requests from that many users, who begin spread over a thinking time; None: they come by themselves."""
     num_left_out: int = 0
     """Requests of a trace behind those that are taken."""
     about_trace: str = ""
     """How much of a trace that is, in words; empty: there is none."""
+
+    @property
+    def about_left_out(self) -> str:
+        """How many rows of the trace were left out, and why; empty: none, or there is no trace."""
+        return "" if self.trace is None else about_left_out(self.trace.num_rows, self.trace.left_out)
 
 
 def what_arrives(options: Mapping[str, Any], num_requests: int | None = None, *, asks_users: bool = False) -> Arriving:
@@ -167,25 +172,21 @@ def _check_options(options: Mapping[str, Any], asks_users: bool) -> None:
 def _traced(options: Mapping[str, Any], num_requests: int | None, asks_users: bool) -> Arriving:
     path = options["trace"]
     try:
-        whole = read_trace(path, limit=None if num_requests else options.get("limit"))
+        whole = served(read_trace(path, limit=None if num_requests else options.get("limit")), path)
     except OSError as error:
         raise CommandError(f"cannot read the trace {path}: {error.strerror}") from None
     trace = whole[:num_requests]
-    served = [request for request in trace if request.num_output_tokens]
-    if not served:
-        raise CommandError(f"{path}: none of its {len(trace)} requests has output, so there is nothing to serve")
-    skipped = len(trace) - len(served)
-    title = f"{len(served):,} requests of {path}"
+    title = f"{len(trace):,} requests of {path}"
     think, seed = _parsed(parse_distribution, "think", options), options.get("seed", 0)
-    of_users = partial(ClosedLoop, source=served, think=think, seed=seed, is_spread=True) if asks_users else None
+    of_users = partial(ClosedLoop, source=trace, think=think, seed=seed, is_spread=True) if asks_users else None
     if "users" in options and not asks_users:
-        loop = ClosedLoop(options["users"], served, think=think, seed=seed)
-        return Arriving(f"{title} from {options['users']} users", lambda _: loop, math.inf, skipped)
+        loop = ClosedLoop(options["users"], trace, think=think, seed=seed)
+        return Arriving(f"{title} from {options['users']} users", lambda _: loop, math.inf, whole)
     return Arriving(
         title,
-        lambda speed: OpenLoop(served, rate=speed),
-        _rate(served),
-        skipped,
+        lambda speed: OpenLoop(trace, rate=speed),
+        _rate(trace),
+        whole,
         of_users,
         num_left_out=len(whole) - len(trace),
         about_trace=_about_trace(whole, trace),

@@ -17,8 +17,8 @@ ARRIVING: dict[str, Any] = {
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Requests of a file: an Azure or BurstGPT CSV, Mooncake JSON lines, a result of vllm bench serve, a "
-            "guidellm report or a recording.",
+            help="Requests of a file: an Azure or BurstGPT CSV, Mooncake or Qwen-Bailian JSON lines, a result of "
+            "vllm bench serve, a guidellm report or a recording.",
         ),
     ],
     "arrivals": Annotated[

@@ -233,8 +233,8 @@ class _Tuned:
                 f"Only {100 * judged.held_out.share:.1f} % of the requests are in time there: a replica may do most "
                 "when it is overloaded. pointsman capacity --replicas finds how many serve all of them."
             )
-        if self._arriving.num_skipped:
-            notes.append(f"Requests of the trace without output, which are left out: {self._arriving.num_skipped:,}.")
+        if self._arriving.about_left_out:
+            notes.append(self._arriving.about_left_out)
         return notes
 
     def print(self, found: Tuning) -> None:

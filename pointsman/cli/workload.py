@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pointsman.cli.demo_prompts import DEMO_PROMPTS
 from pointsman.cli.errors import CommandError
-from pointsman.traces import TraceError, TraceRequest, prompt_token_ids, read_trace
+from pointsman.traces import TraceError, TraceRequest, about_left_out, prompt_token_ids, read_trace, served
 
 if TYPE_CHECKING:
     from pointsman.engine import SamplingParams
@@ -93,6 +93,8 @@ class Workload:
     problems: list[Problem] = field(default_factory=list)
     is_trace: bool = False
     """Prompts are generated, so their texts are not shown, and refusals are counted, not errors."""
+    about_left_out: str = ""
+    """How many rows of the trace were left out, and why; empty: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,30 +179,29 @@ def trace_workload(path: str, speed: float, limit: int | None, seed: int, sampli
     """The requests of a trace, with their lengths and shared prefixes.
 
     Args:
-        path: an Azure or BurstGPT CSV, or Mooncake or measured JSON lines.
+        path: a trace of any format that `read_trace` reads.
         speed: how many times as fast as recorded the requests arrive; 0: all at once.
         limit: number of requests from the start; None: all.
         seed: of the generated tokens.
         sampling: its `max_tokens` shortens the traced outputs, which EOS and stop strings never end.
 
     Raises:
-        CommandError: the trace cannot be read.
+        CommandError: the trace cannot be read, or none of its requests has output.
     """
     try:
         requests = read_trace(path, limit=limit)
+        found = served(requests, path)
     except OSError as error:
         raise CommandError(f"cannot read the trace {path}: {error.strerror}") from None
     except TraceError as error:
         raise CommandError(str(error)) from None
-    workload = Workload(jobs=[], is_trace=True)
+    workload = Workload([], is_trace=True, about_left_out=about_left_out(found.num_rows, found.left_out))
     for index, request in enumerate(requests):
-        request_id = f"trace-{index}"
-        if request.num_output_tokens == 0:
-            workload.problems.append(Problem(request_id, f"{path}: request {index} has no output in the trace"))
+        if not request.num_output_tokens:
             continue
         workload.jobs.append(
             Job(
-                request_id=request_id,
+                request_id=f"trace-{index}",
                 prompt=_generated(request, seed, index),
                 params=sampling.params(request.num_output_tokens, ignore_eos=True, stop=()),
                 place=f"{path}, request {index}",

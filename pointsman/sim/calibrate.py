@@ -28,7 +28,7 @@ from pointsman.sim.fit import Problem, Progress, run_log, search, times_of, typi
 from pointsman.sim.profile import EngineSettings, Hull, Profile, WatchedStepTime
 from pointsman.sim.step_log import MIN_STEPS, StepLog, fit_steps, predict_steps, read_steps
 from pointsman.sim.step_time import RooflineStepTime
-from pointsman.traces import MeasuredRequest, read_measurements
+from pointsman.traces import MeasuredRequest, about_left_out, read_measurements
 
 POOR_FIT = 0.05
 """A larger mean error of end-to-end times is seldom the fault of step times; fits to sound logs reach 0.02."""
@@ -85,7 +85,7 @@ def calibrate(
     if _is_recording(path):
         return calibrate_steps(read_steps(path), path, train=train)
     measured = read_measurements(path)
-    return from_requests(
+    found = from_requests(
         measured,
         settings or EngineSettings(),
         source=Path(path).name,
@@ -94,6 +94,9 @@ def calibrate(
         num_processes=num_processes,
         progress=progress,
     )
+    if measured.left_out:
+        found.profile.notes.insert(0, about_left_out(measured.num_rows, measured.left_out))
+    return found
 
 
 def from_requests(

@@ -12,7 +12,7 @@ from pointsman.sim.accuracy import Times
 from pointsman.sim.errors import SimulationError
 from pointsman.sim.outcome import REASONS, Event, Timeline, Timings
 from pointsman.sim.simulator import Outcome
-from pointsman.traces import Observed, ObservedRequest, TraceRequest
+from pointsman.traces import LeftOut, Observed, ObservedRequest, Trace, TraceRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +20,13 @@ class Replayed:
     """The requests of an observed recording that can be simulated, and what vLLM made of them."""
 
     trace: list[TraceRequest]
-    """By arrival, the first one at 0 seconds."""
+    """By arrival, the first one at 0 seconds; with a limit, fewer than the recording has."""
     config: SchedulerConfig
     """vLLM's own settings, with its decisions."""
     outcome: Outcome
     """What happened; its requests are those of `trace`, in that order."""
-    num_left_out: int
-    """Requests of the recording that had not finished, or got no token."""
+    recorded: Trace[ObservedRequest]
+    """All of the recording that can be simulated, and how many could not: those without an end or without a token."""
 
 
 def replayed(observed: Observed, source: str, limit: int | None = None) -> Replayed:
@@ -52,16 +52,21 @@ def replayed(observed: Observed, source: str, limit: int | None = None) -> Repla
         config = SchedulerConfig(**observed.config)
     except (ConfigError, TypeError) as error:
         raise SimulationError(f"{source}: its settings cannot be used: {error}; record it again") from None
-    chosen = [each for each in observed.requests if each.reason is not None and each.runs]
-    if not chosen:
+    ended = [each for each in observed.requests if each.reason is not None]
+    recorded = Trace(
+        sorted((each for each in ended if each.runs), key=lambda each: each.queued),
+        {
+            LeftOut.NO_OUTPUT: sum(not each.runs for each in ended),
+            LeftOut.UNFINISHED: len(observed.requests) - len(ended),
+        },
+    )
+    if not recorded:
         raise SimulationError(f"{source}: none of its {len(observed.requests)} requests finished; record a longer time")
-    chosen.sort(key=lambda each: each.queued)
-    num_left_out = len(observed.requests) - len(chosen)
-    chosen = chosen[:limit]
+    chosen = recorded[:limit]
     start = chosen[0].queued
     trace = [replace(observed.trace_request(each), arrival_time=each.queued - start) for each in chosen]
     outcome = _outcome(observed, chosen, config, start)
-    return Replayed(trace, config, outcome, num_left_out)
+    return Replayed(trace, config, outcome, recorded)
 
 
 def times_of(outcome: Outcome, num_output_tokens: Sequence[int]) -> Times:

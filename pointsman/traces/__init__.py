@@ -9,6 +9,7 @@ beginning of the file:
     BurstGPT CSV         Timestamp,Model,Request tokens,...           seconds        unknown
     Mooncake JSON        {"timestamp": ..., "input_length": ...,      milliseconds   one hash id per 512 tokens
                           "output_length": ..., "hash_ids": [...]}
+    Qwen-Bailian JSON    as Mooncake, with "chat_id"                  seconds        one hash id per 16 tokens
     measured JSON        {"request_id": ..., "input_toks": ...,       seconds        unknown
                           "output_toks": ..., "arrival_time": ...}
     vLLM bench result    {..., "endpoint_type": ..., "ttfts": [...],  seconds        unknown
@@ -16,10 +17,15 @@ beginning of the file:
     guidellm report      {"metadata": {"version": ..., ...}, ...}     seconds        unknown
     Pointsman recording  {"format": "pointsman-recording", ...}       seconds        one hash id per block
 
-Lines of Mooncake JSON may have a `retention` too, seconds after its end for which a request's prefix is worth keeping.
+Lines with hash ids may have a `retention` too, seconds after its end for which a request's prefix is worth keeping.
 
 A recording is of Pointsman's own scheduler, or of vLLM's own as `pointsman.integrations.vllm.Observer` wrote it; of
 that, `read_observed` reads the steps too.
+
+Every format has the same rules for odd rows. Left out and counted (`Trace.left_out`) are rows that hold no request: no
+prompt tokens, or never sent. A request without output tokens failed; `served` leaves it out. A value that cannot be is
+an error with its line: a field that is missing, a number that is negative, no number, no whole number of tokens, or
+beyond 2**31 - 1 tokens. Blank lines and a byte-order mark are nothing.
 
 `read_measurements` reads the last four with the times that were measured. Begin with `read.py`; `requests.py` says what
 comes out, and each format family has its file. May import `pointsman.core`; needs NumPy and the standard library.
@@ -34,9 +40,14 @@ from pointsman.traces.requests import (
     MAX_HASH_ID,
     MAX_TOKENS,
     MOONCAKE_BLOCK_SIZE,
+    QWEN_BLOCK_SIZE,
+    LeftOut,
     MeasuredRequest,
+    Trace,
     TraceError,
     TraceRequest,
+    about_left_out,
+    served,
 )
 from pointsman.traces.tokens import prompt_token_ids
 
@@ -44,13 +55,18 @@ __all__ = [
     "MAX_HASH_ID",
     "MAX_TOKENS",
     "MOONCAKE_BLOCK_SIZE",
+    "QWEN_BLOCK_SIZE",
+    "LeftOut",
     "MeasuredRequest",
     "Observed",
     "ObservedRequest",
+    "Trace",
     "TraceError",
     "TraceRequest",
+    "about_left_out",
     "prompt_token_ids",
     "read_measurements",
     "read_observed",
     "read_trace",
+    "served",
 ]

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from pointsman.traces.json_stream import JsonStream
-from pointsman.traces.requests import MeasuredRequest, TraceRequest
+from pointsman.traces.requests import LeftOut, MeasuredRequest, TraceRequest
 from pointsman.traces.values import Broken, field, measured, number, shorten, tokens
 
 VERSIONS = (1, 2)
 
 
-def read_guidellm(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest]:
+def read_guidellm(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest | LeftOut]:
     """The requests of a report, by benchmark and status.
 
     Raises:
@@ -48,7 +48,7 @@ def _check_version(stream: JsonStream, metadata: Any) -> None:
         )
 
 
-def _benchmark(stream: JsonStream, place: str) -> Iterator[TraceRequest | MeasuredRequest]:
+def _benchmark(stream: JsonStream, place: str) -> Iterator[TraceRequest | MeasuredRequest | LeftOut]:
     counted = found = 0
     for key in stream.members():
         if key == "metrics":
@@ -60,9 +60,7 @@ def _benchmark(stream: JsonStream, place: str) -> Iterator[TraceRequest | Measur
                     continue
                 for index in stream.items():
                     found += status == "successful"
-                    request = _request(stream, f"{place}.requests.{status}[{index}]", status == "successful")
-                    if request is not None:
-                        yield request
+                    yield _request(stream, f"{place}.requests.{status}[{index}]", status == "successful")
         else:
             stream.skip()
     if found < counted:
@@ -83,8 +81,8 @@ def _num_successful(stream: JsonStream) -> int:
     return count if isinstance(count, int) else 0
 
 
-def _request(stream: JsonStream, place: str, successful: bool) -> TraceRequest | MeasuredRequest | None:
-    """The request at the position; None for one that was never sent, or whose length is unknown because it failed."""
+def _request(stream: JsonStream, place: str, successful: bool) -> TraceRequest | MeasuredRequest | LeftOut:
+    """The request at the position; one that was never sent, or whose length is unknown as it failed, is left out."""
     fields = stream.value()
     try:
         if not isinstance(fields, dict):
@@ -94,15 +92,17 @@ def _request(stream: JsonStream, place: str, successful: bool) -> TraceRequest |
         if not isinstance(timings, dict):
             raise Broken('no object "info.timings" in it')
         if not successful:
-            if timings.get("request_start") is None or fields.get("prompt_tokens") is None:
-                return None
+            if timings.get("request_start") is None:
+                return LeftOut.NOT_SENT
+            if fields.get("prompt_tokens") is None:
+                return LeftOut.NO_PROMPT
             fields = {**fields, "output_tokens": fields.get("output_tokens") or 0}
         request = TraceRequest(
             arrival_time=number("request_start", field(timings, "request_start")),
-            num_prompt_tokens=tokens("prompt_tokens", field(fields, "prompt_tokens"), 1),
-            num_output_tokens=tokens("output_tokens", field(fields, "output_tokens"), int(successful)),
+            num_prompt_tokens=tokens("prompt_tokens", field(fields, "prompt_tokens"), 0),
+            num_output_tokens=tokens("output_tokens", field(fields, "output_tokens"), 0),
         )
-        if not successful:
+        if not (successful and request.num_output_tokens):
             return request
         names = ("first_token_iteration", "last_token_iteration")
         if any(timings.get(name) is None for name in names):

@@ -1,11 +1,17 @@
-"""Formats of one request a line: Azure and BurstGPT CSV, Mooncake and measured JSON lines."""
+"""Formats of one request a line: Azure and BurstGPT CSV, Mooncake, Qwen-Bailian and measured JSON lines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import BinaryIO, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
-from pointsman.traces.requests import MAX_HASH_ID, MOONCAKE_BLOCK_SIZE, MeasuredRequest, TraceRequest
+from pointsman.traces.requests import (
+    MAX_HASH_ID,
+    MOONCAKE_BLOCK_SIZE,
+    QWEN_BLOCK_SIZE,
+    MeasuredRequest,
+    TraceRequest,
+)
 from pointsman.traces.values import (
     Broken,
     date_time,
@@ -83,41 +89,100 @@ def _csv_reader(
             raise Broken(f"{len(values)} values where the header names {len(columns)} columns: {shorten(line)!r}")
         return TraceRequest(
             arrival_time=read_time(values[at_arrival]),
-            num_prompt_tokens=tokens("prompt tokens", integer(values[at_prompt]), 1),
+            num_prompt_tokens=tokens("prompt tokens", integer(values[at_prompt]), 0),
             num_output_tokens=tokens("output tokens", integer(values[at_output]), 0),
         )
 
     return read
 
 
-def read_mooncake(line: str) -> TraceRequest:
-    fields = json_object(line)
-    length = tokens("input_length", field(fields, "input_length"), 1)
+def read_hashed(file: BinaryIO) -> Iterator[TraceRequest]:
+    """The requests of JSON lines with hash ids, in the file's order: a trace of Mooncake or of Qwen-Bailian.
+
+    A line of Qwen-Bailian has a "chat_id", and a timestamp in seconds; one of Mooncake has none, and milliseconds. The
+    tokens of a block are told by the numbers of ids and not by that: see `_BlockSize`.
+
+    Raises:
+        Broken: a value is wrong, lines have a "chat_id" and others have none, or no block size fits all lines.
+    """
+    block_size = _BlockSize()
+    is_qwen: bool | None = None
+    for line_number, line in numbered_lines(file):
+        try:
+            fields = json_object(line)
+            if is_qwen is None:
+                is_qwen = "chat_id" in fields
+            elif is_qwen != ("chat_id" in fields):
+                had, has = ("a", "none") if is_qwen else ("no", "one")
+                raise Broken(
+                    f'the lines before have {had} "chat_id" and this one has {has}: with it timestamps are seconds '
+                    "(Qwen-Bailian), without it milliseconds (Mooncake); split the file"
+                )
+            yield _hashed(fields, line_number, 1.0 if is_qwen else 1e3, block_size)
+        except Broken as error:
+            raise Broken(f"line {line_number}: {error}") from None
+
+
+def _hashed(fields: dict[str, Any], line_number: int, units: float, block_size: _BlockSize) -> TraceRequest:
+    """The request of a line, whose timestamp counts so many `units` a second."""
+    length = tokens("input_length", field(fields, "input_length"), 0)
     hash_ids = fields.get("hash_ids", [])
     if not isinstance(hash_ids, list) or not all(type(i) is int and 0 <= i < MAX_HASH_ID for i in hash_ids):
         raise Broken(f"hash_ids must be a list of integers from 0 to 2**62 - 1, not {shorten(str(hash_ids))}")
-    most = -(-length // MOONCAKE_BLOCK_SIZE)
-    if len(hash_ids) > most:  # ids of blocks of another size would share prefixes that are none
-        raise Broken(
-            f"{len(hash_ids)} hash_ids for {length} tokens; with {MOONCAKE_BLOCK_SIZE} tokens a block there are {most}"
-        )
     retention = fields.get("retention")
     if retention is not None and number("retention", retention) < 0:
         raise Broken(f"retention is {retention}; it must be a number of seconds, at least 0")
     return TraceRequest(
-        arrival_time=number("timestamp", field(fields, "timestamp")) / 1000,
+        arrival_time=number("timestamp", field(fields, "timestamp")) / units,
         num_prompt_tokens=length,
         num_output_tokens=tokens("output_length", field(fields, "output_length"), 0),
         block_hash_ids=tuple(hash_ids),
+        hash_block_size=block_size.of(len(hash_ids), length, line_number),
         retention=retention,
     )
+
+
+class _BlockSize:
+    """How many tokens a hash id covers, told by the lengths of prompts and the numbers of their ids.
+
+    Blocks of 512 tokens (Mooncake): no prompt has more ids than blocks; tokens behind its last id are not shared.
+    Blocks of 16 tokens (Qwen-Bailian): a prompt with ids has one for each block, the last, partial block included.
+    Only a prompt of up to 16 tokens with one id fits both. The id covers all of it, so either size gives the same
+    prompt, and later lines decide.
+    """
+
+    def __init__(self) -> None:
+        self._against: dict[int, str] = {}  # the first line that excludes a size, in words
+
+    def of(self, num_ids: int, length: int, line_number: int) -> int:
+        """The block size, as far as the lines up to this one tell.
+
+        Raises:
+            Broken: this line excludes the last size that was left.
+        """
+        most, exact = -(-length // MOONCAKE_BLOCK_SIZE), -(-length // QWEN_BLOCK_SIZE)
+        fits = {MOONCAKE_BLOCK_SIZE: num_ids <= most, QWEN_BLOCK_SIZE: num_ids in (0, exact)}
+        what = f"{num_ids} hash_ids for {length} tokens"
+        before = next(iter(self._against.values()), "")
+        for size, fit in fits.items():
+            if not fit:
+                self._against.setdefault(size, f"line {line_number} has {what}")
+        left = [size for size in fits if size not in self._against]
+        if left:
+            return left[0]
+        raise Broken(
+            f"{what}; with {MOONCAKE_BLOCK_SIZE} tokens a block (Mooncake) there are at most {most}, with "
+            f"{QWEN_BLOCK_SIZE} (Qwen-Bailian) there are {exact}"
+            + (f", and {before}" if before else "")
+            + "; correct or remove the line"
+        )
 
 
 def read_measured(line: str) -> TraceRequest:
     fields = json_object(line)
     return TraceRequest(
         arrival_time=number("arrival_time", field(fields, "arrival_time")),
-        num_prompt_tokens=tokens("input_toks", field(fields, "input_toks"), 1),
+        num_prompt_tokens=tokens("input_toks", field(fields, "input_toks"), 0),
         num_output_tokens=tokens("output_toks", field(fields, "output_toks"), 0),
     )
 
@@ -127,7 +192,7 @@ def read_measured_times(line: str) -> TraceRequest | MeasuredRequest:
     fields = json_object(line)
     request = TraceRequest(
         arrival_time=number("queued_ts", field(fields, "queued_ts")),
-        num_prompt_tokens=tokens("input_toks", field(fields, "input_toks"), 1),
+        num_prompt_tokens=tokens("input_toks", field(fields, "input_toks"), 0),
         num_output_tokens=tokens("output_toks", field(fields, "output_toks"), 0),
     )
     if not request.num_output_tokens:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -13,24 +14,28 @@ from typing import BinaryIO, TypeAlias
 from pointsman.core.recording import FORMAT
 from pointsman.traces.guidellm import read_guidellm
 from pointsman.traces.json_stream import JsonStream
-from pointsman.traces.lines import read_csv, read_lines, read_measured, read_measured_times, read_mooncake
+from pointsman.traces.lines import read_csv, read_hashed, read_lines, read_measured, read_measured_times
 from pointsman.traces.recordings import read_recording
-from pointsman.traces.requests import MeasuredRequest, TraceError, TraceRequest
+from pointsman.traces.requests import LeftOut, MeasuredRequest, Trace, TraceError, TraceRequest, about_left_out
 from pointsman.traces.values import Broken, shorten
 from pointsman.traces.vllm_bench import read_vllm_bench
 
 HEAD = 2**20
 """Bytes at the start of a file within which its format shows."""
 
-Reader: TypeAlias = Callable[[BinaryIO], Iterator[TraceRequest | MeasuredRequest]]
+Row: TypeAlias = TraceRequest | MeasuredRequest | LeftOut
+Reader: TypeAlias = Callable[[BinaryIO], Iterator[Row]]
 
 
-def read_trace(path: str | PathLike[str], *, limit: int | None = None) -> list[TraceRequest]:
+def read_trace(path: str | PathLike[str], *, limit: int | None = None) -> Trace[TraceRequest]:
     """The requests of a trace file, by arrival, the first one at 0 seconds.
 
+    Rows without prompt tokens, and requests that a load generator never sent, are left out and counted. Requests
+    without output (they failed) are part of the result; `served` leaves them out.
+
     Args:
-        path: an Azure or BurstGPT CSV, Mooncake or measured JSON lines, a result of `vllm bench serve`, a guidellm
-            report or a Pointsman recording.
+        path: an Azure or BurstGPT CSV, Mooncake, Qwen-Bailian or measured JSON lines, a result of `vllm bench serve`,
+            a guidellm report or a Pointsman recording.
         limit: read only that many requests from the start of the file; None: all of them.
 
     Raises:
@@ -40,22 +45,28 @@ def read_trace(path: str | PathLike[str], *, limit: int | None = None) -> list[T
     if limit is not None and limit < 1:
         raise ValueError(f"limit is {limit}; it must be at least 1, or None for the whole trace")
     requests: list[TraceRequest] = []
+    left_out: Counter[LeftOut] = Counter()
     with _open(path) as file:
         for each in _read(file, str(path), timed=False):
+            if isinstance(each, LeftOut):
+                left_out[each] += 1
+                continue
             requests.append(each.request if isinstance(each, MeasuredRequest) else each)
             if len(requests) == limit:
                 break
     if not requests:
-        raise TraceError(f"{path}: no request in it; expected an Azure or BurstGPT CSV, or Mooncake JSON lines")
+        found = about_left_out(left_out.total(), left_out) or "Expected are a CSV or JSON lines with a request a line."
+        raise TraceError(f"{path}: no request in it. {found}")
     requests.sort(key=lambda request: request.arrival_time)  # stable: those of one moment keep the file's order
     start = requests[0].arrival_time
-    return [replace(request, arrival_time=request.arrival_time - start) for request in requests]
+    return Trace((replace(request, arrival_time=request.arrival_time - start) for request in requests), left_out)
 
 
-def read_measurements(path: str | PathLike[str]) -> list[MeasuredRequest]:
+def read_measurements(path: str | PathLike[str]) -> Trace[MeasuredRequest]:
     """The requests of a file with their measured times, by arrival, the first one queued at 0 seconds.
 
-    Requests without output (those that failed) and without times (those that were not streamed) are left out.
+    Requests without output (those that failed) and without times (those that were not streamed) are left out and
+    counted, as are rows that `read_trace` leaves out.
 
     Args:
         path: measured JSON lines, a result of `vllm bench serve`, a guidellm report or a Pointsman recording.
@@ -65,15 +76,22 @@ def read_measurements(path: str | PathLike[str]) -> list[MeasuredRequest]:
         OSError: the file cannot be read.
     """
     found: list[MeasuredRequest] = []
+    left_out: Counter[LeftOut] = Counter()
     with _open(path) as file:
-        found.extend(each for each in _read(file, str(path), timed=True) if isinstance(each, MeasuredRequest))
+        for each in _read(file, str(path), timed=True):
+            if isinstance(each, MeasuredRequest):
+                found.append(each)
+            elif isinstance(each, LeftOut):
+                left_out[each] += 1
+            else:
+                left_out[LeftOut.NO_TIMES if each.num_output_tokens else LeftOut.NO_OUTPUT] += 1
     if not found:
         raise TraceError(
             f"{path}: no measured times in it; expected JSON lines with queued_ts, first_token_ts and last_token_ts, "
             "or a result of vllm bench serve --save-result --save-detailed"
         )
     found.sort(key=lambda each: each.queued)
-    return [_shifted(each, found[0].queued) for each in found]
+    return Trace((_shifted(each, found[0].queued) for each in found), left_out)
 
 
 def _open(path: str | PathLike[str]) -> io.BufferedReader:
@@ -88,16 +106,23 @@ def _shifted(each: MeasuredRequest, start: float) -> MeasuredRequest:
     return MeasuredRequest(request, each.request_id, queued, each.first_token - start, each.last_token - start)
 
 
-def _read(file: io.BufferedReader, name: str, timed: bool) -> Iterator[TraceRequest | MeasuredRequest]:
-    """The requests in the file's order; times are on the file's own clock, in seconds.
+def _read(file: io.BufferedReader, name: str, timed: bool) -> Iterator[Row]:
+    """The rows in the file's order; times are on the file's own clock, in seconds.
 
     Args:
         timed: whether measured JSON lines must have their times.
     """
     try:
-        yield from _recognise(file.peek(), timed)(file)
+        for each in _recognise(file.peek(), timed)(file):
+            yield LeftOut.NO_PROMPT if _has_no_prompt(each) else each
     except Broken as error:
         raise TraceError(f"{name}, {error}") from None
+
+
+def _has_no_prompt(row: Row) -> bool:
+    if isinstance(row, MeasuredRequest):
+        row = row.request
+    return isinstance(row, TraceRequest) and not row.num_prompt_tokens
 
 
 def _recognise(head: bytes, timed: bool) -> Reader:
@@ -108,7 +133,7 @@ def _recognise(head: bytes, timed: bool) -> Reader:
     stream = JsonStream(io.BytesIO(head))
     for key in stream.members():
         if key == "input_length":
-            return partial(read_lines, read_line=read_mooncake)
+            return read_hashed
         if key == "input_toks":
             return partial(read_lines, read_line=read_measured_times if timed else read_measured)
         if key in ("endpoint_type", "ttfts"):

@@ -1,18 +1,35 @@
-"""What is in a trace? A request as it arrived, and what a server measured of it."""
+"""What is in a trace? A request as it arrived, what a server measured of it, and the rows that were left out."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
 
 from pointsman.core.errors import PointsmanError
 
 MOONCAKE_BLOCK_SIZE = 512
+QWEN_BLOCK_SIZE = 16
+"""Tokens that a hash id covers in the traces of Qwen-Bailian."""
 MAX_TOKENS = 2**31 - 1
 MAX_HASH_ID = 2**62
+
+T = TypeVar("T")
 
 
 class TraceError(PointsmanError, ValueError):
     """A trace that cannot be read. The message names the file, the line and what is wrong with it."""
+
+
+class LeftOut(StrEnum):
+    """Why a row of a file is left out. The values are the words of reports."""
+
+    NO_PROMPT = "without prompt tokens"
+    NO_OUTPUT = "without output tokens"
+    NOT_SENT = "never sent"
+    UNFINISHED = "unfinished"
+    NO_TIMES = "without times"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +85,40 @@ class MeasuredRequest:
         """Mean seconds per output token after the first; None where there is only one."""
         gaps = self.request.num_output_tokens - 1
         return (self.last_token - self.first_token) / gaps if gaps else None
+
+
+class Trace(list[T]):
+    """The requests of a file, by arrival, and how many of its rows were left out."""
+
+    def __init__(self, requests: Iterable[T], left_out: Mapping[LeftOut, int]) -> None:
+        super().__init__(requests)
+        self.left_out = {reason: left_out[reason] for reason in LeftOut if left_out.get(reason)}
+        """Rows that are not in the list, by reason."""
+        self.num_rows = len(self) + sum(self.left_out.values())
+        """Rows that were read; blank lines are none."""
+
+
+def about_left_out(num_rows: int, left_out: Mapping[LeftOut, int]) -> str:
+    """How many rows were left out, and why, as one sentence; empty if none was."""
+    if not left_out:
+        return ""
+    reasons, total = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items()), sum(left_out.values())
+    return f"Of {num_rows:,} rows read, {total:,} {'is' if total == 1 else 'are'} left out: {reasons}."
+
+
+def served(trace: Trace[TraceRequest], source: str) -> Trace[TraceRequest]:
+    """The requests of a trace that have output; those without failed where they were traced.
+
+    Args:
+        trace: as `read_trace` returns it.
+        source: its name, for the message.
+
+    Raises:
+        TraceError: none has output.
+    """
+    requests = [request for request in trace if request.num_output_tokens]
+    left_out = {**trace.left_out, LeftOut.NO_OUTPUT: len(trace) - len(requests)}
+    found = Trace(requests, left_out)
+    if not found:
+        raise TraceError(f"{source}: there is nothing to serve. {about_left_out(found.num_rows, found.left_out)}")
+    return found

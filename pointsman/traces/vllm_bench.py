@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from pointsman.traces.json_stream import JsonStream
-from pointsman.traces.requests import MeasuredRequest, TraceRequest
+from pointsman.traces.requests import LeftOut, MeasuredRequest, TraceRequest
 from pointsman.traces.values import Broken, measured, number, tokens
 
 COLUMNS = ("input_lens", "output_lens", "start_times", "ttfts", "itls")
 _DETAIL = "run vllm bench serve with --save-result --save-detailed"
 
 
-def read_vllm_bench(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest]:
+def read_vllm_bench(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest | LeftOut]:
     """The requests of a result, in its order; those that failed have no output and no times.
 
     Raises:
@@ -32,7 +32,8 @@ def read_vllm_bench(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest]:
     for index, start in enumerate(start_times):
         output_len = int(output_lens[index])
         if not output_len and not start:
-            continue  # it failed before it was sent
+            yield LeftOut.NOT_SENT
+            continue
         request = TraceRequest(start, int(input_lens[index]), output_len)
         if not output_len:
             yield request
@@ -70,7 +71,7 @@ def _column(stream: JsonStream, name: str) -> array[float]:
         place, value = f"{name}[{index}]", stream.value()
         try:
             if name.endswith("_lens"):
-                column.append(tokens(place, value, int(name == "input_lens")))
+                column.append(tokens(place, value, 0))
             elif name == "itls":
                 if not isinstance(value, list):
                     raise Broken(f"{place} is {value!r}; it must be a list of seconds")

@@ -227,7 +227,11 @@ def test_a_broken_line_of_a_trace(pointsman: Run, tmp_path: Path) -> None:
 def test_a_trace_without_output(pointsman: Run, tmp_path: Path) -> None:
     path = tmp_path / "failed.csv"
     path.write_text(HEADER + "2023-11-16 18:00:00.0,100,0\n")
-    check_refused(pointsman("simulate", "--trace", path), str(path), "none of its 1 requests has output")
+    check_refused(
+        pointsman("simulate", "--trace", path),
+        str(path),
+        "nothing to serve. Of 1 rows read, 1 is left out: 1 without output tokens",
+    )
 
 
 def test_prompts_that_are_too_long_are_counted_and_named(pointsman: Run, tmp_path: Path) -> None:
@@ -237,7 +241,7 @@ def test_prompts_that_are_too_long_are_counted_and_named(pointsman: Run, tmp_pat
     finished = pointsman("simulate", "--trace", path)
     assert finished.code == 0
     printed = " ".join(finished.out.split())
-    assert "without output, which are left out: 1" in printed
+    assert "Of 4 rows read, 1 is left out: 1 without output tokens." in printed
     assert "can never run: 2 of 3" in printed
     assert "'request-0' refused: the prompt has 200000 tokens" in printed
     assert "shorten the prompt to 131071 tokens" in printed

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pointsman.core.recording import Recorder
-from pointsman.traces import MeasuredRequest, TraceError, TraceRequest, read_measurements, read_trace
+from pointsman.traces import LeftOut, MeasuredRequest, TraceError, TraceRequest, read_measurements, read_trace
 from tests.core.helpers import Host
 from tests.traces.test_traces import REAL_TRACES, write
 
@@ -93,7 +93,29 @@ def test_vllm_bench(tmp_path: Path) -> None:
 
 
 def test_a_bench_request_that_was_never_sent_is_left_out(tmp_path: Path) -> None:
-    assert len(read_trace(write(tmp_path, bench(start_times=[1000.0, 0.0, 999.0])))) == 2
+    path = write(tmp_path, bench(start_times=[1000.0, 0.0, 999.0]))
+    for found in (read_trace(path), read_measurements(path)):
+        assert (len(found), found.num_rows, found.left_out) == (2, 3, {LeftOut.NOT_SENT: 1})
+
+
+def test_results_may_have_prompts_of_no_tokens(tmp_path: Path) -> None:
+    path = write(tmp_path, bench(input_lens=[100, 50, 0]))
+    assert read_trace(path) == [TraceRequest(0.0, 100, 3), TraceRequest(0.5, 50, 0)]
+    assert read_trace(path).left_out == {LeftOut.NO_PROMPT: 1}
+    report = guidellm()
+    requests = report["benchmarks"][0]["requests"]["successful"]
+    requests[0]["prompt_tokens"], requests[1]["output_tokens"] = 0, 0
+    found = read_trace(write(tmp_path, json.dumps(report)))
+    assert [r.num_output_tokens for r in found] == [0, 0, 2]
+    assert found.left_out == {LeftOut.NO_PROMPT: 2}  # one of them failed, so its length is unknown
+
+
+def test_requests_without_times_are_counted(tmp_path: Path) -> None:
+    lines = [measured(), measured(output_toks=0), measured(input_toks=0)]
+    found = read_measurements(write(tmp_path, "\n".join(lines)))
+    assert (len(found), found.left_out) == (1, {LeftOut.NO_PROMPT: 1, LeftOut.NO_OUTPUT: 1})
+    found = read_measurements(write(tmp_path, json.dumps(guidellm())))
+    assert (len(found), found.left_out) == (2, {LeftOut.NO_PROMPT: 1, LeftOut.NO_OUTPUT: 1, LeftOut.NO_TIMES: 1})
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -166,7 +188,7 @@ def test_a_recording_of_a_prompt_in_parts(tmp_path: Path) -> None:
         (measured(output_toks=-1), "line 1: output_toks is -1; it must be between 0"),
         (bench(ttfts=[-0.5, 0, 0]), "request 0 (ttfts[0], itls[0]): the first token came at 999.5, before its request"),
         (bench(itls=[[-0.5], [], []]), "request 0 (ttfts[0], itls[0]): the last token came at 1000.0, before the"),
-        (bench(input_lens=[100, -50, 70]), "line 1: input_lens[1] is -50; it must be between 1"),
+        (bench(input_lens=[100, -50, 70]), "line 1: input_lens[1] is -50; it must be between 0"),
         (bench(itls=[[0.1], [], 0.1]), "line 1: itls[2] is 0.1; it must be a list of seconds"),
         (bench(ttfts=[0.5, 0.0]), "lists of different lengths"),
         (bench(ttfts=None), "ttfts must be a list with one item a request; run vllm bench serve with --save-result"),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pointsman.traces import TraceError, TraceRequest, prompt_token_ids, read_trace
+from pointsman.traces import LeftOut, Trace, TraceError, TraceRequest, prompt_token_ids, read_trace, served
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
+BURSTGPT = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
 REAL_TRACES = Path(__file__).parents[3] / "shared" / "traces"
 
 
@@ -22,6 +24,34 @@ def write(tmp_path: Path, text: str | bytes) -> Path:
 
 def mooncake(**changes: object) -> str:
     return json.dumps({"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [3, 4]} | changes)
+
+
+def qwen(**changes: object) -> str:
+    """As the traces of Qwen-Bailian have it: 40 tokens are two full blocks of 16 and a part of one."""
+    ids = {"chat_id": 159, "parent_chat_id": -1, "timestamp": 61.114, "input_length": 40, "output_length": 7}
+    return json.dumps(ids | {"type": "text", "turn": 1, "hash_ids": [1089, 1090, 13148]} | changes)
+
+
+def azure(prompt: object, output: object) -> str:
+    return f"2023-11-16 18:15:46,{prompt},{output}"
+
+
+def burstgpt(prompt: object, output: object) -> str:
+    return f"5,ChatGPT,{prompt},{output},490,Conversation log"
+
+
+def measured(prompt: object, output: object) -> str:
+    return json.dumps({"request_id": "r", "input_toks": prompt, "output_toks": output, "arrival_time": 7.0})
+
+
+ROWS: dict[str, tuple[str, Callable[[object, object], str]]] = {
+    "Azure": (AZURE, azure),
+    "BurstGPT": (BURSTGPT, burstgpt),
+    "Mooncake": ("", lambda prompt, output: mooncake(input_length=prompt, output_length=output, hash_ids=[])),
+    "Qwen-Bailian": ("", lambda prompt, output: qwen(input_length=prompt, output_length=output, hash_ids=[])),
+    "measured": ("", measured),
+}
+"""Of each format of lines its header, and a row with these prompt and output tokens."""
 
 
 # ---------------------------------------------------------------------- formats
@@ -43,9 +73,8 @@ def test_azure_of_2024_has_an_offset_and_crosses_midnight(tmp_path: Path) -> Non
 
 
 def test_burstgpt(tmp_path: Path) -> None:
-    header = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
     rows = ["5,ChatGPT,472,18,490,Conversation log", "45.5,GPT-4,1087,230,1317,API log"]
-    first, second = read_trace(write(tmp_path, "\n".join([header, *rows])))
+    first, second = read_trace(write(tmp_path, "\n".join([BURSTGPT, *rows])))
     assert (first.num_prompt_tokens, first.num_output_tokens) == (472, 18)
     assert second.arrival_time == 40.5
 
@@ -55,6 +84,26 @@ def test_mooncake_counts_milliseconds_and_keeps_hash_ids(tmp_path: Path) -> None
     first, second = read_trace(write(tmp_path, "\n".join(lines)))
     assert first == TraceRequest(0.0, 600, 5, block_hash_ids=(3, 4), hash_block_size=512)
     assert (second.arrival_time, second.block_hash_ids) == (2.5, (9,))
+
+
+def test_qwen_bailian_counts_seconds_and_16_tokens_a_block(tmp_path: Path) -> None:
+    lines = [qwen(timestamp=60.5, input_length=9, hash_ids=[1089]), qwen(), qwen(timestamp=62.5, hash_ids=[1089, 4, 5])]
+    short, first, second = read_trace(write(tmp_path, "\n".join(lines)))
+    assert first.arrival_time == pytest.approx(0.614) and second.arrival_time == 2.0
+    assert (first.num_prompt_tokens, first.num_output_tokens, first.hash_block_size) == (40, 7, 16)
+    a, b, c = (prompt_token_ids(each, 50_000, seed=0, index=index) for index, each in enumerate((first, second, short)))
+    assert np.array_equal(a[:16], b[:16]) and np.mean(a[16:] == b[16:]) < 0.05
+    assert np.array_equal(a[:9], c)
+
+
+def test_the_unit_of_time_and_the_block_size_are_told_apart(tmp_path: Path) -> None:
+    """Each by what shows it: a Mooncake line whose ids are of 16 tokens still counts milliseconds."""
+    lines = [mooncake(input_length=40, hash_ids=[1, 2, 3]), mooncake(timestamp=1500, input_length=16, hash_ids=[1])]
+    _, second = read_trace(write(tmp_path, "\n".join(lines)))
+    assert (second.arrival_time, second.hash_block_size) == (1.5, 16)
+    lines = [qwen(hash_ids=[7]), qwen(timestamp=62.114, input_length=600, hash_ids=[7, 8])]
+    _, second = read_trace(write(tmp_path, "\n".join(lines)))
+    assert (second.arrival_time, second.hash_block_size) == (1.0, 512)
 
 
 def test_measured_requests_are_sorted_by_arrival(tmp_path: Path) -> None:
@@ -75,6 +124,44 @@ def test_limit_stops_before_what_follows(tmp_path: Path) -> None:
         read_trace(path, limit=0)
 
 
+# ---------------------------------------------------------------------- what is left out
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_without_prompt_or_output_are_left_out_and_counted(tmp_path: Path, name: str) -> None:
+    header, row = ROWS[name]
+    text = "\n".join(["\ufeff" + header, "", row(0, 3), row(10, 5), row(0, 0), "  ", row(20, 0), ""])
+    trace = read_trace(write(tmp_path, text.replace("\ufeff\n", "\ufeff")))
+    assert [(r.num_prompt_tokens, r.num_output_tokens) for r in trace] == [(10, 5), (20, 0)]
+    assert (trace.num_rows, trace.left_out) == (4, {LeftOut.NO_PROMPT: 2})
+    found = served(trace, "trace")
+    assert [r.num_prompt_tokens for r in found] == [10]
+    assert (found.num_rows, found.left_out) == (4, {LeftOut.NO_PROMPT: 2, LeftOut.NO_OUTPUT: 1})
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("value", [-1, 2**31, "NaN", "1.5"])
+def test_values_that_cannot_be_are_errors_in_every_format(tmp_path: Path, name: str, value: object) -> None:
+    header, row = ROWS[name]
+    first = 2 if header else 1
+    for odd in (row(value, 5), row(10, value)):
+        path = write(tmp_path, "\n".join([header, row(10, 5), odd][2 - first :]))
+        with pytest.raises(TraceError, match=rf"line {first + 1}: .* is .*{value}"):
+            read_trace(path)
+
+
+def test_a_trace_of_nothing_to_serve_says_why(tmp_path: Path) -> None:
+    path = write(tmp_path, "\n".join([AZURE, azure(0, 5), azure(0, 0)]))
+    with pytest.raises(
+        TraceError, match=r"no request in it\. Of 2 rows read, 2 are left out: 2 without prompt tokens."
+    ):
+        read_trace(path)
+    with pytest.raises(
+        TraceError, match=r"t\.csv: there is nothing to serve\. Of 1 rows read, 1 is left out: 1 without"
+    ):
+        served(Trace([TraceRequest(0.0, 1, 0)], {}), "t.csv")
+
+
 # ---------------------------------------------------------------------- what is wrong
 
 
@@ -85,7 +172,6 @@ def test_limit_stops_before_what_follows(tmp_path: Path) -> None:
         ('{"prompt": "hello"}\n', 1, 'neither "input_length" nor "input_toks"'),
         (f"{AZURE}\n2023-11-16 18:15:46,374,44\n2023-11-16 18:15:47,374\n", 3, "2 values where the header names 3"),
         (f"{AZURE}\n2023-11-16 18:15:46,374,many\n", 2, "output tokens is 'many'"),
-        (f"{AZURE}\n2023-11-16 18:15:46,0,44\n", 2, "prompt tokens is 0; it must be between 1 and"),
         (f"{AZURE}\n2023-11-16 18:15:46,-5,44\n", 2, "prompt tokens is -5"),
         (f"{AZURE}\n2023-11-16 18:15:46,{2**31},44\n", 2, f"prompt tokens is {2**31}"),
         (f"{AZURE}\n2023-11-16 25:15:46,374,44\n", 2, "timestamp is '2023-11-16 25:15:46'"),
@@ -102,7 +188,21 @@ def test_limit_stops_before_what_follows(tmp_path: Path) -> None:
         ('{"input_length": 1' + "0" * 5000 + "}", 1, "not JSON"),
         (mooncake(hash_ids=[1, -2]), 1, "hash_ids must be a list of integers"),
         (mooncake(hash_ids=7), 1, "hash_ids must be a list of integers"),
-        (mooncake(hash_ids=[1, 2, 3]), 1, "3 hash_ids for 600 tokens; with 512 tokens a block there are 2"),
+        (
+            mooncake(hash_ids=[1, 2, 3]),
+            1,
+            "3 hash_ids for 600 tokens; with 512 tokens a block (Mooncake) there are at most 2, with 16 (Qwen-Bailian) "
+            "there are 38; correct",
+        ),
+        (mooncake() + "\n" + mooncake(hash_ids=[1, 2, 3]), 2, "there are 38, and line 1 has 2 hash_ids for 600 tokens"),
+        (
+            qwen() + "\n" + qwen(hash_ids=[1]),
+            2,
+            "1 hash_ids for 40 tokens; with 512 tokens a block (Mooncake) there are",
+        ),
+        (qwen() + "\n" + qwen(hash_ids=[1]), 2, "with 16 (Qwen-Bailian) there are 3, and line 1 has 3 hash_ids for 40"),
+        (qwen() + "\n" + mooncake(), 2, 'the lines before have a "chat_id" and this one has none: with it timestamps'),
+        (mooncake() + "\n\n" + qwen(), 3, 'the lines before have no "chat_id" and this one has one'),
         (AZURE.encode() + b"\n2023-11-16 18:15:46,\xff,44\n", 2, "codec can't decode"),
     ],
 )
