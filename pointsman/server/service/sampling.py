@@ -55,7 +55,7 @@ class SamplingPlan:
     max_tokens_field: str = "max_tokens"
     """For errors."""
     default_max_tokens: int | None = None
-    """Where the client left the field out; None: what fits."""
+    """Where the client left the field out; None: the model's own default, or what fits."""
 
     def params(self, prompts: list[Prompt], info: EngineInfo, config: ServerConfig) -> list[list[EngineParams]]:
         """Those of each sample of each prompt: made and checked once, for what may be a thousand.
@@ -63,10 +63,11 @@ class SamplingPlan:
         Raises:
             ValueError, ApiError: a value, or a combination of values, is not possible.
         """
+        default = self.default_max_tokens
+        if default is None:
+            default = info.generation_defaults.get("max_tokens")
         limits = [
-            choose_max_tokens(
-                self.max_tokens, len(prompt.token_ids), self.default_max_tokens, self.max_tokens_field, info, config
-            )
+            choose_max_tokens(self.max_tokens, len(prompt.token_ids), default, self.max_tokens_field, info, config)
             for prompt in prompts
         ]
         first = sampling_params(
@@ -99,7 +100,7 @@ class PoolingPlan:
 def choose_max_tokens(
     asked: int | None, num_prompt_tokens: int, default: int | None, name: str, info: EngineInfo, config: ServerConfig
 ) -> int:
-    """The maximum number of tokens that a request may generate.
+    """The maximum number of tokens that a request may generate: never more than `max_model_len` leaves room for.
 
     Args:
         asked: what the client wants; None: it left the field out.
@@ -110,7 +111,7 @@ def choose_max_tokens(
         config: the operator's limit.
 
     Raises:
-        ApiError: 400, the client wants more than fits or than is allowed, or nothing fits.
+        ApiError: 400, the client wants more than the operator allows, or nothing fits.
     """
     room = info.max_model_len - num_prompt_tokens
     if room < 1:
@@ -124,14 +125,7 @@ def choose_max_tokens(
         return min(one for one in (default, room, limit) if one is not None)
     if limit is not None and asked > limit:
         raise ApiError(400, f"{name} is {asked}; this server gives at most {limit}: lower it", param=name)
-    if asked > room:
-        raise ApiError(
-            400,
-            f"{name} is {asked} and the prompt has {num_prompt_tokens} tokens, together more than max_model_len "
-            f"{info.max_model_len}; lower {name} to {room}, or shorten the prompt",
-            param=name,
-        )
-    return asked
+    return min(asked, room)
 
 
 def sampling_params(

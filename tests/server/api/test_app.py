@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -160,9 +161,8 @@ def test_headers_are_checked(http: httpx.Client) -> None:
 
 def test_what_cannot_fit_is_refused_with_the_numbers(http: httpx.Client) -> None:
     length = http.get("/v1/models").json()["data"][0]["max_model_len"]
-    message = error_of(http.post("/v1/completions", json={"prompt": "a", "max_tokens": length}), 400)["message"]
+    message = error_of(http.post("/v1/completions", json={"prompt": [1] * length}), 400)["message"]
     assert str(length) in message and str(length - 1) in message
-    error_of(http.post("/v1/completions", json={"prompt": [1] * length}), 400)
     error_of(http.post("/v1/completions", json={"prompt": "word " * 500_000}), 400)  # without tokenizing it
     error_of(http.post("/v1/completions", json={"prompt": ["a"] * 1025}), 400)
     error_of(http.post("/v1/completions", json={"prompt": "a", "n": 17}), 400)
@@ -220,6 +220,36 @@ def with_app(test: Callable[[EngineClient, Any, httpx.AsyncClient], Awaitable[No
             await test(client, app, http)
 
     engine_pool().run(run, **{"model": "demo", "num_blocks": 512, "num_threads": 1, **options})
+
+
+def test_more_tokens_than_there_is_room_for_are_clamped() -> None:
+    async def test(_: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
+        async def lengths(path: str, **fields: Any) -> list[int]:
+            body = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, **fields}
+            response = await http.post(f"/v1/{path}", json=body)
+            assert response.status_code == 200, response.text
+            events = [response.text] if not fields.get("stream") else response.text.split("\n\n")[:-2]
+            found: Counter[int] = Counter()
+            for event in events:
+                for choice in json.loads(event.removeprefix("data: "))["choices"]:
+                    found[choice["index"]] += len(choice.get("token_ids") or ())
+                    assert choice["finish_reason"] in (None, "length")
+            return [found[index] for index in range(len(found))]
+
+        prompts = [[5] * 200, [5] * 20]
+        messages = [{"role": "user", "content": "list " * 100}]
+        room = 256 - (await http.post("/tokenize", json={"messages": messages})).json()["count"]
+        assert 0 < room < 200
+        for stream in (False, True):
+            more = {"stream": stream}
+            assert await lengths("completions", prompt=[5] * 200, max_tokens=100, **more) == [56]
+            assert await lengths("completions", prompt=prompts, max_tokens=100, n=2, **more) == [56, 56, 100, 100]
+            for field in ("max_tokens", "max_completion_tokens"):
+                assert await lengths("chat/completions", messages=messages, **{field: 4096}, **more) == [room]
+        full = await http.post("/v1/completions", json={"prompt": [5] * 256, "max_tokens": 1})
+        assert "leaves no room" in error_of(full, 400)["message"]
+
+    with_app(test, max_model_len=256)
 
 
 def test_a_server_that_ends_finishes_what_it_has_and_takes_no_more() -> None:

@@ -9,12 +9,14 @@ import pytest
 from pointsman.engine.params.sampling import RepetitionDetectionParams, SamplingParams
 from pointsman.server.config import ServerConfig
 from pointsman.server.service.sampling import (
+    SamplingPlan,
     choose_max_tokens,
     for_sample,
     sampling_params,
     structured_outputs,
 )
 from pointsman.server.service.service import check_limits
+from pointsman.server.wire.answers import Prompt
 from pointsman.server.wire.errors import ApiError
 from pointsman.server.wire.protocol import ChatCompletionRequest, CompletionRequest
 from tests.server.engine_info import engine_info
@@ -102,18 +104,50 @@ def test_what_fits_is_the_default_and_the_most() -> None:
     assert choose_max_tokens(None, 95, 16, "max_tokens", INFO, config) == 5
     assert choose_max_tokens(None, 40, None, "max_tokens", INFO, config) == 60
     assert choose_max_tokens(60, 40, 16, "max_tokens", INFO, config) == 60
-    for asked, prompt in ((61, 40), (1, 100), (None, 100)):
-        with pytest.raises(ApiError, match="100") as caught:
+    assert choose_max_tokens(61, 40, 16, "max_tokens", INFO, config) == 60
+    assert choose_max_tokens(2**31 - 1, 99, 16, "max_completion_tokens", INFO, config) == 1
+    for asked, prompt in ((1, 100), (None, 100), (1, 101)):
+        with pytest.raises(ApiError, match="leaves no room for a generated token") as caught:
             choose_max_tokens(asked, prompt, 16, "max_tokens", INFO, config)
         assert caught.value.status_code == 400
+
+
+def plan(max_tokens: int | None = None, default_max_tokens: int | None = None, **fields: Any) -> SamplingPlan:
+    body = CompletionRequest.model_validate({"prompt": "a", **fields})
+    return SamplingPlan(
+        body=body,
+        n=body.n,
+        logprobs=None,
+        prompt_logprobs=None,
+        max_tokens=max_tokens,
+        default_max_tokens=default_max_tokens,
+    )
+
+
+def test_each_prompt_is_clamped_to_its_own_room() -> None:
+    prompts = [Prompt([1] * length) for length in (10, 60, 99)]
+    found = plan(50, n=2).params(prompts, INFO, ServerConfig())
+    assert [[one.max_tokens for one in samples] for samples in found] == [[50, 50], [40, 40], [1, 1]]
+    with pytest.raises(ApiError, match="the prompt has 100 tokens"):
+        plan(50).params([*prompts, Prompt([1] * 100)], INFO, ServerConfig())
+
+
+@pytest.mark.parametrize("lengths", [(60,), (10, 60), (60, 10)])
+def test_min_tokens_beyond_the_room_are_refused(lengths: tuple[int, ...]) -> None:
+    prompts = [Prompt([1] * length) for length in lengths]
+    assert plan(50, min_tokens=40).params(prompts, INFO, ServerConfig())
+    with pytest.raises(ValueError, match="min_tokens is 41, more than max_tokens 40; lower it"):
+        plan(50, min_tokens=41).params(prompts, INFO, ServerConfig())
 
 
 def test_the_operators_limit_holds_for_what_is_asked_and_what_is_not() -> None:
     config = ServerConfig(max_tokens_limit=10)
     assert choose_max_tokens(None, 40, None, "max_tokens", INFO, config) == 10
     assert choose_max_tokens(10, 40, None, "max_tokens", INFO, config) == 10
-    with pytest.raises(ApiError, match=r"max_completion_tokens is 11.*10"):
-        choose_max_tokens(11, 40, None, "max_completion_tokens", INFO, config)
+    assert choose_max_tokens(10, 95, None, "max_tokens", INFO, config) == 5
+    for num_prompt_tokens in (40, 95):  # whether it fits or not
+        with pytest.raises(ApiError, match=r"max_completion_tokens is 11.*10"):
+            choose_max_tokens(11, num_prompt_tokens, None, "max_completion_tokens", INFO, config)
 
 
 def test_samples_and_log_probabilities_are_limited() -> None:
