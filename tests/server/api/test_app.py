@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -17,6 +19,7 @@ from _server_process import ServerProcess
 
 import pointsman
 from pointsman.engine.grammar.compiler import MAX_WAITING
+from pointsman.engine.text.tokenizer import DEMO_MODEL
 from pointsman.server.api.app import create_app
 from pointsman.server.config import ServerConfig
 from pointsman.server.service.engine_client import EngineClient
@@ -250,6 +253,30 @@ def test_more_tokens_than_there_is_room_for_are_clamped() -> None:
         assert "leaves no room" in error_of(full, 400)["message"]
 
     with_app(test, max_model_len=256)
+
+
+def test_recommendations_of_the_model_count_whether_do_sample_is_set_or_not(tmp_path: Path) -> None:
+    shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    recommended = {"temperature": 0.01, "top_k": 1, "repetition_penalty": 1.5, "max_new_tokens": 20}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(recommended))
+    given = {name: value for name, value in recommended.items() if name != "max_new_tokens"}
+
+    async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
+        async def text(path: str, **fields: Any) -> tuple[str, int]:
+            answer = (await http.post(f"/v1/{path}", json={"ignore_eos": True, **fields})).json()
+            (choice,) = answer["choices"]
+            return choice.get("text") or choice["message"]["content"], answer["usage"]["completion_tokens"]
+
+        assert client.info.generation_defaults == {**given, "max_tokens": 20}
+        whole = await text("completions", prompt=PROMPT)
+        assert whole == await text("completions", prompt=PROMPT, max_tokens=16, seed=5, **given)
+        assert whole != await text("completions", prompt=PROMPT, temperature=0, repetition_penalty=1)
+        messages = [{"role": "user", "content": PROMPT}]
+        assert (await text("chat/completions", messages=messages))[1] == 20
+        assert (await text("chat/completions", messages=messages, max_tokens=None, max_completion_tokens=None))[1] == 20
+        assert (await text("chat/completions", messages=messages, max_tokens=30))[1] == 30
+
+    with_app(test, model=str(tmp_path / "model"), max_model_len=512, num_blocks=64)
 
 
 def test_a_server_that_ends_finishes_what_it_has_and_takes_no_more() -> None:

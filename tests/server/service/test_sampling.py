@@ -132,6 +132,15 @@ def test_each_prompt_is_clamped_to_its_own_room() -> None:
         plan(50).params([*prompts, Prompt([1] * 100)], INFO, ServerConfig())
 
 
+def test_the_models_own_maximum_counts_where_neither_client_nor_api_have_one() -> None:
+    info = engine_info(max_model_len=100, generation_defaults={"max_tokens": 30, "top_k": 5})
+    prompts = [Prompt([1] * 10), Prompt([1] * 80)]
+    for chosen, expected in ((plan(), [30, 20]), (plan(50), [50, 20]), (plan(default_max_tokens=16), [16, 16])):
+        found = chosen.params(prompts, info, ServerConfig())
+        assert [(one.max_tokens, one.top_k) for (one,) in found] == [(limit, 5) for limit in expected]
+    assert plan().params(prompts[:1], info, ServerConfig(max_tokens_limit=9))[0][0].max_tokens == 9
+
+
 @pytest.mark.parametrize("lengths", [(60,), (10, 60), (60, 10)])
 def test_min_tokens_beyond_the_room_are_refused(lengths: tuple[int, ...]) -> None:
     prompts = [Prompt([1] * length) for length in lengths]
