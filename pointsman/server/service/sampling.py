@@ -178,6 +178,8 @@ def for_sample(params: SamplingParams, *, max_tokens: int, sample: int) -> Sampl
     """The parameters of another sample, or of a prompt of another length. Only what differs is checked again: a request
     may be for a thousand samples, and its schema, biases and lists of tokens are the same for all.
 
+    The first sample of a prompt computes the log probabilities of the prompt; the others repeat them (`Delivery`).
+
     Args:
         params: of the first sample; shared wherever it fits.
         max_tokens: maximum number of tokens.
@@ -187,13 +189,15 @@ def for_sample(params: SamplingParams, *, max_tokens: int, sample: int) -> Sampl
         ValueError: min_tokens is more than max_tokens.
     """
     seed = None if params.seed is None else _seed(params.seed, sample)
-    if (max_tokens, seed) == (params.max_tokens, params.seed):
+    prompt_logprobs = params.prompt_logprobs if sample == 0 else None
+    if (max_tokens, seed, prompt_logprobs) == (params.max_tokens, params.seed, params.prompt_logprobs):
         return params
     if params.min_tokens > max_tokens:
         raise ValueError(f"min_tokens is {params.min_tokens}, more than max_tokens {max_tokens}; lower it")
     variant = copy.copy(params)
     object.__setattr__(variant, "max_tokens", max_tokens)  # frozen for all other code
     object.__setattr__(variant, "seed", seed)
+    object.__setattr__(variant, "prompt_logprobs", prompt_logprobs)
     return variant
 
 

@@ -34,6 +34,7 @@ from pointsman.server.wire.responses import (
     TokenizeResponse,
 )
 from tests.server.engine_pool import engine_pool
+from tests.server.metrics.test_metrics import flat
 
 pytestmark = pytest.mark.e2e
 
@@ -253,6 +254,47 @@ def test_more_tokens_than_there_is_room_for_are_clamped() -> None:
         assert "leaves no room" in error_of(full, 400)["message"]
 
     with_app(test, max_model_len=256)
+
+
+def test_choices_repeat_the_log_probabilities_of_prompts_that_are_computed_once() -> None:
+    prompts = [[5 + index % 300 for index in range(400)], [9 + index % 200 for index in range(300)]]
+    fields = {"max_tokens": 3, "ignore_eos": True, "seed": 1, "logprobs": 1}
+
+    async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
+        async def num_computed() -> float:
+            found = flat((await http.get("/metrics")).text)
+            return found["vllm:prompt_tokens_total"] - found["vllm:prompt_tokens_cached_total"]
+
+        async def choices(n: int, **more: Any) -> list[dict[str, Any]]:
+            """They compute no more than the prompts, and for each further choice what fills no block."""
+            await http.post("/reset_prefix_cache")
+            before = await num_computed()
+            response = await http.post("/v1/completions", json={"prompt": prompts, "n": n, **fields, **more})
+            assert response.status_code == 200, response.text
+            limit = sum(map(len, prompts)) + (n - 1) * len(prompts) * client.info.block_size
+            assert sum(map(len, prompts)) <= await num_computed() - before <= limit
+            if not more.get("stream"):
+                return list(response.json()["choices"])
+            first: dict[int, dict[str, Any]] = {}
+            for event in response.text.split("\n\n")[:-2]:
+                (choice,) = json.loads(event.removeprefix("data: "))["choices"]
+                first.setdefault(choice["index"], choice)
+            return [first[index] for index in range(len(first))]
+
+        for n in (1, 2, 4):
+            found = [one["prompt_logprobs"] for one in await choices(n, prompt_logprobs=1)]
+            assert found == [found[0]] * n + [found[n]] * n
+            assert [len(found[0]), len(found[n])] == [400, 300]
+            assert all(str(token) in one for token, one in zip(prompts[1][1:], found[n][1:], strict=True))
+        for stream in (False, True):
+            echoed = await choices(3, echo=True, stream=stream)
+            for index, one in enumerate(echoed):
+                length = len(prompts[index // 3])
+                values = one["logprobs"]["token_logprobs"]
+                assert values[:length] == echoed[index // 3 * 3]["logprobs"]["token_logprobs"][:length]
+                assert values[0] is None and None not in values[1:] and len(values) > length
+
+    with_app(test, max_model_len=512)
 
 
 def test_recommendations_of_the_model_count_whether_do_sample_is_set_or_not(tmp_path: Path) -> None:

@@ -232,3 +232,11 @@ def test_a_thousand_samples_cost_what_one_does() -> None:
         one = for_sample(first, max_tokens=8, sample=sample)
         assert one.seed == 1 + sample
         assert one.stop_token_ids is first.stop_token_ids and one.logit_bias is first.logit_bias
+
+
+def test_only_the_first_sample_computes_the_log_probabilities_of_its_prompt() -> None:
+    body = CompletionRequest.model_validate({"prompt": "a", "n": 3, "prompt_logprobs": 2})
+    asked = SamplingPlan(body=body, n=3, logprobs=1, prompt_logprobs=2, max_tokens=4)
+    found = asked.params([Prompt([1]), Prompt([2, 3])], INFO, ServerConfig())
+    assert [[one.prompt_logprobs for one in samples] for samples in found] == [[2, None, None]] * 2
+    assert all(one.logprobs == 1 and one.max_tokens == 4 for samples in found for one in samples)
