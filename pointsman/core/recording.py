@@ -65,6 +65,7 @@ REQUEST_FIELDS = (
     "adapter",
     "encoder_inputs",
     "use_prefix_cache",
+    "skip_reading_prefix_cache",
     "runs_ahead",
     "more_input",
     "tenant",

@@ -250,6 +250,11 @@ class Engine:
     def eos_token_ids(self) -> tuple[int, ...]:
         return self.loaded.eos_token_ids
 
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """Those of a request without any: what the model's generation_config.json recommends."""
+        return SamplingParams(**self.loaded.generation_defaults)
+
     # ---------------------------------------------------------------------------------------------- requests
 
     def add_request(
@@ -275,7 +280,7 @@ class Engine:
         Args:
             request_id: text, unique among unfinished requests; free again with the step after it finishes.
             prompt: text, or token ids.
-            params: None: the defaults of `SamplingParams`; a `PoolingParams`: its output has an embedding and no token.
+            params: None: `default_sampling_params`; a `PoolingParams`: its output has an embedding and no token.
             arrival_time: seconds on the engine's clock; None: now.
             priority: smaller is more urgent; read under order "priority".
             tenant: whose request it is; read by orders that are fair to tenants.
@@ -298,7 +303,7 @@ class Engine:
         """
         now = self.clock()
         check_deadline(request_id, deadline)
-        params = params or SamplingParams()
+        params = params or self.default_sampling_params
         request = to_request(
             request_id,
             self._check(request_id, prompt, params, more_input=more_input),

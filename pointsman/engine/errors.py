@@ -48,6 +48,13 @@ def row_failure(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, at most 200 characters."""
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:200]
+    """The first line of an error's message that says something, at most 200 characters.
+
+    A line that ends with a colon or a comma goes on in the next one.
+    """
+    text = ""
+    for line in map(str.strip, str(error).splitlines()):
+        text = f"{text} {line}".strip()
+        if text and not text.endswith((":", ",")):
+            break
+    return (text.rstrip(":, ") or type(error).__name__)[:200]

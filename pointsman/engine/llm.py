@@ -63,6 +63,10 @@ class LLM:
         """The model's tokenizer, if it has one."""
         return self.engine.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of `generate` and `chat` without any: what the model's generation_config.json recommends."""
+        return self.engine.default_sampling_params
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -73,7 +77,8 @@ class LLM:
 
         Args:
             prompts: one or many.
-            sampling_params: one for all, or one per prompt; None: the defaults. Their `output_kind` is not read.
+            sampling_params: one for all, or one per prompt; None: `get_default_sampling_params`. Their `output_kind` is
+                not read.
             use_tqdm: whether to show progress on stderr.
 
         Returns:
@@ -89,6 +94,8 @@ class LLM:
             many: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         except TypeError:
             raise ValueError(f"prompts is of type {type(prompts).__name__}; give a prompt, or a list of them") from None
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
         each = _params_per_prompt(sampling_params, len(many))
         if self.engine.is_paused:
             raise RuntimeError("the engine is paused, so nothing would ever be generated; call engine.resume() first")
@@ -230,10 +237,10 @@ class LLM:
 
 
 def _params_per_prompt(
-    params: SamplingParams | PoolingParams | Sequence[SamplingParams] | None, num_prompts: int
+    params: SamplingParams | PoolingParams | Sequence[SamplingParams], num_prompts: int
 ) -> Sequence[SamplingParams | PoolingParams]:
-    if params is None or isinstance(params, (SamplingParams, PoolingParams)):
-        return [params or SamplingParams()] * num_prompts
+    if isinstance(params, (SamplingParams, PoolingParams)):
+        return [params] * num_prompts
     if len(params) != num_prompts:
         raise ValueError(
             f"{len(params)} sampling parameters for {num_prompts} prompts; give one for all, or one for each"

@@ -67,8 +67,6 @@ LAST_WORDS = 5.0
 """Seconds that the last outputs have to reach the API process."""
 RECEIVE_BYTES = 1 << 18
 
-GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
 
 class EngineProcess:
     """Passes requests and questions of the API process to an engine.
@@ -280,10 +278,6 @@ def explain(engine: Engine, mailbox: RemoteMailbox) -> RequestExplanation:
 def describe(engine: Engine, model: str) -> EngineInfo:
     """The engine's description for the API process and its log; `model` as the operator named it."""
     config, pool = engine.scheduler.config, engine.kv_pool
-    generation = getattr(engine.loaded.model, "generation_config", None)
-    defaults = {}
-    if generation is not None and getattr(generation, "do_sample", False):
-        defaults = {name: getattr(generation, name, None) for name in GENERATION_DEFAULTS}
     return EngineInfo(
         pid=os.getpid(),
         model=model,
@@ -300,7 +294,7 @@ def describe(engine: Engine, model: str) -> EngineInfo:
         kv_cache_tokens=config.num_full_length_tokens,
         full_length_requests=config.num_full_length,
         scheduler=config.to_dict(),
-        generation_defaults={name: value for name, value in defaults.items() if value is not None},
+        generation_defaults=dict(engine.loaded.generation_defaults),
     )
 
 

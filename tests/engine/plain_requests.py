@@ -39,6 +39,6 @@ def request_for(name: str, prompt: list[int], params: SamplingParams) -> Request
         eos_token_ids=(EOS,),
         ignore_eos=params.ignore_eos,
         stop_token_ids=tuple(params.stop_token_ids),
-        use_prefix_cache=params.prompt_logprobs is None,
+        skip_reading_prefix_cache=params.prompt_logprobs is not None,
         metadata=params,
     )

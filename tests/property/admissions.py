@@ -270,7 +270,7 @@ def _check_hits(world: World, output: SchedulerOutput) -> None:
     ]
     resumed = world.host.device.resumed if world.host.device is not None else set()
     for index, request in enumerate(output.admitted):
-        if request in resumed:  # looked up when its load began
+        if request in resumed or not request.reads_prefix_cache:  # looked up when its load began, or not at all
             continue
         sequence = world.host.sequences[request]
         most = (world.entries[request].num_tokens - 1) // size

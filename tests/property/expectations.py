@@ -245,8 +245,8 @@ class Expectations:
             require(cached < entry.num_tokens, f"{name}: all of its {cached} tokens are cached, so there is no logit")
             require(cached % self.config.block_size == 0, f"{name}: {cached} cached tokens are not whole blocks")
             local = cached - int(output.num_external_tokens[index])
-            if not (self.config.enable_prefix_caching and entry.request.use_prefix_cache):
-                require(local == 0, f"{name} does not use the prefix cache, but {cached} tokens are cached")
+            if not (self.config.enable_prefix_caching and entry.request.reads_prefix_cache):
+                require(local == 0, f"{name} does not read the prefix cache, but {cached} tokens are cached")
             ran_before = entry.ran_before or entry in self.running
             require(bool(output.is_resumed[index]) == ran_before, f"{name}: is_resumed is wrong")
             if not self.config.enable_chunked_prefill and not ran_before:
@@ -378,7 +378,7 @@ def check_explanations(world: World) -> None:
             own = told.reason is Reason.ADAPTER_SLOTS and entry.request.adapter is not None
             own |= told.reason is Reason.PARTIAL_PREFILLS
             own |= told.reason in LACKS_EMBEDDINGS and len(entry.request.encoder_inputs) > 0
-            own |= told.reason in (Reason.KV_CONNECTOR, Reason.KV_ROOM) and entry.request.use_prefix_cache
+            own |= told.reason in (Reason.KV_CONNECTOR, Reason.KV_ROOM) and entry.request.reads_prefix_cache
             own |= told.reason in LACKS_BLOCKS and bypass_bound(world.config) > 0
             sound = told.reason is Reason.BEHIND or own or reasons <= passing(world.config)
             require(sound, f"{name} waits for {told.reason}, those before it for {reasons}")

@@ -58,7 +58,7 @@ class Device:
 
     def num_external_tokens(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
         size = self._host.config.block_size
-        require(request.use_prefix_cache, f"{request.request_id} uses no prefix cache, but may be loaded")
+        require(request.reads_prefix_cache, f"{request.request_id} reads no prefix cache, but may be loaded")
         require(num_local_tokens % size == 0, f"{request.request_id}: {num_local_tokens} local tokens, no whole blocks")
         keys = block_keys(request, size)[num_local_tokens // size :]
         found = next((index for index, key in enumerate(keys) if key not in self.store), len(keys))

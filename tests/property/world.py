@@ -155,7 +155,7 @@ class World:
         self.live.append(entry)
         self.entries[request] = entry
         self.host.add(request)
-        if spec.preloaded and request.use_prefix_cache and self.host.device is not None:
+        if spec.preloaded and request.reads_prefix_cache and self.host.device is not None:
             self.host.device.preload(request)
         self.check()
         return entry
@@ -556,7 +556,7 @@ class World:
         request = output.admitted[index]
         known, resumed = int(output.num_cached_tokens[index]), bool(output.is_resumed[index])
         hit = known - int(output.num_external_tokens[index])
-        looks_up = self.config.enable_prefix_caching and request.use_prefix_cache
+        looks_up = self.config.enable_prefix_caching and request.reads_prefix_cache
         entry = self.entries[request]
         queried = entry.num_tokens if looks_up else 0
         self.tally.admit(resumed=resumed, queried=queried, hit=hit, recomputed=max(0, entry.num_lost - known))
@@ -939,7 +939,7 @@ class World:
         self.proposed.pop(entry.request, None)
         entry.num_lost = min(entry.num_computed, entry.num_tokens)
         entry.kept = None
-        caches = self.config.enable_prefix_caching and entry.request.use_prefix_cache
+        caches = self.config.enable_prefix_caching and entry.request.reads_prefix_cache
         if caches and entry.num_withdrawals == self.num_withdrawals:
             entry.kept = Kept(entry.num_lost, (num_evictions, self.num_withdrawals))
         entry.num_computed = 0

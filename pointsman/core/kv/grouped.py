@@ -207,7 +207,7 @@ class GroupedKVCache(KVCache):
     def look_up(self, request: Request) -> Match:
         """The longest prefix of which the groups have all that its next token attends to."""
         state, size = request._state, self.block_size
-        if not self.caches or not request.use_prefix_cache:
+        if not self.caches or not request.reads_prefix_cache:
             return Match(NO_BLOCKS, None, 0)
         if state.encoder_inputs and self._marks.key(request):
             self.reset()  # earlier marks are invalid

@@ -135,7 +135,7 @@ class KVCacheManager(KVCache):
         if self.prefix is None:
             return _NO_MATCH
         root = Root.of(request)
-        if not request.use_prefix_cache:
+        if not request.reads_prefix_cache:
             return Match(NO_BLOCKS, root, 0)
         if state.encoder_inputs and self._marks.key(request):
             self.reset()  # earlier marks are invalid

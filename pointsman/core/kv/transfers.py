@@ -118,7 +118,7 @@ class Transfers:
 
     def ask(self, request: Request, num_local_tokens: int) -> External | Deferral:
         """What to load after the cached tokens of a request."""
-        if not (request._state.may_load and request.use_prefix_cache) or request._state.holding is not None:
+        if not (request._state.may_load and request.reads_prefix_cache) or request._state.holding is not None:
             return NOTHING
         size = self._kv.block_size
         most = (request._state.num_tokens - 1) // size * size - num_local_tokens

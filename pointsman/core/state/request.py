@@ -316,10 +316,12 @@ class _Asked:
         "max_total_tokens",
         "metadata",
         "min_tokens",
+        "reads_prefix_cache",
         "repetition_detection",
         "request_id",
         "retention",
         "runs_ahead",
+        "skip_reading_prefix_cache",
         "stop_set",
         "stop_token_ids",
         "tenant",
@@ -341,6 +343,9 @@ class _Asked:
     cache_salt: str | None
     adapter: Adapter | None
     use_prefix_cache: bool
+    skip_reading_prefix_cache: bool
+    reads_prefix_cache: bool
+    """Whether cached blocks may be found for it."""
     runs_ahead: bool
     tenant: str
     ttft_target: float | None
@@ -370,6 +375,8 @@ class Request(Sealed, _Asked):
         encoder_inputs: images and the like, as `EncoderInput` or tuples of its fields: in the order of their
             placeholders, which do not overlap.
         use_prefix_cache: False: neither looks up nor publishes blocks.
+        skip_reading_prefix_cache: True: looks up no blocks, because all tokens of its prompt are to be computed. Its
+            own blocks are published for others.
         runs_ahead: False: none of its steps is scheduled while a sample of it is in flight, because the host needs the
             newest token to prepare that step (a grammar, say).
         more_input: whether the prompt continues in later parts (`Scheduler.extend`).
@@ -409,6 +416,7 @@ class Request(Sealed, _Asked):
         adapter: Adapter | tuple[str, int | str] | None = None,
         encoder_inputs: Sequence[EncoderInput | Sequence[Any]] = (),
         use_prefix_cache: bool = True,
+        skip_reading_prefix_cache: bool = False,
         runs_ahead: bool = True,
         more_input: bool = False,
         tenant: str = "",
@@ -448,6 +456,8 @@ class Request(Sealed, _Asked):
         if encoder_inputs:
             state.encoder_inputs = checks.encoder_inputs(encoder_inputs, state.num_prompt_tokens)
         asked.use_prefix_cache = use_prefix_cache
+        asked.skip_reading_prefix_cache = skip_reading_prefix_cache
+        asked.reads_prefix_cache = use_prefix_cache and not skip_reading_prefix_cache
         asked.runs_ahead = runs_ahead
         state.more_input = more_input
         asked.tenant = tenant if type(tenant) is str else checks.tenant(tenant)

@@ -185,7 +185,7 @@ class Needs:
 
     def _to_watch(self, request: Request) -> tuple[int, int] | None:
         kv = self._kv
-        if kv.prefix is None or not request.use_prefix_cache:
+        if kv.prefix is None or not request.reads_prefix_cache:
             return None
         # With duplicates, a referenced block may come after one that is not.
         num_blocks = 1 if kv.has_duplicates else self._view.num_shared_blocks + 1

@@ -208,7 +208,7 @@ class RequestTable:
             self._swap.ended(request)
         row = self._batch.place(request, grant.end, num_slots)
         if self._events.admitted:
-            looked_up = self._kv.caches and request.use_prefix_cache
+            looked_up = self._kv.caches and request.reads_prefix_cache
             cached, external = grant.num_cached_tokens, grant.num_external_tokens
             event = new_tuple(Admitted, (request, resumed, cached, external, looked_up, self.now))
             for method in self._events.admitted:

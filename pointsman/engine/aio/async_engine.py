@@ -131,9 +131,9 @@ class AsyncEngine:
         Args:
             prompt: text, or token ids; or an asynchronous iterator of such parts, which are computed as they come. The
                 request is then queued with the first one, and generates when the iterator is exhausted.
-            params: None: the defaults of `SamplingParams`. Its `output_kind` says what the stream yields: all so far
-                (CUMULATIVE), what is new (DELTA), or one final output (FINAL_ONLY). Steps whose outputs were not read
-                in time come together in one.
+            params: None: what the model's generation_config.json recommends. Its `output_kind` says what the stream
+                yields: all so far (CUMULATIVE), what is new (DELTA), or one final output (FINAL_ONLY). Steps whose
+                outputs were not read in time come together in one.
             request_id: unique among unfinished requests; None: "request-0", "request-1", ...
             priority: smaller is more urgent; read under order "priority". `set_priority` changes it.
             tenant: whose request it is; read by orders that are fair to tenants.
@@ -152,7 +152,7 @@ class AsyncEngine:
             self,
             f"request-{next(self._ids)}" if request_id is None else request_id,
             prompt,
-            params or SamplingParams(),
+            params or self._engine.default_sampling_params,
             {
                 "priority": priority,
                 "tenant": tenant,

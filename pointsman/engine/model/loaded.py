@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,9 @@ class LoadedModel:
     """Of each layer: to how many tokens a token attends, its own included; None: to all."""
     context: AttentionContext
     eos_token_ids: tuple[int, ...]
+    """What ends a text: the tokenizer's EOS first, then those of the generation settings."""
+    generation_defaults: Mapping[str, Any]
+    """What the model recommends for requests that do not say, by the names of `SamplingParams`."""
     max_position_embeddings: int | None
     """Longest sequence the model can run as it was loaded; None where the configuration does not say."""
     attention: AttentionBackend

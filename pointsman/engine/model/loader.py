@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
@@ -20,7 +20,13 @@ from pointsman.engine.model.check import attach, check_config, fix_longrope, pro
 from pointsman.engine.model.linear import check_quantization, store_weights
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.self_check import SelfCheck
-from pointsman.engine.text.tokenizer import check_model_directory, model_directory, read_tokenizer
+from pointsman.engine.model.settings import (
+    GenerationSettings,
+    check_fields,
+    choose_eos_token_ids,
+    read_generation_settings,
+)
+from pointsman.engine.text.tokenizer import check_model_directory, model_directory, read_object, read_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +62,12 @@ def load_model(
     place = choose_device(device)
     config = _read_config(path)
     check_config(config)
+    generation = read_generation_settings(path, config)
     _check_weights(path)
     options: dict[str, Any] = {
         "tokenizer": read_tokenizer(path),
         "path": str(path),
+        "generation": generation,
         "max_model_len": max_model_len,
         "attention": attention,
         "quantization": quantization,
@@ -76,6 +84,7 @@ def wrap_model(
     *,
     tokenizer: Any | None = None,
     path: str = "",
+    generation: GenerationSettings | None = None,
     max_model_len: int | None = None,
     attention: AttentionChoice = "auto",
     fuse: bool = True,
@@ -85,7 +94,9 @@ def wrap_model(
 
     Args:
         model: changed in place: its attention is computed through the returned object's `context` from now on.
-        tokenizer, path: kept for the caller.
+        tokenizer: kept for the caller; its EOS ends texts.
+        path: kept for the caller.
+        generation: what else ends texts, and the defaults of requests; None: the model's own `generation_config`.
         max_model_len: longest sequence that will be asked for; None: what the model was made for. Only a model with
             a "longrope" embedding needs to know it when it is loaded (see `fix_longrope`).
         attention: "torch", "numba" (compiled, for CPUs), a class of backends, or "auto": the fastest available.
@@ -95,6 +106,7 @@ def wrap_model(
 
     Raises:
         UnsupportedModel: the paged path would not compute it correctly.
+        ModelLoadError: its generation settings are wrong.
         ValueError: an attention or a quantization that is not available here.
     """
     check_config(model.config)
@@ -119,6 +131,10 @@ def wrap_model(
     if quantization is not None:
         store_weights(model, quantization)
     config = model.config.get_text_config(decoder=True)
+    if generation is None:
+        own = getattr(model, "generation_config", None)
+        num_embeddings = int(model.get_input_embeddings().num_embeddings)
+        generation = GenerationSettings.of({} if own is None else own.to_dict(), num_embeddings)
     return LoadedModel(
         path=path,
         model=model,
@@ -127,7 +143,8 @@ def wrap_model(
         layers=layers,
         windows=windows,
         context=context,
-        eos_token_ids=_eos_token_ids(model),
+        eos_token_ids=choose_eos_token_ids(model, tokenizer, generation),
+        generation_defaults=generation.sampling,
         max_position_embeddings=longest or getattr(config, "max_position_embeddings", None),
         attention=backend,
         fused=fused,
@@ -231,20 +248,19 @@ def _check_fused(check: SelfCheck) -> None:
 
 def _read_config(path: Path) -> Any:
     check_model_directory(path)
-    try:
-        content = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path / 'config.json'} cannot be read: {first_line(error)}") from error
-    model_type = content.get("model_type") if isinstance(content, dict) else None
+    file = path / "config.json"
+    content = read_object(file)
+    model_type = content.get("model_type")
     if not isinstance(model_type, str):
-        raise ModelLoadError(f"{path / 'config.json'} names no model_type; copy the model's own config.json")
+        raise ModelLoadError(f"{file} names no model_type; copy the model's own config.json")
+    check_fields(content, file)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except KeyError as error:
-        raise UnsupportedModel(f"{path}: transformers does not know {error}") from error
     except Exception as error:
+        if model_type not in CONFIG_MAPPING:
+            raise UnsupportedModel(f"{path}: transformers does not know {model_type!r}") from error
         raise UnsupportedModel(
-            f"{path}: model type {model_type!r} cannot be configured: {first_line(error)}"
+            f"{file}: model type {model_type!r} cannot be configured: {first_line(error)}"
         ) from error
     if not config.is_encoder_decoder and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(f"{path}: {model_type} is no causal language model; only those can run here")
@@ -292,6 +308,10 @@ def _read_weights(path: Path, config: Any, dtype: torch.dtype) -> Any:
             ignore_mismatched_sizes=True,  # reported below, with names
         )
     except KeyError as error:
+        if ATTENTION_NAME not in error.args:
+            raise ModelLoadError(
+                f"{path / 'config.json'}: transformers knows nothing named {error}; correct the field"
+            ) from error
         raise UnsupportedModel(
             f"{config.model_type} computes attention in classes of its own, none of them named {error}; only models "
             "that leave attention to transformers' attention interface can run here"
@@ -312,14 +332,3 @@ def _read_weights(path: Path, config: Any, dtype: torch.dtype) -> Any:
             f"{path}: the weights {what}, first {(missing or mismatched)[0]}; they do not belong to this config.json"
         )
     return model
-
-
-def _eos_token_ids(model: Any) -> tuple[int, ...]:
-    """EOS ids of the generation settings where there are any, else of the configuration."""
-    generation = getattr(model, "generation_config", None)
-    eos = getattr(generation, "eos_token_id", None)
-    if eos is None:
-        eos = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
-    if eos is None:
-        return ()
-    return tuple(int(one) for one in eos) if isinstance(eos, (list, tuple)) else (int(eos),)

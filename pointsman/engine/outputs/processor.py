@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pointsman.core import FinishReason, Request, SchedulerOutput, StepUpdate
-from pointsman.engine.outputs.request_output import RequestOutput, Resumed, Transcript, ended_by_token
+from pointsman.engine.outputs.request_output import RequestOutput, Resumed, Transcript, ended_by_token, stop_reason_of
 from pointsman.engine.params.sampling import RequestOutputKind, SamplingParams
 from pointsman.engine.text.detokenizer import Detokenizer, TextDecoder
 
@@ -363,7 +363,7 @@ class OutputProcessor:
         elif stop is not None and not _was_cut_short(request):
             transcript.finish("stop", "", stop)  # also if the token would have ended it for another reason
         elif request.finish_reason is not None:
-            transcript.finish(request.finish_reason.value, request.finish_detail, request.stop_reason)
+            transcript.finish(request.finish_reason.value, request.finish_detail, stop_reason_of(request))
         if transcript.stream_interval > 1:
             num_reported = transcript.num_reported
         start = num_reported if params.output_kind is RequestOutputKind.DELTA else 0

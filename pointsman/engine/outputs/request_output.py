@@ -421,6 +421,15 @@ class RequestOutput:
         return f"RequestOutput({self.request_id!r}, {self._sample!r})"
 
 
+def stop_reason_of(request: Request) -> int | str | None:
+    """What stopped it, as vLLM has it: None for the model's own EOS, which stands first; a further EOS is named."""
+    further = request.eos_token_ids[1:]
+    if further and request.stop_reason is None and ended_by_token(request) and request.num_output_tokens:
+        last = int(request.output_since(request.num_output_tokens - 1)[0])
+        return last if last in further else None
+    return request.stop_reason
+
+
 def ended_by_token(request: Request) -> bool:
     """Whether its last token stopped the request: EOS or a stop token."""
     return request.finish_reason is FinishReason.STOP

@@ -122,8 +122,9 @@ def to_request(
         stop_token_ids=tuple(sampling.stop_token_ids),
         repetition_detection=sampling.repetition_detection,
         cache_salt=cache_salt,
-        # A cached prefix computes neither the logits before a prompt token nor its hidden state.
-        use_prefix_cache=sampling.prompt_logprobs is None and (pooling is None or pooling.pooling == "last"),
+        # A cached prefix has neither the logits before a prompt token nor its hidden state.
+        use_prefix_cache=pooling is None or pooling.pooling == "last",
+        skip_reading_prefix_cache=sampling.prompt_logprobs is not None,
         runs_ahead=not is_structured,  # a grammar says what may follow a token when it has seen the token
         more_input=more_input,
         output_token_ids=output_token_ids,

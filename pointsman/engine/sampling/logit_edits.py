@@ -118,7 +118,7 @@ class EditedRow:
         self._bad_words = bad_words
         self._num_starting = max((len(word) - 1 for word in bad_words), default=0)  # of the longest, before its last
         self._allowed = None if params.allowed_token_ids is None else _unique(params.allowed_token_ids, vocab_size)
-        self._stop_ids = _unique(sorted(request.stop_set), vocab_size)
+        self._stop_ids = _unique(sorted(request.stop_set.union(request.eos_token_ids)), vocab_size)
         self._eos_ids = _unique(request.eos_token_ids, vocab_size)
         self._grammar = grammar
         biases = {token: bias for token, bias in (params.logit_bias or {}).items() if token < vocab_size}

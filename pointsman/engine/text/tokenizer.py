@@ -5,9 +5,10 @@ An error that a tokenizer or a template raises on a text becomes a `ValueError` 
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from pointsman.engine.errors import ModelLoadError, first_line
 logger = logging.getLogger(__name__)
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", TOKENIZER_CONFIG)
+VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "tokenization_*.py")
+"""Patterns: beside one of these, `tokenizer_config.json` is not alone."""
 
 PLAIN_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -45,22 +49,81 @@ def check_model_directory(path: Path) -> None:
         raise ModelLoadError(f"{path} has no config.json; give a directory in the Hugging Face format")
 
 
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        ModelLoadError: there is none, or something else.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{file} cannot be read: {first_line(error)}; copy it again") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{file} holds no JSON object but a {type(content).__name__}; copy it again")
+    return content
+
+
 def read_tokenizer(path: Path) -> Any | None:
     """The tokenizer of a model's directory; None if it has none.
 
     Raises:
-        ModelLoadError: its files cannot be read.
+        ModelLoadError: its files cannot be read, or there is no vocabulary among them.
     """
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         logger.warning("%s has no tokenizer; prompts must be token ids", path)
         return None
+    _check_tokenizer_files(path)
     with _loading:
         from transformers import AutoTokenizer
 
         try:
             return AutoTokenizer.from_pretrained(path, local_files_only=True)
         except Exception as error:
-            raise ModelLoadError(f"{path}: the tokenizer cannot be loaded: {first_line(error)}") from error
+            raise ModelLoadError(
+                f"{path}: the tokenizer cannot be loaded: {first_line(error)}; copy the model's tokenizer files again"
+            ) from error
+
+
+def _check_tokenizer_files(path: Path) -> None:
+    """Refuse settings of a tokenizer that are no JSON object, that hold a value of a wrong type, or that stand alone.
+
+    Of settings that stand alone transformers makes an empty tokenizer, or an error of several lines.
+    """
+    settings = path / TOKENIZER_CONFIG
+    if not settings.is_file():
+        return
+    content = read_object(settings)
+    if not any(next(path.glob(pattern), None) for pattern in VOCABULARY_FILES):
+        raise ModelLoadError(
+            f"{path} has {TOKENIZER_CONFIG} and no vocabulary beside it; copy the model's tokenizer.json there, or "
+            f"remove {TOKENIZER_CONFIG} to give prompts as token ids"
+        )
+    for name, value in content.items():
+        is_right, wanted = TOKENIZER_FIELDS.get(name, (None, ""))
+        if value is not None and is_right is not None and not is_right(value):
+            raise ModelLoadError(f"{settings}: {name} is {value!r:.80}; it must be {wanted}; correct or remove it")
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("content"), str))
+
+
+def _is_template(value: Any) -> bool:
+    """Text, texts by name, or a list of names with texts."""
+    if isinstance(value, list):
+        return all(isinstance(one, dict) and {"name", "template"} <= one.keys() for one in value)
+    texts = value.values() if isinstance(value, dict) else [value]
+    return all(isinstance(one, str) for one in texts)
+
+
+TOKENIZER_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("eos_token", "bos_token", "pad_token", "unk_token"), (_is_token, "the text of a token")),
+    "chat_template": (_is_template, "a Jinja template as text"),
+    "tokenizer_class": (lambda value: isinstance(value, str), "the name of a class"),
+    "added_tokens_decoder": (lambda value: isinstance(value, dict), "an object of token id -> token"),
+}
+"""Of tokenizer_config.json: whether a value is right, and what it must be."""
 
 
 def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from pointsman.engine.errors import EngineDeadError
+from pointsman.engine.params.sampling import SamplingParams
 from pointsman.server.service.gate import check_finish, too_late
 from pointsman.server.wire.answers import Choice, Prompt, TextWriter, error_event
 from pointsman.server.wire.errors import ApiError
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from pointsman.server.service.gate import Gate
     from pointsman.server.service.inbox import ClientStream, Shortcut
     from pointsman.server.wire.answers import AnswerWriter
+    from pointsman.server.wire.logprobs import Logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +51,12 @@ class Sample:
         ticket: its prompt's place in the backlog, free from the first token on.
         observations: of times between tokens.
         seconds_left: after these the sample finishes as "deadline" in any case; None: no limit.
+        shared: the log probabilities of its prompt, which the prompt's first sample computes and the others repeat.
+        is_first: whether it is that sample.
     """
 
-    __slots__ = ("_last_time", "_limit", "_observations", "_tenant", "_ticket", "choice", "has_started", "stream")
+    __slots__ = ("_is_first", "_last_time", "_limit", "_observations", "_shared", "_tenant", "_ticket", "choice",
+                 "has_started", "stream")  # fmt: skip
 
     def __init__(
         self,
@@ -60,7 +65,12 @@ class Sample:
         ticket: Ticket,
         observations: Observations,
         seconds_left: float | None = None,
+        *,
+        shared: asyncio.Future[Logprobs | None] | None = None,
+        is_first: bool = True,
     ) -> None:
+        self._shared = shared
+        self._is_first = is_first
         self.choice = choice
         self.stream = stream
         self._ticket = ticket
@@ -77,7 +87,20 @@ class Sample:
     async def __anext__(self) -> Delta:
         delta = await (self.stream.__anext__() if self._limit is None else self._next_in_time(self._limit))
         self.note(delta)
+        if self._shared is not None:
+            await self._share(self._shared, delta)
         return delta
+
+    async def _share(self, shared: asyncio.Future[Logprobs | None], delta: Delta) -> None:
+        """Give the log probabilities of the prompt, which are in the first delta, to the other samples of the prompt.
+
+        Those wait for them. A first sample that ends without them leaves them None.
+        """
+        self._shared = None
+        if not self._is_first:
+            delta.prompt_logprobs = await asyncio.shield(shared)
+        elif not shared.done():
+            shared.set_result(delta.prompt_logprobs)
 
     def note(self, delta: Delta) -> None:
         """Count a delta that was read, and observe its time."""
@@ -135,6 +158,7 @@ class Delivery:
 
     def __init__(self, gate: Gate, observations: Observations, ticket: Ticket, deadline: float | None = None) -> None:
         self.samples: list[Sample] = []
+        self._shared: asyncio.Future[Logprobs | None] | None = None
         self._gate = gate
         self._observations = observations
         self._ticket = ticket
@@ -152,7 +176,14 @@ class Delivery:
     def add(self, prompt_index: int, prompt: Prompt, stream: ClientStream) -> None:
         """One more sample; samples of one prompt come one after the other."""
         choice = Choice(len(self.samples), prompt_index, prompt)
-        self.samples.append(Sample(choice, stream, self._ticket, self._observations, self.seconds_left))
+        is_first = not self.samples or self.samples[-1].choice.prompt_index != prompt_index
+        if is_first:
+            params = stream.request.params
+            has_logprobs = isinstance(params, SamplingParams) and params.prompt_logprobs is not None
+            self._shared = asyncio.get_running_loop().create_future() if has_logprobs else None
+        ticket, observations = self._ticket, self._observations
+        sample = Sample(choice, stream, ticket, observations, self.seconds_left, shared=self._shared, is_first=is_first)
+        self.samples.append(sample)
 
     @property
     def streams(self) -> list[ClientStream]:

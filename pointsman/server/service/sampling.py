@@ -55,7 +55,7 @@ class SamplingPlan:
     max_tokens_field: str = "max_tokens"
     """For errors."""
     default_max_tokens: int | None = None
-    """Where the client left the field out; None: what fits."""
+    """Where the client left the field out; None: the model's own default, or what fits."""
 
     def params(self, prompts: list[Prompt], info: EngineInfo, config: ServerConfig) -> list[list[EngineParams]]:
         """Those of each sample of each prompt: made and checked once, for what may be a thousand.
@@ -63,10 +63,11 @@ class SamplingPlan:
         Raises:
             ValueError, ApiError: a value, or a combination of values, is not possible.
         """
+        default = self.default_max_tokens
+        if default is None:
+            default = info.generation_defaults.get("max_tokens")
         limits = [
-            choose_max_tokens(
-                self.max_tokens, len(prompt.token_ids), self.default_max_tokens, self.max_tokens_field, info, config
-            )
+            choose_max_tokens(self.max_tokens, len(prompt.token_ids), default, self.max_tokens_field, info, config)
             for prompt in prompts
         ]
         first = sampling_params(
@@ -99,7 +100,7 @@ class PoolingPlan:
 def choose_max_tokens(
     asked: int | None, num_prompt_tokens: int, default: int | None, name: str, info: EngineInfo, config: ServerConfig
 ) -> int:
-    """The maximum number of tokens that a request may generate.
+    """The maximum number of tokens that a request may generate: never more than `max_model_len` leaves room for.
 
     Args:
         asked: what the client wants; None: it left the field out.
@@ -110,7 +111,7 @@ def choose_max_tokens(
         config: the operator's limit.
 
     Raises:
-        ApiError: 400, the client wants more than fits or than is allowed, or nothing fits.
+        ApiError: 400, the client wants more than the operator allows, or nothing fits.
     """
     room = info.max_model_len - num_prompt_tokens
     if room < 1:
@@ -124,14 +125,7 @@ def choose_max_tokens(
         return min(one for one in (default, room, limit) if one is not None)
     if limit is not None and asked > limit:
         raise ApiError(400, f"{name} is {asked}; this server gives at most {limit}: lower it", param=name)
-    if asked > room:
-        raise ApiError(
-            400,
-            f"{name} is {asked} and the prompt has {num_prompt_tokens} tokens, together more than max_model_len "
-            f"{info.max_model_len}; lower {name} to {room}, or shorten the prompt",
-            param=name,
-        )
-    return asked
+    return min(asked, room)
 
 
 def sampling_params(
@@ -184,6 +178,8 @@ def for_sample(params: SamplingParams, *, max_tokens: int, sample: int) -> Sampl
     """The parameters of another sample, or of a prompt of another length. Only what differs is checked again: a request
     may be for a thousand samples, and its schema, biases and lists of tokens are the same for all.
 
+    The first sample of a prompt computes the log probabilities of the prompt; the others repeat them (`Delivery`).
+
     Args:
         params: of the first sample; shared wherever it fits.
         max_tokens: maximum number of tokens.
@@ -193,13 +189,15 @@ def for_sample(params: SamplingParams, *, max_tokens: int, sample: int) -> Sampl
         ValueError: min_tokens is more than max_tokens.
     """
     seed = None if params.seed is None else _seed(params.seed, sample)
-    if (max_tokens, seed) == (params.max_tokens, params.seed):
+    prompt_logprobs = params.prompt_logprobs if sample == 0 else None
+    if (max_tokens, seed, prompt_logprobs) == (params.max_tokens, params.seed, params.prompt_logprobs):
         return params
     if params.min_tokens > max_tokens:
         raise ValueError(f"min_tokens is {params.min_tokens}, more than max_tokens {max_tokens}; lower it")
     variant = copy.copy(params)
     object.__setattr__(variant, "max_tokens", max_tokens)  # frozen for all other code
     object.__setattr__(variant, "seed", seed)
+    object.__setattr__(variant, "prompt_logprobs", prompt_logprobs)
     return variant
 
 

@@ -3,7 +3,7 @@
 Unknown fields are ignored, as vLLM does. Known fields that this server cannot honour are refused with the reason,
 unless they ask for nothing (`_Refusing`): a client must not believe that its images were seen. A number in quotes is
 read as a number, again as vLLM does, except in lists of token ids; true and false are no numbers; NaN and infinities
-are refused everywhere.
+are refused everywhere. A field that may be left out may be null (`ProtocolModel`).
 
 The event loop validates, and every stream waits for it. So the length of a list or an object is checked before its
 elements are (`AtMost`), and validation of a list ends with its first wrong element.
@@ -14,8 +14,10 @@ name, the maximum `n`) is checked later, and what depends on several fields by `
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, cast
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, cast, get_args
 
 from pydantic import (
     BaseModel,
@@ -139,15 +141,47 @@ PromptField: TypeAlias = Annotated[
 ]
 
 
-def _default_for_null(default: int, kind: Any) -> BeforeValidator:
-    """null means the same as left out."""
-    return BeforeValidator(lambda value: default if value is None else value, json_schema_input_type=kind | None)
+class _DefaultForNull:
+    """null means the same as left out, for a field whose own type has no null.
+
+    Args:
+        default: makes the field's default.
+        kind: what else the field may be.
+    """
+
+    def __init__(self, default: Callable[[], Any], kind: Any) -> None:
+        self._default = default
+        self._kind = kind
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        described = handler.generate_schema(self._kind | None)
+        return no_info_before_validator_function(self._replace, handler(source), json_schema_input_schema=described)
+
+    def _replace(self, value: Any) -> Any:
+        return self._default() if value is None else value
 
 
 class ProtocolModel(BaseModel):
-    """Anything a client sends."""
+    """Anything a client sends. null means the same as left out: clients write every field that they know."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Let every field with a default take null, at no cost for bodies without one."""
+        super().__pydantic_init_subclass__(**kwargs)
+        strict = [
+            field
+            for field in cls.model_fields.values()
+            if not field.is_required() and type(None) not in get_args(field.annotation)
+        ]
+        for field in strict:
+            if not any(isinstance(one, _DefaultForNull) for one in field.metadata):  # not inherited
+                kind = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+                default = partial(field.get_default, call_default_factory=True)
+                field.metadata = [*field.metadata, _DefaultForNull(default, kind)]
+        if strict:
+            cls.model_rebuild(force=True)
 
 
 def refusal(param: str, why: str) -> PydanticCustomError:
@@ -480,10 +514,10 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
     """POST /v1/chat/completions."""
 
     logprobs: bool | None = False
-    top_logprobs: Annotated[Number, _default_for_null(0, Number)] = 0
+    top_logprobs: Number = 0
     max_tokens: Count | None = Field(None, description="Left out, and max_completion_tokens, too: what fits.")
     max_completion_tokens: Count | None = Field(None, description="Has priority over max_tokens.")
-    n: Annotated[Count, _default_for_null(1, Count)] = 1
+    n: Count = 1
     echo: bool = Field(False, description="Put the last message in front of the text if its role is the answer's.")
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     modalities: Annotated[list[str], AtMost(MAX_MODALITIES)] | None = None
@@ -527,8 +561,8 @@ class TokenizeChatRequest(ChatFields):
 
 
 def _form_of(data: Any) -> str:
-    has_messages = "messages" in data if isinstance(data, dict) else hasattr(data, "messages")
-    return "Chat" if has_messages else "Text"
+    messages = data.get("messages") if isinstance(data, dict) else getattr(data, "messages", None)
+    return "Text" if messages is None else "Chat"
 
 
 TokenizeRequest: TypeAlias = Annotated[

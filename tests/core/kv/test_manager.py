@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pointsman.core import Reason
@@ -130,6 +132,21 @@ def test_a_request_that_opts_out_neither_looks_up_nor_publishes() -> None:
     assert cached_of(host.step()) == {"quiet": 0, "a": 0, "silent": 0}
     host.run_to_end()
     assert host.stats().prefix_queries == 5, "only the one that looked up is counted"
+
+
+@pytest.mark.parametrize("groups", [{}, {"kv_groups": [("full", 0), ("window", 4)]}], ids=["one group", "two"])
+def test_a_request_that_reads_no_prefix_publishes_its_own(groups: dict[str, Any]) -> None:
+    host = Host(**groups)
+    prompt = host.prompt(9)
+    host.add("whole", prompt, skip_reading_prefix_cache=True, max_tokens=2)
+    host.add("a", prompt, max_tokens=2)
+    assert cached_of(host.step()) == {"whole": 0, "a": 8}
+    host.run_to_end()
+    host.add("again", prompt, skip_reading_prefix_cache=True, max_tokens=2)
+    host.add("b", prompt, max_tokens=2)
+    assert cached_of(host.step()) == {"again": 0, "b": 8}
+    host.run_to_end()
+    assert host.stats().prefix_queries == 18, "of those that looked up"
 
 
 def test_without_prefix_caching_nothing_is_found_kept_or_counted() -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -16,6 +19,7 @@ from _server_process import ServerProcess
 
 import pointsman
 from pointsman.engine.grammar.compiler import MAX_WAITING
+from pointsman.engine.text.tokenizer import DEMO_MODEL
 from pointsman.server.api.app import create_app
 from pointsman.server.config import ServerConfig
 from pointsman.server.service.engine_client import EngineClient
@@ -30,6 +34,7 @@ from pointsman.server.wire.responses import (
     TokenizeResponse,
 )
 from tests.server.engine_pool import engine_pool
+from tests.server.metrics.test_metrics import flat
 
 pytestmark = pytest.mark.e2e
 
@@ -160,9 +165,8 @@ def test_headers_are_checked(http: httpx.Client) -> None:
 
 def test_what_cannot_fit_is_refused_with_the_numbers(http: httpx.Client) -> None:
     length = http.get("/v1/models").json()["data"][0]["max_model_len"]
-    message = error_of(http.post("/v1/completions", json={"prompt": "a", "max_tokens": length}), 400)["message"]
+    message = error_of(http.post("/v1/completions", json={"prompt": [1] * length}), 400)["message"]
     assert str(length) in message and str(length - 1) in message
-    error_of(http.post("/v1/completions", json={"prompt": [1] * length}), 400)
     error_of(http.post("/v1/completions", json={"prompt": "word " * 500_000}), 400)  # without tokenizing it
     error_of(http.post("/v1/completions", json={"prompt": ["a"] * 1025}), 400)
     error_of(http.post("/v1/completions", json={"prompt": "a", "n": 17}), 400)
@@ -220,6 +224,101 @@ def with_app(test: Callable[[EngineClient, Any, httpx.AsyncClient], Awaitable[No
             await test(client, app, http)
 
     engine_pool().run(run, **{"model": "demo", "num_blocks": 512, "num_threads": 1, **options})
+
+
+def test_more_tokens_than_there_is_room_for_are_clamped() -> None:
+    async def test(_: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
+        async def lengths(path: str, **fields: Any) -> list[int]:
+            body = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, **fields}
+            response = await http.post(f"/v1/{path}", json=body)
+            assert response.status_code == 200, response.text
+            events = [response.text] if not fields.get("stream") else response.text.split("\n\n")[:-2]
+            found: Counter[int] = Counter()
+            for event in events:
+                for choice in json.loads(event.removeprefix("data: "))["choices"]:
+                    found[choice["index"]] += len(choice.get("token_ids") or ())
+                    assert choice["finish_reason"] in (None, "length")
+            return [found[index] for index in range(len(found))]
+
+        prompts = [[5] * 200, [5] * 20]
+        messages = [{"role": "user", "content": "list " * 100}]
+        room = 256 - (await http.post("/tokenize", json={"messages": messages})).json()["count"]
+        assert 0 < room < 200
+        for stream in (False, True):
+            more = {"stream": stream}
+            assert await lengths("completions", prompt=[5] * 200, max_tokens=100, **more) == [56]
+            assert await lengths("completions", prompt=prompts, max_tokens=100, n=2, **more) == [56, 56, 100, 100]
+            for field in ("max_tokens", "max_completion_tokens"):
+                assert await lengths("chat/completions", messages=messages, **{field: 4096}, **more) == [room]
+        full = await http.post("/v1/completions", json={"prompt": [5] * 256, "max_tokens": 1})
+        assert "leaves no room" in error_of(full, 400)["message"]
+
+    with_app(test, max_model_len=256)
+
+
+def test_choices_repeat_the_log_probabilities_of_prompts_that_are_computed_once() -> None:
+    prompts = [[5 + index % 300 for index in range(400)], [9 + index % 200 for index in range(300)]]
+    fields = {"max_tokens": 3, "ignore_eos": True, "seed": 1, "logprobs": 1}
+
+    async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
+        async def num_computed() -> float:
+            found = flat((await http.get("/metrics")).text)
+            return found["vllm:prompt_tokens_total"] - found["vllm:prompt_tokens_cached_total"]
+
+        async def choices(n: int, **more: Any) -> list[dict[str, Any]]:
+            """They compute no more than the prompts, and for each further choice what fills no block."""
+            await http.post("/reset_prefix_cache")
+            before = await num_computed()
+            response = await http.post("/v1/completions", json={"prompt": prompts, "n": n, **fields, **more})
+            assert response.status_code == 200, response.text
+            limit = sum(map(len, prompts)) + (n - 1) * len(prompts) * client.info.block_size
+            assert sum(map(len, prompts)) <= await num_computed() - before <= limit
+            if not more.get("stream"):
+                return list(response.json()["choices"])
+            first: dict[int, dict[str, Any]] = {}
+            for event in response.text.split("\n\n")[:-2]:
+                (choice,) = json.loads(event.removeprefix("data: "))["choices"]
+                first.setdefault(choice["index"], choice)
+            return [first[index] for index in range(len(first))]
+
+        for n in (1, 2, 4):
+            found = [one["prompt_logprobs"] for one in await choices(n, prompt_logprobs=1)]
+            assert found == [found[0]] * n + [found[n]] * n
+            assert [len(found[0]), len(found[n])] == [400, 300]
+            assert all(str(token) in one for token, one in zip(prompts[1][1:], found[n][1:], strict=True))
+        for stream in (False, True):
+            echoed = await choices(3, echo=True, stream=stream)
+            for index, one in enumerate(echoed):
+                length = len(prompts[index // 3])
+                values = one["logprobs"]["token_logprobs"]
+                assert values[:length] == echoed[index // 3 * 3]["logprobs"]["token_logprobs"][:length]
+                assert values[0] is None and None not in values[1:] and len(values) > length
+
+    with_app(test, max_model_len=512)
+
+
+def test_recommendations_of_the_model_count_whether_do_sample_is_set_or_not(tmp_path: Path) -> None:
+    shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    recommended = {"temperature": 0.01, "top_k": 1, "repetition_penalty": 1.5, "max_new_tokens": 20}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(recommended))
+    given = {name: value for name, value in recommended.items() if name != "max_new_tokens"}
+
+    async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
+        async def text(path: str, **fields: Any) -> tuple[str, int]:
+            answer = (await http.post(f"/v1/{path}", json={"ignore_eos": True, **fields})).json()
+            (choice,) = answer["choices"]
+            return choice.get("text") or choice["message"]["content"], answer["usage"]["completion_tokens"]
+
+        assert client.info.generation_defaults == {**given, "max_tokens": 20}
+        whole = await text("completions", prompt=PROMPT)
+        assert whole == await text("completions", prompt=PROMPT, max_tokens=16, seed=5, **given)
+        assert whole != await text("completions", prompt=PROMPT, temperature=0, repetition_penalty=1)
+        messages = [{"role": "user", "content": PROMPT}]
+        assert (await text("chat/completions", messages=messages))[1] == 20
+        assert (await text("chat/completions", messages=messages, max_tokens=None, max_completion_tokens=None))[1] == 20
+        assert (await text("chat/completions", messages=messages, max_tokens=30))[1] == 30
+
+    with_app(test, model=str(tmp_path / "model"), max_model_len=512, num_blocks=64)
 
 
 def test_a_server_that_ends_finishes_what_it_has_and_takes_no_more() -> None:

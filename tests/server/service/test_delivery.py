@@ -19,6 +19,7 @@ from pointsman.server.service.gate import Gate
 from pointsman.server.service.sampling import for_sample
 from pointsman.server.wire.answers import Prompt
 from pointsman.server.wire.errors import ApiError
+from pointsman.server.wire.logprobs import Logprobs
 from pointsman.server.wire.messages import Delta, EngineRequest
 from tests.server.engine_pool import engine_pool
 
@@ -86,6 +87,72 @@ def test_more_samples_than_fit_in_a_message_are_queued_in_order() -> None:
     with_client(test)
 
 
+@pytest.mark.parametrize("num_samples", [1, 2, 4])
+def test_samples_share_the_log_probabilities_of_their_prompt(num_samples: int) -> None:
+    first = SamplingParams(max_tokens=3, seed=3, ignore_eos=True, prompt_logprobs=1)
+    params = [for_sample(first, max_tokens=3, sample=number) for number in range(num_samples)]
+
+    async def test(client: EngineClient) -> None:
+        async with delivery_of(client, "alone", PROMPT, [first]) as delivery:
+            await client.queue(delivery.streams)
+            (alone,) = await delivery.collect()
+        async with delivery_of(client, "together", PROMPT, params) as delivery:
+            await client.queue(delivery.streams)
+            outputs = await delivery.collect()
+            num_computed = sum(len(PROMPT.token_ids) - choice.num_cached_tokens for choice in delivery.choices)
+        assert alone.prompt_logprobs is not None and len(alone.prompt_logprobs) == len(PROMPT.token_ids)
+        assert [output.prompt_logprobs for output in outputs] == [alone.prompt_logprobs] * num_samples
+        assert len({tuple(output.token_ids) for output in outputs}) == num_samples
+        # One prompt, and its last tokens, which fill no block, for each of the others.
+        assert num_computed < len(PROMPT.token_ids) + num_samples * client.info.block_size
+
+    with_client(test)
+
+
+class Deltas:
+    """A stream of an engine that gives these, each once it is allowed to."""
+
+    def __init__(self, params: SamplingParams, *deltas: Delta) -> None:
+        self.request = EngineRequest("a", [5, 6], params, stream=False)
+        self.engine = 0
+        self.may_give = asyncio.Event()
+        self._deltas = iter(deltas)
+
+    async def __anext__(self) -> Delta:
+        await self.may_give.wait()
+        for delta in self._deltas:
+            return delta
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("reason", [None, "abort", "deadline"])
+def test_a_first_sample_that_ends_early_holds_up_no_other(reason: str | None) -> None:
+    found = None if reason else Logprobs(counts=[0])
+
+    async def run() -> None:
+        gate = Gate(cast(Any, SimpleNamespace(is_alive=True, death=None)), drain_timeout=1)
+        first = SamplingParams(prompt_logprobs=0)
+        ended = Delta(finish_reason=reason, prompt_logprobs=found)
+        streams = [Deltas(first, ended), *(Deltas(SamplingParams(), SOME_TEXT, LAST) for _ in range(2))]
+        async with Delivery(gate, Observations(100), Backlog(10).enter(3)) as delivery:
+            for stream in streams:
+                delivery.add(0, Prompt([5, 6]), cast(Any, stream))
+            collecting = asyncio.ensure_future(delivery.collect())
+            for stream in reversed(streams):
+                stream.may_give.set()
+                await asyncio.sleep(0.01)
+                assert not collecting.done() or stream is streams[0]
+            outputs = await asyncio.wait_for(collecting, 5)
+        assert [output.prompt_logprobs for output in outputs] == [found] * 3
+        assert [output.text for output in outputs] == ["", "x", "x"]
+
+    asyncio.run(run())
+
+
+SOME_TEXT, LAST = Delta(text="x"), Delta(finish_reason="stop")
 SOME = Delta(token_ids=[5], finish_reason="abort")
 VECTOR = Delta(embedding=np.zeros(2, np.float32), finish_reason="stop")
 ABORTED, LATE = Delta(finish_reason="abort"), Delta(finish_reason="deadline")

@@ -9,12 +9,14 @@ import pytest
 from pointsman.engine.params.sampling import RepetitionDetectionParams, SamplingParams
 from pointsman.server.config import ServerConfig
 from pointsman.server.service.sampling import (
+    SamplingPlan,
     choose_max_tokens,
     for_sample,
     sampling_params,
     structured_outputs,
 )
 from pointsman.server.service.service import check_limits
+from pointsman.server.wire.answers import Prompt
 from pointsman.server.wire.errors import ApiError
 from pointsman.server.wire.protocol import ChatCompletionRequest, CompletionRequest
 from tests.server.engine_info import engine_info
@@ -102,18 +104,59 @@ def test_what_fits_is_the_default_and_the_most() -> None:
     assert choose_max_tokens(None, 95, 16, "max_tokens", INFO, config) == 5
     assert choose_max_tokens(None, 40, None, "max_tokens", INFO, config) == 60
     assert choose_max_tokens(60, 40, 16, "max_tokens", INFO, config) == 60
-    for asked, prompt in ((61, 40), (1, 100), (None, 100)):
-        with pytest.raises(ApiError, match="100") as caught:
+    assert choose_max_tokens(61, 40, 16, "max_tokens", INFO, config) == 60
+    assert choose_max_tokens(2**31 - 1, 99, 16, "max_completion_tokens", INFO, config) == 1
+    for asked, prompt in ((1, 100), (None, 100), (1, 101)):
+        with pytest.raises(ApiError, match="leaves no room for a generated token") as caught:
             choose_max_tokens(asked, prompt, 16, "max_tokens", INFO, config)
         assert caught.value.status_code == 400
+
+
+def plan(max_tokens: int | None = None, default_max_tokens: int | None = None, **fields: Any) -> SamplingPlan:
+    body = CompletionRequest.model_validate({"prompt": "a", **fields})
+    return SamplingPlan(
+        body=body,
+        n=body.n,
+        logprobs=None,
+        prompt_logprobs=None,
+        max_tokens=max_tokens,
+        default_max_tokens=default_max_tokens,
+    )
+
+
+def test_each_prompt_is_clamped_to_its_own_room() -> None:
+    prompts = [Prompt([1] * length) for length in (10, 60, 99)]
+    found = plan(50, n=2).params(prompts, INFO, ServerConfig())
+    assert [[one.max_tokens for one in samples] for samples in found] == [[50, 50], [40, 40], [1, 1]]
+    with pytest.raises(ApiError, match="the prompt has 100 tokens"):
+        plan(50).params([*prompts, Prompt([1] * 100)], INFO, ServerConfig())
+
+
+def test_the_models_own_maximum_counts_where_neither_client_nor_api_have_one() -> None:
+    info = engine_info(max_model_len=100, generation_defaults={"max_tokens": 30, "top_k": 5})
+    prompts = [Prompt([1] * 10), Prompt([1] * 80)]
+    for chosen, expected in ((plan(), [30, 20]), (plan(50), [50, 20]), (plan(default_max_tokens=16), [16, 16])):
+        found = chosen.params(prompts, info, ServerConfig())
+        assert [(one.max_tokens, one.top_k) for (one,) in found] == [(limit, 5) for limit in expected]
+    assert plan().params(prompts[:1], info, ServerConfig(max_tokens_limit=9))[0][0].max_tokens == 9
+
+
+@pytest.mark.parametrize("lengths", [(60,), (10, 60), (60, 10)])
+def test_min_tokens_beyond_the_room_are_refused(lengths: tuple[int, ...]) -> None:
+    prompts = [Prompt([1] * length) for length in lengths]
+    assert plan(50, min_tokens=40).params(prompts, INFO, ServerConfig())
+    with pytest.raises(ValueError, match="min_tokens is 41, more than max_tokens 40; lower it"):
+        plan(50, min_tokens=41).params(prompts, INFO, ServerConfig())
 
 
 def test_the_operators_limit_holds_for_what_is_asked_and_what_is_not() -> None:
     config = ServerConfig(max_tokens_limit=10)
     assert choose_max_tokens(None, 40, None, "max_tokens", INFO, config) == 10
     assert choose_max_tokens(10, 40, None, "max_tokens", INFO, config) == 10
-    with pytest.raises(ApiError, match=r"max_completion_tokens is 11.*10"):
-        choose_max_tokens(11, 40, None, "max_completion_tokens", INFO, config)
+    assert choose_max_tokens(10, 95, None, "max_tokens", INFO, config) == 5
+    for num_prompt_tokens in (40, 95):  # whether it fits or not
+        with pytest.raises(ApiError, match=r"max_completion_tokens is 11.*10"):
+            choose_max_tokens(11, num_prompt_tokens, None, "max_completion_tokens", INFO, config)
 
 
 def test_samples_and_log_probabilities_are_limited() -> None:
@@ -189,3 +232,11 @@ def test_a_thousand_samples_cost_what_one_does() -> None:
         one = for_sample(first, max_tokens=8, sample=sample)
         assert one.seed == 1 + sample
         assert one.stop_token_ids is first.stop_token_ids and one.logit_bias is first.logit_bias
+
+
+def test_only_the_first_sample_computes_the_log_probabilities_of_its_prompt() -> None:
+    body = CompletionRequest.model_validate({"prompt": "a", "n": 3, "prompt_logprobs": 2})
+    asked = SamplingPlan(body=body, n=3, logprobs=1, prompt_logprobs=2, max_tokens=4)
+    found = asked.params([Prompt([1]), Prompt([2, 3])], INFO, ServerConfig())
+    assert [[one.prompt_logprobs for one in samples] for samples in found] == [[2, None, None]] * 2
+    assert all(one.logprobs == 1 and one.max_tokens == 4 for samples in found for one in samples)

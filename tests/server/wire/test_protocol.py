@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -11,9 +11,19 @@ from pydantic_core import from_json
 from pointsman.server.wire.errors import ApiError, validation_error
 from pointsman.server.wire.protocol import (
     ChatCompletionRequest,
+    ChatFields,
     CompletionRequest,
+    ContentPart,
     DetokenizeRequest,
+    EmbeddingRequest,
+    JsonSchemaFormat,
     Message,
+    ProtocolModel,
+    RepetitionDetection,
+    ResponseFormat,
+    SamplingFields,
+    StreamOptions,
+    StructuredOutputs,
     TokenizeChatRequest,
     TokenizeCompletionRequest,
     TokenizeRequest,
@@ -147,6 +157,76 @@ def test_null_means_left_out() -> None:
     assert body.max_tokens is None and body.stop is None
     chat = ChatCompletionRequest.model_validate({"messages": [USER], "n": None, "top_logprobs": None, "tools": None})
     assert (chat.n, chat.top_logprobs) == (1, 0)
+
+
+REQUIRED: dict[type[BaseModel], dict[str, Any]] = {
+    CompletionRequest: {"prompt": "a"},
+    ChatCompletionRequest: {"messages": [USER]},
+    EmbeddingRequest: {"input": "a"},
+    TokenizeCompletionRequest: {"prompt": "a"},
+    TokenizeChatRequest: {"messages": [USER]},
+    DetokenizeRequest: {"tokens": [1]},
+    Message: {**USER, "tool_calls": []},
+    ContentPart: {"type": "text", "text": "a"},
+    StreamOptions: {},
+    RepetitionDetection: {},
+    StructuredOutputs: {},
+    ResponseFormat: {"type": "text"},
+    JsonSchemaFormat: {"name": "a"},
+}
+"""The smallest body of each model."""
+
+
+def models_below(model: type[BaseModel]) -> set[type[BaseModel]]:
+    return {model}.union(*map(models_below, model.__subclasses__()))
+
+
+def test_every_model_of_requests_is_in_the_table_of_smallest_bodies() -> None:
+    bases = {ProtocolModel, ProtocolModel.__subclasses__()[0], SamplingFields, ChatFields}
+    assert models_below(ProtocolModel) - bases == set(REQUIRED)
+
+
+@pytest.mark.parametrize("model", REQUIRED)
+def test_null_is_the_default_of_every_field_that_may_be_left_out(model: type[BaseModel]) -> None:
+    described = model.model_json_schema()["properties"]
+    for name, field in model.model_fields.items():
+        known_as = field.alias or name
+        body = {**REQUIRED[model], known_as: None}
+        if field.is_required():
+            refused(model, body)
+            continue
+        has_null = type(None) in get_args(field.annotation)
+        default = None if has_null else field.get_default(call_default_factory=True)
+        assert getattr(model.model_validate(body), name) == default, name
+        assert {"type": "null"} in described[known_as]["anyOf"], name
+
+
+def test_null_in_fields_whose_type_has_none_is_their_default() -> None:
+    """One of each kind: numbers, truth values, names, lists, and fields of an object in the request."""
+    fields = dict.fromkeys(("n", "min_tokens", "priority", "ignore_eos", "skip_special_tokens", "bad_words"))
+    parts = {
+        "structured_outputs": {"regex": "a", "disable_any_whitespace": None},
+        "repetition_detection": {"min_count": None},
+    }
+    body = CompletionRequest.model_validate({"prompt": "a", **fields, **parts})
+    assert (body.n, body.min_tokens, body.priority, body.ignore_eos, body.skip_special_tokens) == (1, 0, 0, False, True)
+    assert (
+        body.bad_words == []
+        and body.bad_words is not CompletionRequest.model_validate({"prompt": "a", **fields}).bad_words
+    )
+    assert body.structured_outputs is not None and body.structured_outputs.disable_any_whitespace is False
+    assert body.repetition_detection is not None and body.repetition_detection.min_count == 0
+    vector = EmbeddingRequest.model_validate({"input": "a", "encoding_format": None, "pooling": None})
+    assert (vector.encoding_format, vector.pooling) == ("float", "last")
+    continued = {"messages": [USER], "continue_final_message": True, "add_generation_prompt": None}
+    assert ChatCompletionRequest.model_validate(continued).add_generation_prompt is False
+
+
+@pytest.mark.parametrize(
+    "body", [{"prompt": None}, {"prompt": "a", "stop": [None]}, {"prompt": "a", "logit_bias": {"5": None}}]
+)
+def test_null_in_place_of_what_is_needed_is_refused(body: dict[str, Any]) -> None:
+    refused(CompletionRequest, body)
 
 
 def test_unknown_fields_are_ignored() -> None:
@@ -299,6 +379,8 @@ def test_a_text_and_a_conversation_are_told_apart() -> None:
     adapter: TypeAdapter[Any] = TypeAdapter(TokenizeRequest)
     assert isinstance(adapter.validate_python({"prompt": "a"}), TokenizeCompletionRequest)
     assert isinstance(adapter.validate_python({"messages": [USER]}), TokenizeChatRequest)
+    assert isinstance(adapter.validate_python({"prompt": "a", "messages": None}), TokenizeCompletionRequest)
+    assert isinstance(adapter.validate_python({"prompt": None, "messages": [USER]}), TokenizeChatRequest)
     with pytest.raises(ValidationError) as caught:
         adapter.validate_python({"messages": []})
     assert {error["loc"][0] for error in caught.value.errors()} == {"Chat"}  # not a word about a prompt

@@ -1,0 +1,268 @@
+"""Settings in a model's directory: what is wrong in config.json is named, and generation_config.json gives defaults.
+
+transformers ignores a part of what it cannot use and reports the rest without the file or the field. So the fields that
+decide what is computed are checked before it reads them. Fields that only one family has are left to transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig
+
+from pointsman.engine.errors import ModelLoadError, first_line
+from pointsman.engine.params.sampling import SamplingParams
+from pointsman.engine.text.tokenizer import read_object
+
+GENERATION_CONFIG = "generation_config.json"
+REMEDY = "correct the field, or copy the model's own file again"
+
+# ------------------------------------------------------------------------------------------------- generation
+
+DEFAULTS: Mapping[str, str] = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Fields of generation settings that count, whether `do_sample` is set or not, and their names in `SamplingParams`."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationSettings:
+    """What a model's directory says about generation."""
+
+    eos_token_ids: tuple[int, ...] | None
+    """None: nothing; it is not said."""
+    sampling: Mapping[str, Any]
+    """Defaults by their names in `SamplingParams`."""
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], vocab_size: int, source: str = "generation_config") -> GenerationSettings:
+        """Those of a generation_config.json, or of a `GenerationConfig` as a dict.
+
+        Args:
+            fields: by their names there; None is not said.
+            vocab_size: token ids must be below it.
+            source: the file, for errors.
+
+        Raises:
+            ModelLoadError: a field has a wrong type or is out of range.
+        """
+        sampling = {}
+        for field, name in DEFAULTS.items():
+            value = fields.get(field)
+            if value is None:
+                continue
+            try:
+                SamplingParams(**{name: value})
+            except ValueError as error:
+                what = str(error).replace(name, field, 1)
+                raise ModelLoadError(f"{source}: {what}; {REMEDY}") from None
+            sampling[name] = value
+        return cls(_eos_token_ids(fields.get("eos_token_id"), vocab_size, source), sampling)
+
+
+def read_generation_settings(path: Path, config: Any) -> GenerationSettings:
+    """The settings of a directory's generation_config.json; without that file, those that its config.json holds.
+
+    Args:
+        path: the directory.
+        config: its configuration.
+
+    Raises:
+        ModelLoadError: the file cannot be read, or a field has a wrong type or is out of range.
+    """
+    file, text = path / GENERATION_CONFIG, config.get_text_config(decoder=True)
+    if not file.is_file():
+        fields = GenerationConfig.from_model_config(config).to_dict()
+        return GenerationSettings.of(fields, text.vocab_size, str(path / "config.json"))
+    settings = GenerationSettings.of(read_object(file), text.vocab_size, str(file))
+    try:
+        GenerationConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:
+        raise ModelLoadError(f"{file}: {first_line(error)}; {REMEDY}") from error
+    return settings
+
+
+def _eos_token_ids(value: Any, vocab_size: int, source: str) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    token_ids = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    for token_id in token_ids:
+        if not _is_int(token_id) or not 0 <= token_id < vocab_size:
+            raise ModelLoadError(
+                f"{source}: eos_token_id is {_shown(value)}; it must be a token id from 0 to {vocab_size - 1}, or a "
+                f"list of them; {REMEDY}"
+            )
+    return token_ids
+
+
+def choose_eos_token_ids(model: Any, tokenizer: Any | None, settings: GenerationSettings) -> tuple[int, ...]:
+    """The tokens that end a text: the tokenizer's EOS first, then those of the generation settings, or, where these
+    name none, of the configuration.
+
+    Raises:
+        ModelLoadError: the configuration's is no token id.
+    """
+    vocab_size = int(model.get_input_embeddings().num_embeddings)
+    configured = settings.eos_token_ids
+    if configured is None:
+        value = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
+        configured = _eos_token_ids(value, vocab_size, "config.json") or ()
+    own = getattr(tokenizer, "eos_token_id", None)
+    if own is None or not 0 <= own < vocab_size:  # a model that cannot sample it needs no end there
+        return tuple(dict.fromkeys(configured))
+    return tuple(dict.fromkeys((own, *configured)))
+
+
+# ------------------------------------------------------------------------------------------------- config.json
+
+
+def check_fields(content: Mapping[str, Any], file: Path) -> None:
+    """Check the fields of a config.json that decide what is computed, in its parts (`text_config`) too.
+
+    Raises:
+        ModelLoadError: a field has a wrong type or is out of range; the line names the file, the field and the value.
+    """
+    for prefix, fields in _parts(content):
+        for name, (is_right, wanted) in CONFIG_FIELDS.items():
+            value = fields.get(name)
+            if value is not None and not is_right(value):
+                raise ModelLoadError(f"{file}: {prefix}{name} is {_shown(value)}; it must be {wanted}; {REMEDY}")
+        for name in ("rope_scaling", "rope_parameters"):
+            if fields.get(name) is not None:
+                _check_rope(fields[name], f"{file}: {prefix}{name}")
+
+
+def _parts(content: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    yield "", content
+    text = content.get("text_config")
+    if isinstance(text, Mapping):
+        yield "text_config.", text
+
+
+def _check_rope(value: Any, place: str) -> None:
+    """Refuse rotary settings that would be ignored, which transformers does without an error."""
+    if not isinstance(value, Mapping):
+        raise ModelLoadError(f"{place} is {_shown(value)}; it must be an object like {ROPE_EXAMPLE}; {REMEDY}")
+    nested = {name: one for name, one in value.items() if isinstance(one, Mapping)}
+    for name, one in nested.items():
+        _check_rope(one, f"{place}.{name}")
+    if not nested:
+        _check_rope_scaling(value, place)
+
+
+def _check_rope_scaling(scaling: Mapping[str, Any], place: str) -> None:
+    scales = scaling.keys() - UNSCALED
+    kinds = [scaling[name] for name in ("rope_type", "type") if name in scaling]
+    if scales and not kinds:
+        raise ModelLoadError(
+            f"{place} is {_shown(dict(scaling))} and names no rope_type, so nothing would be scaled; write one like "
+            f"{ROPE_EXAMPLE}, or remove {', '.join(sorted(scales))}"
+        )
+    for kind in kinds:
+        if not isinstance(kind, str):
+            raise ModelLoadError(f"{place}: rope_type is {_shown(kind)}; it must be a name like linear; {REMEDY}")
+    if len(set(kinds)) > 1 and not set(kinds) <= SAME_ROPE_TYPES:
+        raise ModelLoadError(f"{place}: rope_type is {kinds[0]!r} and type is {kinds[1]!r}; remove one of them")
+    for name, one in scaling.items():
+        is_right, wanted = ROPE_FIELDS.get(name, _ANYTHING)
+        if one is not None and not is_right(one):
+            raise ModelLoadError(f"{place}: {name} is {_shown(one)}; it must be {wanted}; {REMEDY}")
+        near = get_close_matches(name, ROPE_FIELDS, n=1, cutoff=ALIKE)
+        if near and name not in ROPE_FIELDS:
+            raise ModelLoadError(
+                f"{place} has {name!r}, which would be ignored; is {near[0]} meant? rename or remove it"
+            )
+    if kinds and kinds[0] in NEEDS_FACTOR and scaling.get("factor") is None:
+        raise ModelLoadError(f"{place} is of type {kinds[0]} and has no factor; add it, as in {ROPE_EXAMPLE}")
+    if kinds and kinds[0] == "default" and scaling.get("factor", 1) != 1:
+        raise ModelLoadError(
+            f"{place}: factor is {scaling['factor']} and the rope_type is default, so nothing would be scaled; name "
+            f"another type, as in {ROPE_EXAMPLE}, or remove factor"
+        )
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+Check = tuple[Callable[[Any], bool], str]
+"""Whether a value is right, and what it must be."""
+
+_COUNT: Check = (lambda value: _is_int(value) and value >= 1, "an integer of at least 1")
+_ABOVE_0: Check = (lambda value: _is_number(value) and value > 0, "a number above 0")
+_NUMBER: Check = (_is_number, "a number")
+_FACTOR: Check = (lambda value: _is_number(value) and value >= 1, "a number of at least 1")
+_NUMBERS: Check = (lambda value: isinstance(value, list) and all(map(_is_number, value)), "a list of numbers")
+_NAME: Check = (lambda value: isinstance(value, str), "a name")
+_TRUTH: Check = (lambda value: isinstance(value, bool), "true or false")
+_ANYTHING: Check = (lambda value: True, "anything")
+
+CONFIG_FIELDS: Mapping[str, Check] = {
+    "max_position_embeddings": _COUNT,
+    "vocab_size": _COUNT,
+    "hidden_size": _COUNT,
+    "num_hidden_layers": _COUNT,
+    "num_attention_heads": _COUNT,
+    "num_key_value_heads": _COUNT,
+    "sliding_window": (_is_int, "an integer, or null"),
+    "rope_theta": _ABOVE_0,
+    "hidden_act": _NAME,
+    "eos_token_id": (
+        lambda value: all(_is_int(one) and one >= 0 for one in (value if isinstance(value, list) else [value])),
+        "a token id of at least 0, or a list of them",
+    ),
+    "layer_types": (lambda value: isinstance(value, list), "a list of names"),
+    "quantization_config": (lambda value: isinstance(value, Mapping), "an object"),
+    "text_config": (lambda value: isinstance(value, Mapping), "an object"),
+}
+"""null is left to transformers."""
+
+ROPE_FIELDS: Mapping[str, Check] = {
+    "rope_type": _NAME,
+    "type": _NAME,
+    "rope_theta": _ABOVE_0,
+    "partial_rotary_factor": _ABOVE_0,
+    "factor": _FACTOR,
+    "original_max_position_embeddings": _COUNT,
+    "max_position_embeddings": _COUNT,
+    "attention_factor": _ABOVE_0,
+    "beta_fast": _NUMBER,
+    "beta_slow": _NUMBER,
+    "mscale": _NUMBER,
+    "mscale_all_dim": _NUMBER,
+    "low_freq_factor": _NUMBER,
+    "high_freq_factor": _NUMBER,
+    "short_factor": _NUMBERS,
+    "long_factor": _NUMBERS,
+    "truncate": _TRUTH,
+}
+"""Of rotary embeddings; other names are a family's own."""
+UNSCALED = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+"""Fields of a rotary embedding that is not scaled."""
+NEEDS_FACTOR = frozenset({"linear", "dynamic", "llama3", "yarn"})
+SAME_ROPE_TYPES = frozenset({"longrope", "su"})
+"""Names of one type."""
+ALIKE = 0.82
+"""How alike two names are, of at most 1, before the unknown one is taken for a misspelling."""
+ROPE_EXAMPLE = '{"rope_type": "linear", "factor": 2.0}'

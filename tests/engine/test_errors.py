@@ -1,0 +1,25 @@
+"""The line of an error that a user gets to see."""
+
+from __future__ import annotations
+
+import pytest
+
+from pointsman.engine.errors import first_line
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("one", "one"),
+        ("one\ntwo", "one"),
+        ("\n  one  \n", "one"),
+        ("", "ValueError"),
+        ("wrong field:\n  TypeError: no int", "wrong field: TypeError: no int"),
+        ("one of:\n\n(1) a file,\n(2) a class.\nMore", "one of: (1) a file, (2) a class."),
+        ("one of:", "one of"),
+        (":\n:", "ValueError"),
+        ("x" * 300, "x" * 200),
+    ],
+)
+def test_a_line_that_ends_in_a_colon_goes_on_in_the_next(text: str, line: str) -> None:
+    assert first_line(ValueError(text)) == line
