@@ -13,7 +13,14 @@ import pytest
 
 from pointsman.engine.outputs.request_output import Logprob
 from pointsman.engine.sampling.logprobs import TokenLogprobs
-from pointsman.server.wire.logprobs import PIECE, Logprobs, LogprobWriter, prompt_logprobs
+from pointsman.server.wire.logprobs import (
+    PIECE,
+    Logprobs,
+    LogprobWriter,
+    TextPlaces,
+    UnplacedLogprobs,
+    prompt_logprobs,
+)
 from pointsman.server.wire.pieces import Pieces, in_pieces
 
 # As the engine gives them: the sampled token first, then the most likely ones.
@@ -29,7 +36,8 @@ Entries = Sequence[Mapping[int, Logprob] | None]
 def columns_of(entries: Entries) -> Logprobs:
     """As the engine gives them."""
     texts = {token_id: one.decoded_token for entry in entries for token_id, one in (entry or {}).items()}
-    return Logprobs.of([None if entry is None else _arrays(entry) for entry in entries], texts.__getitem__)
+    pieces = {token_id: None if text is None else text.encode() for token_id, text in texts.items()}
+    return Logprobs.of([None if entry is None else _arrays(entry) for entry in entries], pieces.__getitem__)
 
 
 def _arrays(entry: Mapping[int, Logprob]) -> TokenLogprobs:
@@ -41,8 +49,16 @@ def at_once(work: Pieces[ResultT]) -> ResultT:
     return asyncio.run(in_pieces(work))
 
 
+def unplaced(token_ids: list[int], columns: Logprobs, *, first: bytes = b"", offset: int = 0) -> UnplacedLogprobs:
+    """Of an answer whose text is that of the tokens; `first`: of a token without a log probability."""
+    pieces = [first if piece is None else piece for piece in columns.own_pieces()]
+    places = TextPlaces(offset)
+    places.add_text(b"".join(piece for piece in pieces if isinstance(piece, bytes)).decode(), is_last=True)
+    return UnplacedLogprobs(places, token_ids, pieces, columns)
+
+
 def completion(writer: LogprobWriter, token_ids: list[int], entries: Entries, **more: Any) -> Any:
-    return json.loads(at_once(writer.completion(token_ids, columns_of(entries), **more))[0])
+    return json.loads(at_once(writer.completion(unplaced(token_ids, columns_of(entries), **more))))
 
 
 def chat(writer: LogprobWriter, entries: Entries) -> Any:
@@ -64,7 +80,7 @@ def test_completions_have_four_lists() -> None:
 
 
 def test_a_prompts_first_token_has_none() -> None:
-    found = completion(LogprobWriter(1), [5, 7], [None, SAMPLED_IS_LIKELY], offset=3, first_text="The")
+    found = completion(LogprobWriter(1), [5, 7], [None, SAMPLED_IS_LIKELY], offset=3, first=b"The")
     assert found["tokens"] == ["The", " a"]
     assert found["token_logprobs"] == [None, -0.1]
     assert found["top_logprobs"][0] is None
@@ -105,8 +121,8 @@ def test_those_of_a_prompt_are_by_token_id() -> None:
 def test_a_token_that_is_among_the_most_likely_ones_is_there_once() -> None:
     values = np.array([-0.5, -0.25, -0.5, -3.0], dtype=np.float32)
     entry = TokenLogprobs(np.array([7, 8, 7, 9]), values, 1)
-    found = Logprobs.of([entry, None], str)
-    assert found == Logprobs([3, 0], [7, 8, 9], [-0.5, -0.25, -3.0], [2, 1, 3], ["7", "8", "9"])
+    found = Logprobs.of([entry, None], lambda token_id: b"%d" % token_id, [b"seven"])
+    assert found == Logprobs([3, 0], [7, 8, 9], [-0.5, -0.25, -3.0], [2, 1, 3], [b"seven", b"8", b"9"])
 
 
 def test_columns_are_appended() -> None:
@@ -122,16 +138,13 @@ def test_many_are_written_in_short_pieces(form: str) -> None:
     """And in pieces they are what they are at once."""
     entries = [SAMPLED_IS_LIKELY if place % 3 else SAMPLED_IS_UNLIKELY for place in range(5000)]
     ids = [next(iter(entry)) for entry in entries]
-    columns = columns_of(entries)
     make: dict[str, Callable[[], Any]] = {
-        "completion": lambda: LogprobWriter(2).completion(ids, columns),
-        "chat": lambda: LogprobWriter(2).chat(columns),
-        "prompt": lambda: prompt_logprobs(columns),
+        "completion": lambda: LogprobWriter(2).completion(unplaced(list(ids), columns_of(entries))),
+        "chat": lambda: LogprobWriter(2).chat(columns_of(entries)),
+        "prompt": lambda: prompt_logprobs(columns_of(entries)),
     }
     assert len(list(make[form]())) > 5000 * 2 / (PIECE + 4)
-    written = at_once(make[form]())
-    text = written[0] if form == "completion" else written
-    found, one = json.loads(text), entries[1]
+    found, one = json.loads(at_once(make[form]())), entries[1]
     if form == "completion":
         assert len(found["tokens"]) == 5000 and found["text_offset"][-1] == 3332 * 2 + 1667
         assert found == completion(LogprobWriter(2), ids, entries)
