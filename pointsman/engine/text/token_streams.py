@@ -154,9 +154,10 @@ class WindowStream:
                 if len(held) < num_unfinished:
                     held.append(token_id)
         self._context, self._held = context[::-1], held[::-1]
-        if has_bytes and not context:
+        self._context_text = self._decode(self._context) if context else ""
+        if has_bytes and not self._context_text:
             self._context = self._neutral()
-        self._context_text = self._decode(self._context) if self._context else ""
+            self._context_text = self._decode(self._context)
 
     def whole(self, token_ids: Sequence[int]) -> str:
         shown = [token_id for token_id in token_ids if token_id not in self._skipped]

@@ -160,7 +160,9 @@ def test_an_output_finishes_the_prompts_character(kind: str, num_bytes: int) -> 
 def test_a_prompt_of_bytes_alone_is_the_beginning_of_a_text() -> None:
     tokenizer = sentencepiece(falls_back=True)
     decoder = TextDecoder(tokenizer)
-    assert text_behind(decoder, tokens_of(tokenizer, "<0x0A>"), tokens_of(tokenizer, "▁The")) == " The"
+    the = tokens_of(tokenizer, "▁The")
+    assert text_behind(decoder, tokens_of(tokenizer, "<0x0A>"), the) == " The"
+    assert text_behind(decoder, tokens_of(tokenizer, "<0x0A>", "▁"), the) == " The"
     assert (
         text_behind(decoder, tokens_of(tokenizer, "<s>", "<0xC3>"), tokens_of(tokenizer, "<0xA9>", "▁The")) == "é The"
     )
