@@ -183,12 +183,8 @@ def test_tokens_that_the_text_leaves_out_take_no_place(side: Side) -> None:
 def test_every_one_of_the_most_likely_tokens_has_a_key(side: Side) -> None:
     """Tokens without text, and a byte beside its character, would share one."""
     choice = side.complete("The text", max_tokens=1, logprobs=20)
-    sampled, *_ = choice["logprobs"]["tokens"]
-    (top,) = choice["logprobs"]["top_logprobs"]
+    (sampled,), (top,) = choice["logprobs"]["tokens"], choice["logprobs"]["top_logprobs"]
     assert len(top) in (20, 21) and top[sampled] == choice["logprobs"]["token_logprobs"][0]
-    same = [len(side.tokenizer) + extra for extra in range(3)]  # the vocabulary lacks them: they have no text
-    choice = side.complete("The text", max_tokens=1, logprobs=3, allowed_token_ids=same, logprobs_mode=None)
-    assert choice["text"] == ""
 
 
 # -------------------------------------------------------------------------------------------- structured output
@@ -271,4 +267,5 @@ def test_the_official_client_reads_them(side: Side) -> None:
         chunks = list(stream)
         tokens = [one for chunk in chunks if chunk.choices[0].logprobs for one in chunk.choices[0].logprobs.content]
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-        assert b"".join(bytes(one.bytes) for one in tokens).decode("utf-8", "replace") == text
+        joined = b"".join(bytes(one.bytes) for one in tokens)
+        assert joined.decode("utf-8", "ignore") == text.replace(REPLACEMENT, "")  # some bytes may be no character
