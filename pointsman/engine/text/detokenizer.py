@@ -56,6 +56,10 @@ logger = logging.getLogger(__name__)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
+MAX_CHANGED = 8
+"""Bytes of a prompt that tokenizers may have replaced before the next token, as by one character with an accent."""
+
+
 class TextDecoder:
     """How one tokenizer decodes. Shared by all requests; safe to use from several threads.
 
@@ -206,9 +210,14 @@ class TextDecoder:
             piece = self.token_bytes(token_id)
             if not whole.startswith(piece, place):
                 shorter = piece.removeprefix(b" ")  # the first token of a text, or one behind a special token
+                is_added = token_id in self._special_ids
                 if whole.startswith(shorter, place):
                     piece = shorter
-                elif token_id in self._special_ids:
+                elif (place or not is_added) and (
+                    found := whole.find(piece, place, place + len(piece) + MAX_CHANGED)
+                ) >= 0:
+                    place = found
+                elif is_added:  # by the tokenizer
                     pieces.append(self.name(token_id))
                     continue
             pieces.append(piece)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from pointsman.engine.sampling.logprobs import TokenLogprobs
 
 LEAST_LOGPROB = -9999.0
+MAX_UNKNOWN = 8
+"""Characters of a text that are not those of its tokens, one after the other."""
 PIECE = 256
 """Tokens whose log probabilities are written in one piece, at least: a millisecond."""
 
@@ -117,7 +119,8 @@ class TextPlaces:
 
     The text is that of the tokens' bytes, with these exceptions. It may end early, at a stop string. A leading space
     may be missing, because it was stripped or cleaned up. Of bytes that are no character, each may be a replacement
-    character. So the place behind a token is looked up in the text, when that has come.
+    character. A tokenizer may have replaced characters of a prompt. So the place behind a token is looked up in the
+    text, when that has come.
 
     Args:
         offset: characters before the text.
@@ -154,8 +157,8 @@ class TextPlaces:
                 self._pass_added()
             self._num_bytes = len(self._open) + len(piece)
             self._added, self._open = _split(self._open + piece)
-            if self._text.startswith(REPLACEMENT, self._at):
-                self._pass_replacements()
+            if not self._text.startswith(self._added, self._at):
+                self._pass_unknown()
         return self._num_before + self._at
 
     def _pass_added(self) -> None:
@@ -169,13 +172,14 @@ class TextPlaces:
         self._at = min(len(text), at + len(added))
         self._added = ""
 
-    def _pass_replacements(self) -> None:
-        """Go behind replacement characters that more of the bytes before have than was expected."""
-        text, at = self._text, self._at
-        while text.startswith(REPLACEMENT, at) and not text.startswith(self._added, at):
-            at += 1
-        if self._added and text.startswith(self._added, at):
-            self._at = at
+    def _pass_unknown(self) -> None:
+        """Go to what the new token has added, behind a few characters that no token accounts for."""
+        at, added = self._at, self._added
+        is_shorter = added.startswith(" ") and self._text.startswith(added[1:], at)
+        if is_shorter or added.startswith(self._text[at : at + len(added)]):  # or the rest has not come
+            return
+        found = self._text.find(added, at, at + len(added) + MAX_UNKNOWN)
+        self._at = at if found < 0 else found
 
 
 def _split(text: bytes) -> tuple[str, bytes]:

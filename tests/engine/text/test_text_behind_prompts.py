@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from tokenizers import normalizers
 
 from pointsman.core import Request
 from pointsman.engine.outputs.request_output import RequestOutput, Transcript
@@ -267,6 +268,15 @@ def test_the_bytes_of_tokens_joined_are_the_text(kind: str) -> None:
     named = tokenizer.decode([tokenizer.bos_token_id, *token_ids])
     joined = decoder.prompt_pieces([tokenizer.bos_token_id, *token_ids], named)
     assert b"".join(joined).decode() == named  # type: ignore[arg-type]  # none is missing
+
+
+def test_a_tokenizer_may_compose_the_characters_of_a_prompt() -> None:
+    tokenizer = HARD_KINDS["byte-level"]()
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    text = "e\u0301e\u0301<s>a"
+    token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    pieces = TextDecoder(tokenizer).prompt_pieces([tokenizer.eos_token_id, *token_ids], text)
+    assert pieces[0] == "</s>" and b"".join(pieces[1:]).decode() == "éé<s>a"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", list(HARD_KINDS))

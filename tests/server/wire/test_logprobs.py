@@ -174,6 +174,8 @@ def offsets_of(places: TextPlaces, pieces: Sequence[Piece]) -> list[int]:
         ([b"\xc3", b"b"], "\ufffdb", [0, 1]),
         ([b"\xe2", b"\x82", b"b"], "\ufffd\ufffdb", [0, 0, 2]),
         (["\ufffd".encode(), b"b"], "\ufffdb", [0, 1]),
+        ([b"a", "é".encode(), b"b", b"c"], "ae\u0301bc", [0, 1, 3, 4]),  # the tokenizer composes characters
+        ([b" The", b" The"], "The The", [0, 3]),
         ([b"", b"a", b"", b"b"], "ab", [0, 0, 1, 1]),
     ],
 )
