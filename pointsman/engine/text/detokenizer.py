@@ -48,6 +48,7 @@ from pointsman.engine.text.token_streams import (
     CleanUpStream,
     TokenStream,
     WindowStream,
+    added_text,
     unfinished_end,
 )
 
@@ -148,17 +149,25 @@ class TextDecoder:
         return behind if self._is_byte_level or self._decode_raw([token_id])[:1] == " " else behind.removeprefix(b" ")
 
     def added_text(self, token_id: int, before: Sequence[int]) -> str:
-        """A token's text, as of `token_text`; for part of a character, what it adds to the tokens before it.
+        """A token's text, as of `token_text`; for one that ends within a character nothing.
 
-        A character comes with the token that finishes it, so tokens that leave it unfinished add nothing.
+        The token that finishes the character has the text of all of its tokens.
+
+        Args:
+            token_id: the token.
+            before: the last of the tokens before it, as many as a character may have.
         """
         text = self.token_text(token_id)
-        if REPLACEMENT not in text and not (self._falls_back and self._fallback_byte(token_id)):
+        if REPLACEMENT not in text:
             return text
-        stream = self.stream(skip_special_tokens=False, is_verbatim=True)
-        if self.unfinished(before) or not self._is_known:
+        if not self._is_known:
+            stream = self.stream(skip_special_tokens=False, is_verbatim=True)
             stream.begin_behind(before)
-        return stream.feed(token_id) + stream.pending()
+            return stream.feed(token_id)
+        unfinished = b""
+        for earlier in before:
+            unfinished = added_text(self.token_bytes(earlier), unfinished)[1]
+        return added_text(self.token_bytes(token_id), unfinished)[0]
 
     def unfinished(self, prompt: Sequence[int]) -> bytes:
         """The bytes at the end of a prompt that begin a character and do not finish it: 3 at most.

