@@ -69,4 +69,5 @@ def test_an_engine_continues_prompts(tokenizer: Any) -> None:
             described = [*entries[1:], *output.outputs[0].logprobs]
             own = zip(token_ids[1 : split + 1], described, strict=True)
             added = "".join(entry[token_id].decoded_token or "" for token_id, entry in own if entry is not None)
-            assert decoder.prompt_text(token_ids[: split + 1]).endswith(added) and REPLACEMENT not in added
+            whole = decoder.prompt_text(token_ids[: split + 1])  # a space may wait in a token with half a character
+            assert whole.rstrip(" ").endswith(added.rstrip(" ")) and REPLACEMENT not in added
