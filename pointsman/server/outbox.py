@@ -201,9 +201,9 @@ def _report(outputs: EngineOutputs, key: int, latest: RequestOutput, reported: R
         return
     delta = Delta(sample.text, sample.token_ids, num_cached_tokens=latest.num_cached_tokens)
     if entries is not None:
-        delta.logprobs = Logprobs.of(entries, new.token_text)
+        delta.logprobs = Logprobs.of(entries, new.token_piece, sample.token_pieces)
     if of_prompt is not None:
-        delta.prompt_logprobs = Logprobs.of(of_prompt, new.token_text)
+        delta.prompt_logprobs = Logprobs.of(of_prompt, new.token_piece)
     if latest.finished:
         delta.finish_reason, delta.stop_reason = sample.finish_reason, sample.stop_reason
         delta.finish_detail, delta.metrics = sample.finish_detail, latest.metrics

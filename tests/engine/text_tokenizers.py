@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from tests.engine.tiny_models import VOCAB_SIZE
@@ -66,6 +66,54 @@ def byte_fallback() -> PreTrainedTokenizerFast:
     return _finished(tokenizer)
 
 
+HARD_TEXT = "The naïve 😀x  fiancé,\n\n日本語のtext e\u0301 👩\u200d👩\u200d👧 ok\u00a0\tend. "
+"""Latin letters with diacritics, combining marks, CJK, emoji of several characters, newlines and several spaces."""
+
+
+def sentencepiece(*, falls_back: bool) -> PreTrainedTokenizerFast:
+    """Llama 2's decoder over the characters of `HARD_TEXT`, or of those in ASCII with bytes for the others."""
+    characters = sorted({"▁" if one == " " else one for one in HARD_TEXT})
+    vocab = {"<unk>": 0}
+    for piece in characters:
+        if not falls_back or (piece.isascii() and piece > " ") or piece in "▁é本":
+            vocab[piece] = len(vocab)
+    for piece in ("▁The", "▁te", "▁▁"):
+        vocab[piece] = len(vocab)
+    steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    if falls_back:
+        vocab |= {f"<0x{byte:02X}>": len(vocab) + byte for byte in range(256)}
+        steps.insert(1, decoders.ByteFallback())
+    merges = [("▁", "▁"), ("▁", "t"), ("▁t", "e"), ("▁", "T"), ("▁T", "h"), ("▁Th", "e")]
+    for pair in merges:
+        vocab.setdefault("".join(pair), len(vocab))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=falls_back, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(steps)
+    return _finished(tokenizer)
+
+
+def unigram() -> PreTrainedTokenizerFast:
+    """As T5 decodes, over the characters of `HARD_TEXT`."""
+    pieces = sorted({"▁" if one == " " else one for one in HARD_TEXT})
+    scored = [("<unk>", 0.0), *((piece, -3.0) for piece in pieces), ("▁The", -1.0), ("▁te", -1.0), ("xt", -1.0)]
+    tokenizer = Tokenizer(models.Unigram(scored, 0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return _finished(tokenizer)
+
+
+def hard_wordpiece() -> PreTrainedTokenizerFast:
+    """The characters of `HARD_TEXT` as beginnings of words and inside them; white space is lost."""
+    pieces = sorted(set("".join(HARD_TEXT.split())))
+    vocab = {"[UNK]": 0}
+    for piece in [*pieces, *(f"##{piece}" for piece in pieces), "The", "##xt"]:
+        vocab[piece] = len(vocab)
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    return _finished(tokenizer)
+
+
 def bpe_with_suffix() -> PreTrainedTokenizerFast:
     """A word's last token is marked, and becomes a space unless the text ends there."""
     vocab = {piece: i for i, piece in enumerate(["a", "b</w>", "the</w>", "é", "é</w>"])}
@@ -101,6 +149,15 @@ KINDS: dict[str, Callable[[], Any]] = {
     "python": ByT5Tokenizer,
     "python-replacing": ReplacingByT5Tokenizer,
 }
+
+HARD_KINDS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
+    "byte-level": byte_level,
+    "sentencepiece-bytes": lambda: sentencepiece(falls_back=True),
+    "sentencepiece": lambda: sentencepiece(falls_back=False),
+    "unigram": unigram,
+    "wordpiece": hard_wordpiece,
+}
+"""Tokenizers that encode `HARD_TEXT` without a loss; for WordPiece, of anything but white space."""
 
 
 def byte_token(kind: str, tokenizer: Any, byte: int) -> int | None:

@@ -115,9 +115,10 @@ class OutputProcessor:
         """
         decoder = self.decoder if params.detokenize else None
         detokenizer = None
+        is_verbatim = params.structured_outputs is not None  # what the grammar has matched is the text
         if decoder is not None:
             detokenizer = Detokenizer(
-                decoder.stream(params.skip_special_tokens),
+                decoder.stream(params.skip_special_tokens, is_verbatim=is_verbatim),
                 tuple(params.stop or ()),
                 include_stop=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
@@ -128,6 +129,7 @@ class OutputProcessor:
             decoder=decoder,
             detokenizer=detokenizer,
             skips_special_tokens=params.skip_special_tokens,
+            is_verbatim=is_verbatim,
             is_eager=decoder is not None and (eager_text or bool(params.stop)),
             keeps_logprobs=params.logprobs is not None,
             keeps_prompt_logprobs=params.prompt_logprobs is not None,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -67,7 +67,16 @@ class Logprob:
     rank: int | None
     """1 is the most likely token of the vocabulary."""
     decoded_token: str | None
-    """Its text behind other text; None if the request makes no text."""
+    """The text that it adds to that of the tokens before it; a character comes with the token that finishes it. None if
+    the request makes no text."""
+
+
+Piece: TypeAlias = bytes | str | None
+"""What a token stands for behind other text: its bytes in UTF-8, which may be part of a character. The name of a token
+that the text leaves out, such as EOS. None if the request makes no text."""
+
+NUM_BEFORE = 8
+"""Tokens before another one that are looked at for the beginning of its character."""
 
 
 class Transcript:
@@ -77,16 +86,19 @@ class Transcript:
         prompt: the prompt as text, if it is known.
         decoder: of the model's tokenizer; None: no text is made.
         detokenizer: for this request's text; None with `decoder`.
+        skips_special_tokens: whether the text leaves special tokens out.
+        is_verbatim: whether the text does not depend on the prompt.
         is_eager: text is made by `make_text` alone, in the engine's thread; otherwise also when it is read.
         keeps_logprobs: whether the caller asked for log probabilities of the output.
         keeps_prompt_logprobs: and for those of the prompt.
         stream_interval: tokens from one output to the next.
     """
 
-    __slots__ = ("_final_text", "_prompt_token_ids", "_rest", "decoder", "detokenizer", "embedding", "error",
-                 "finish_detail", "finish_reason", "has_hidden_end", "is_eager", "logprob_sums", "logprobs", "metrics",
-                 "mode", "num_reported", "num_resumed", "prompt", "prompt_logprobs", "request", "skips_special_tokens",
-                 "stop_reason", "stream_interval", "texts", "token_ids")  # fmt: skip
+    __slots__ = ("_final_text", "_has_begun", "_is_verbatim", "_prompt_token_ids", "_rest", "decoder", "detokenizer",
+                 "embedding", "error", "finish_detail", "finish_reason", "has_hidden_end", "is_eager",
+                 "logprob_sums", "logprobs", "metrics", "mode", "num_reported", "num_resumed", "prompt",
+                 "prompt_logprobs", "request", "skips_special_tokens", "stop_reason", "stream_interval", "texts",
+                 "token_ids")  # fmt: skip
 
     def __init__(
         self,
@@ -96,6 +108,7 @@ class Transcript:
         decoder: TextDecoder | None = None,
         detokenizer: Detokenizer | None = None,
         skips_special_tokens: bool = True,
+        is_verbatim: bool = False,
         is_eager: bool = False,
         keeps_logprobs: bool = False,
         keeps_prompt_logprobs: bool = False,
@@ -132,6 +145,8 @@ class Transcript:
         self.stop_reason: int | str | None = None
         self.has_hidden_end = False
         """Whether the last token, which stopped the request, is not part of the text."""
+        self._is_verbatim = is_verbatim
+        self._has_begun = is_verbatim
         self._rest: str | None = None  # text that the end of the tokens settled
         self._final_text: str | None = None
         self._prompt_token_ids: list[int] | None = None
@@ -170,13 +185,22 @@ class Transcript:
         if self.detokenizer is None:
             return
         texts = self.texts
+        self._begin_text()
         last = len(self.token_ids) - 1 if self.has_hidden_end else -1
         for index in range(len(texts), num_tokens):
             texts.append("" if index == last else self.detokenizer.feed(self.token_ids[index]))
 
+    def _begin_text(self) -> None:
+        """Before the first text is made: by then the whole prompt is known."""
+        if not self._has_begun and self.detokenizer is not None:
+            self._has_begun = True
+            prompt: Any = self.request.prompt_token_ids  # an array, of which only the end is read
+            self.detokenizer.begin_behind(prompt)
+
     def make_rest(self) -> str:
         """The text that only the end of the tokens settles; all tokens' text has been made."""
         if self._rest is None:
+            self._begin_text()
             self._rest = self.detokenizer.finish() if self.detokenizer is not None else ""
         return self._rest
 
@@ -191,8 +215,9 @@ class Transcript:
             return ""
         if to_the_end and start == 0 and not self.is_eager and not self.texts:
             if self._final_text is None:  # none of it has been read: decoding all at once is the fastest
+                self._begin_text()
                 shown = self.token_ids[:-1] if self.has_hidden_end else self.token_ids
-                self._final_text = self.decoder.decode(shown, self.skips_special_tokens)
+                self._final_text = self.detokenizer.whole(shown)
             return self._final_text
         self.make_text(end)
         text = "".join(self.texts[start:end])
@@ -204,15 +229,69 @@ class Transcript:
         self.finish_detail = finish_detail
         self.stop_reason = stop_reason
 
-    def describe(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """Log probabilities of one position as callers get them; the token itself comes first."""
-        text = self.decoder.token_text if self.decoder is not None else lambda token_id: None
+    def describe(self, entry: TokenLogprobs, before: list[int]) -> dict[int, Logprob]:
+        """Log probabilities of one position as callers get them; the token itself comes first.
+
+        Args:
+            entry: of the position.
+            before: the last of the tokens before it.
+        """
+        decoder = self.decoder
         ids, values = entry.token_ids.tolist(), entry.logprobs.tolist()
         ranks = chain((entry.rank,), range(1, len(ids)))
         return {
-            token_id: Logprob(value, rank, text(token_id))
+            token_id: Logprob(value, rank, None if decoder is None else decoder.added_text(token_id, before))
             for token_id, value, rank in zip(ids, values, ranks, strict=True)
         }
+
+    def describe_output(self, start: int, end: int) -> list[dict[int, Logprob]] | None:
+        """The log probabilities of the generated tokens `start` to `end` - 1, as far as they are known here."""
+        if self.logprobs is None:
+            return None
+        described = []
+        for index in range(max(start, self.num_resumed), end):
+            before = self.token_ids[max(0, index - NUM_BEFORE) : index]
+            if index < NUM_BEFORE:
+                before = self.request.prompt_token_ids[-NUM_BEFORE:].tolist() + before
+            described.append(self.describe(self.logprobs[index - self.num_resumed], before))
+        return described
+
+    def describe_prompt(self) -> list[dict[int, Logprob] | None] | None:
+        """The log probabilities of the prompt's tokens."""
+        if self.prompt_logprobs is None:
+            return None
+        tokens = self.prompt_token_ids
+        entries = enumerate(self.prompt_logprobs, start=1)
+        return [None, *(self.describe(entry, tokens[max(0, index - NUM_BEFORE) : index]) for index, entry in entries)]
+
+    def piece(self, token_id: int) -> Piece:
+        """What a token stands for in the text."""
+        decoder = self.decoder
+        if decoder is None:
+            return None
+        if self.skips_special_tokens and decoder.is_special(token_id):
+            return decoder.name(token_id)
+        return decoder.token_bytes(token_id)
+
+    def pieces(self, start: int, end: int) -> list[Piece]:
+        """What each of the generated tokens `start` to `end` - 1 stands for in its place of the text."""
+        pieces = [self.piece(token_id) for token_id in self.token_ids[start:end]]
+        if self.decoder is None:
+            return pieces
+        if self.has_hidden_end and start < end == len(self.token_ids):
+            pieces[-1] = self.decoder.name(self.token_ids[-1])
+        shown = (index for index, token_id in enumerate(self.token_ids) if isinstance(self.piece(token_id), bytes))
+        first = next(shown, end)
+        if start <= first < end and isinstance(pieces[first - start], bytes) and self._begins_text():
+            pieces[first - start] = self.decoder.first_token_bytes(self.token_ids[first])
+        return pieces
+
+    def _begins_text(self) -> bool:
+        """Whether there is no text before the first token's."""
+        prompt = self.request.prompt_token_ids.tolist()
+        return not self._is_verbatim and not any(
+            isinstance(piece, bytes) and piece for piece in map(self.piece, prompt)
+        )
 
 
 class CompletionOutput:
@@ -251,8 +330,8 @@ class CompletionOutput:
     @property
     def logprobs(self) -> list[dict[int, Logprob]] | None:
         """For each of `token_ids` its log probability and those of the most likely tokens; None if not asked for."""
-        if self._logprobs is None and self._transcript.logprobs is not None:
-            self._logprobs = [self._transcript.describe(entry) for entry in self.token_logprobs or ()]
+        if self._logprobs is None:
+            self._logprobs = self._transcript.describe_output(self._start, self._end)
         return self._logprobs
 
     @property
@@ -260,6 +339,11 @@ class CompletionOutput:
         """As `logprobs`, in the arrays that they come in: thousands of small objects take a caller long."""
         entries, before = self._transcript.logprobs, self._transcript.num_resumed
         return None if entries is None else entries[max(0, self._start - before) : max(0, self._end - before)]
+
+    @property
+    def token_pieces(self) -> list[Piece]:
+        """What each token of `token_logprobs` stands for in the text."""
+        return self._transcript.pieces(max(self._start, self._transcript.num_resumed), self._end)
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -341,10 +425,7 @@ class RequestOutput:
     @property
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         """One entry per prompt token, None for the first; None if not asked for, or if an earlier output had them."""
-        entries = self._transcript.prompt_logprobs
-        if entries is None or self._start:
-            return None
-        return [None, *(self._transcript.describe(entry) for entry in entries)]
+        return None if self._start else self._transcript.describe_prompt()
 
     @property
     def prompt_token_logprobs(self) -> list[TokenLogprobs | None] | None:
@@ -352,10 +433,9 @@ class RequestOutput:
         entries = self._transcript.prompt_logprobs
         return None if entries is None or self._start else [None, *entries]
 
-    def token_text(self, token_id: int) -> str | None:
-        """A token's text behind other text; None if the request makes no text."""
-        decoder = self._transcript.decoder
-        return None if decoder is None else decoder.token_text(token_id)
+    def token_piece(self, token_id: int) -> Piece:
+        """What a token stands for in the text."""
+        return self._transcript.piece(token_id)
 
     @property
     def embedding(self) -> npt.NDArray[np.float32] | None:

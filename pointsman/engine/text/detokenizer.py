@@ -18,6 +18,12 @@ Byte fallback decides over a whole run of byte tokens: if its bytes are not all 
 replacement character, also those that looked like a character before. The `DecodeStream` of the tokenizers library is
 not used: it raises on some invalid bytes, holds back everything behind others, and does not clean up spaces.
 
+Text behind a prompt is what its tokens add to the prompt's text: a decoder that strips the first space of a text does
+not strip the first word of an output, and an output may finish a character that the prompt begins. With structured
+output the text is what the grammar has matched: decoded behind other text whatever the prompt is, and not cleaned up.
+
+    prompt text + output text == the text of all tokens at once
+
 A token that the tokenizer cannot decode (models often have more logits than their tokenizer has tokens, and tokenizers
 written in Python may raise then) has no text.
 
@@ -35,16 +41,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pointsman.engine.text.token_streams import (
+    MAX_UNFINISHED,
+    REPLACEMENT,
     ByteStream,
     CautiousWindowStream,
     CleanUpStream,
     TokenStream,
     WindowStream,
+    added_text,
+    unfinished_end,
 )
 
 logger = logging.getLogger(__name__)
 
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+MAX_CHANGED = 8
+"""Bytes of a prompt that tokenizers may have replaced before the next token, as by one character with an accent."""
 
 
 class TextDecoder:
@@ -61,12 +75,13 @@ class TextDecoder:
         kinds = _decoder_kinds(self._backend.decoder) if self._backend is not None else []
         self._is_byte_level = kinds == ["ByteLevel"]
         # Any other mixture with ByteLevel is unknown ground: decode by windows that wait for whole characters.
-        self._is_exact = self._backend is not None and "ByteLevel" not in kinds
+        self._is_known = self._is_byte_level or (self._backend is not None and "ByteLevel" not in kinds)
         self._falls_back = "ByteFallback" in kinds
         self._cleans_up = _cleans_up(tokenizer, self._backend)
         self._token_bytes: dict[int, bytes] = {}
-        self._is_byte_token: dict[int, bool] = {}
+        self._fallback_bytes: dict[int, bytes | None] = {}
         self._token_texts: dict[int, str] = {}
+        self._neutral_ids: list[int] | None = None
         self._unreadable: frozenset[int] = frozenset()
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -79,17 +94,32 @@ class TextDecoder:
             lambda ids: self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens), list(token_ids)
         )
 
-    def stream(self, skip_special_tokens: bool = True) -> TokenStream:
-        """A stream for a new text."""
+    def stream(self, skip_special_tokens: bool = True, *, is_verbatim: bool = False) -> TokenStream:
+        """A stream for a new text.
+
+        Args:
+            skip_special_tokens: whether the text leaves special tokens out.
+            is_verbatim: each token has the text that it has behind other text, whatever the prompt is; nothing is
+                stripped or cleaned up.
+        """
         skipped = self._special_ids if skip_special_tokens else frozenset()
         stream: TokenStream
         if self._is_byte_level:
-            stream = ByteStream(self._bytes_of, skipped)
-        elif self._is_exact:
-            stream = WindowStream(self._decode_raw, skipped, self._is_byte if self._falls_back else None)
+            stream = ByteStream(self._bytes_of, skipped, self.unfinished)
+        elif self._is_known:
+            byte_of = self._fallback_byte if self._falls_back else None
+            stream = WindowStream(self._decode_raw, skipped, byte_of, self.unfinished, self._neutral)
         else:
             stream = CautiousWindowStream(self._decode_raw, skipped)
-        return CleanUpStream(stream, self._tokenizer.clean_up_tokenization) if self._cleans_up else stream
+        if is_verbatim:
+            stream.begin_behind(self._neutral())
+        elif self._cleans_up:
+            return CleanUpStream(stream, self._tokenizer.clean_up_tokenization, self._decode_raw, skipped)
+        return stream
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether texts may leave the token out, such as EOS."""
+        return token_id in self._special_ids
 
     def token_text(self, token_id: int) -> str:
         """A token's text as it is behind other text, special tokens included: " the", not "the"."""
@@ -101,6 +131,115 @@ class TextDecoder:
                 text = self._decode_raw([token_id, token_id])[len(self._decode_raw([token_id])) :]
             self._token_texts[token_id] = text
         return text
+
+    def name(self, token_id: int) -> str:
+        """The text of a token alone, special tokens included."""
+        return self._decode_raw([token_id])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for behind other text, in UTF-8; part of a character, perhaps."""
+        if self._is_byte_level:
+            return self._bytes_of(token_id)
+        byte = self._fallback_byte(token_id) if self._falls_back else None
+        return self.token_text(token_id).encode() if byte is None else byte
+
+    def first_token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for at the beginning of a text, where a decoder may strip a space."""
+        behind = self.token_bytes(token_id)
+        return behind if self._is_byte_level or self._decode_raw([token_id])[:1] == " " else behind.removeprefix(b" ")
+
+    def added_text(self, token_id: int, before: Sequence[int]) -> str:
+        """A token's text, as of `token_text`; for one that ends within a character nothing.
+
+        The token that finishes the character has the text of all of its tokens.
+
+        Args:
+            token_id: the token.
+            before: the last of the tokens before it, as many as a character may have.
+        """
+        text = self.token_text(token_id)
+        if REPLACEMENT not in text:
+            return text
+        if not self._is_known:
+            stream = self.stream(skip_special_tokens=False, is_verbatim=True)
+            stream.begin_behind(before)
+            return stream.feed(token_id)
+        unfinished = b""
+        for earlier in before:
+            unfinished = added_text(self.token_bytes(earlier), unfinished)[1]
+        return added_text(self.token_bytes(token_id), unfinished)[0]
+
+    def unfinished(self, prompt: Sequence[int]) -> bytes:
+        """The bytes at the end of a prompt that begin a character and do not finish it: 3 at most.
+
+        They are part of the text behind the prompt. A special token ends a character.
+        """
+        if not (self._is_byte_level or self._falls_back):
+            return b""
+        byte_of = self._bytes_of if self._is_byte_level else self._fallback_byte
+        end = b""
+        for token_id in map(int, reversed(prompt)):
+            piece = None if token_id in self._special_ids else byte_of(token_id)
+            if piece is None or len(end) >= MAX_UNFINISHED:
+                break
+            end = piece + end
+        return unfinished_end(end)
+
+    def prompt_text(self, token_ids: Sequence[int]) -> str:
+        """The text of a prompt, special tokens included; without an unfinished character at its end.
+
+        Raises:
+            Exception: the tokenizer's own, although it decodes each of the tokens alone.
+        """
+        unfinished = self.unfinished(token_ids)
+        if self._falls_back and unfinished:  # one replacement character would be there for each byte of the run
+            end = len(token_ids)
+            for _ in unfinished:
+                end -= 1
+                while not self._fallback_byte(token_ids[end]):
+                    end -= 1
+            return self.decode(token_ids[:end], skip_special_tokens=False)
+        text = self.decode(token_ids, skip_special_tokens=False)
+        return text.removesuffix(REPLACEMENT) if unfinished or not self._is_known else text
+
+    def prompt_pieces(self, token_ids: Sequence[int], text: str) -> list[bytes | str]:
+        """What each token of a prompt stands for in the prompt's text.
+
+        Args:
+            token_ids: of the prompt.
+            text: of the prompt, as `prompt_text` makes it or as it was tokenized.
+
+        Returns:
+            Bytes in UTF-8. For a special token that the text lacks, its name.
+        """
+        whole = text.encode("utf-8", "replace")
+        pieces: list[bytes | str] = []
+        place = 0
+        for token_id in token_ids:
+            piece = self.token_bytes(token_id)
+            if not whole.startswith(piece, place):
+                shorter = piece.removeprefix(b" ")  # the first token of a text, or one behind a special token
+                is_added = token_id in self._special_ids
+                if whole.startswith(shorter, place):
+                    piece = shorter
+                elif (place or not is_added) and (
+                    found := whole.find(piece, place, place + len(piece) + MAX_CHANGED)
+                ) >= 0:
+                    place = found
+                elif is_added:  # by the tokenizer
+                    pieces.append(self.name(token_id))
+                    continue
+            pieces.append(piece)
+            place += len(piece)
+        return pieces
+
+    def _neutral(self) -> list[int]:
+        """Tokens whose text is a letter or more, so that what comes behind them is not the beginning of a text."""
+        if self._neutral_ids is None:
+            others = (token_id for token_id in range(len(self._tokenizer)) if token_id not in self._special_ids)
+            words = ([token_id] for token_id in others if not (self._falls_back and self._fallback_byte(token_id)))
+            self._neutral_ids = next((word for word in words if self._decode_raw(word).isalpha()), [])
+        return self._neutral_ids
 
     def _decode_raw(self, token_ids: list[int]) -> str:
         """The text of tokens, none of them skipped, with all its spaces; errors as of `decode`."""
@@ -142,14 +281,17 @@ class TextDecoder:
             self._token_bytes[token_id] = known
         return known
 
-    def _is_byte(self, token_id: int) -> bool:
-        known = self._is_byte_token.get(token_id)
-        if known is None:
+    def _fallback_byte(self, token_id: int) -> bytes | None:
+        """The byte that a token stands for; empty if the vocabulary lacks the token, None if it stands for text."""
+        try:
+            return self._fallback_bytes[token_id]
+        except KeyError:
             token = self._token(token_id)
             # A token that the vocabulary lacks is left out, so a run of bytes goes on behind it.
-            known = token is None or _BYTE_TOKEN.fullmatch(token) is not None
-            self._is_byte_token[token_id] = known
-        return known
+            match = _BYTE_TOKEN.fullmatch(token or "")
+            known = bytes.fromhex(match[1]) if match else b"" if token is None else None
+            self._fallback_bytes[token_id] = known
+            return known
 
 
 class Detokenizer:
@@ -187,6 +329,14 @@ class Detokenizer:
         self._floor = 0  # characters of the buffer in which no stop string may end, because of min_tokens
         self.stop_reason: str | None = None
         """The stop string that was found; nothing more is to be fed then."""
+
+    def begin_behind(self, prompt: Sequence[int]) -> None:
+        """The text continues that of a prompt, see `TokenStream`; to be called before the first token, or never."""
+        self._stream.begin_behind(prompt)
+
+    def whole(self, token_ids: Sequence[int]) -> str:
+        """What is released if these tokens, and no others, are the remaining ones. Only without stop strings."""
+        return self._stream.whole(token_ids)
 
     def _search(self, token_id: int) -> str:
         """`feed`, with stop strings."""

@@ -49,7 +49,7 @@ def completions_router(service: Service) -> APIRouter:
                 body.prompt,
                 body.add_special_tokens,
                 needs_text=echoes,
-                needs_first_token=echoes and has_logprobs,
+                has_logprobs=has_logprobs,
             ),
             plan=SamplingPlan(
                 body=body,

@@ -13,12 +13,15 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pointsman.engine.text.detokenizer import TextDecoder
 from pointsman.engine.text.tokenizer import PLAIN_CHAT_TEMPLATE, encode, render_chat
 from pointsman.server.wire.answers import Prompt
 from pointsman.server.wire.errors import ApiError
+from pointsman.server.wire.logprobs import TextPlaces
 from pointsman.server.wire.protocol import MAX_PROMPTS
 
 if TYPE_CHECKING:
@@ -40,8 +43,8 @@ class TextPrompts:
     add_special_tokens: bool = True
     needs_text: bool = False
     """Whether the answer echoes the prompts."""
-    needs_first_token: bool = False
-    """Whether the answer has the text of the first token of each prompt."""
+    has_logprobs: bool = False
+    """Whether the answer has log probabilities, and says where in its text they are."""
 
     def count(self) -> int:
         """The number of prompts, before any is read.
@@ -75,7 +78,7 @@ class ChatPrompt:
     body: ChatFields
     template_input: Mapping[str, Any] = field(default_factory=dict)
     """What the template may read beside what `body` holds."""
-    needs_text = needs_first_token = False
+    needs_text = has_logprobs = False
 
     def count(self) -> int:
         """One."""
@@ -93,6 +96,7 @@ class PromptReader:
 
     def __init__(self, tokenizer: Any | None, info: EngineInfo, chat_template: str | None = None) -> None:
         self.tokenizer = tokenizer
+        self._decoder = None if tokenizer is None else TextDecoder(tokenizer)
         self._info = info
         self._chat_template = chat_template
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pointsman-tokenizer")
@@ -114,16 +118,17 @@ class PromptReader:
         return [await self._of_part(source, part) for part in source.parts()]
 
     async def add_texts(self, source: TextPrompts | ChatPrompt, prompts: list[Prompt]) -> None:
-        """Complete prompts that an answer repeats with their text.
+        """Complete prompts with what an answer says of their text.
 
         Raises:
             ValueError: a prompt of token ids has no text.
         """
         for prompt in prompts:
             if source.needs_text and prompt.text is None:
-                prompt.text = await self.decode(prompt.token_ids)
-            if source.needs_first_token:
-                prompt.first_token = await self.decode(prompt.token_ids[:1])
+                self._required()
+                self._check_ids(prompt.token_ids)
+            if self._decoder is not None and (source.needs_text or source.has_logprobs):
+                await self._in_thread(partial(_add_text, self._decoder, source, prompt))
 
     async def _of_part(self, source: TextPrompts, part: str | list[int]) -> Prompt:
         if isinstance(part, str):
@@ -205,9 +210,7 @@ class PromptReader:
             ValueError: there is no tokenizer, or a token id is outside the vocabulary.
         """
         tokenizer = self._required()
-        for token_id in token_ids:
-            if not 0 <= token_id < self._info.vocab_size:
-                raise ValueError(f"token id {token_id} is outside the model's vocabulary of {self._info.vocab_size}")
+        self._check_ids(token_ids)
         return await self._in_thread(lambda: str(tokenizer.decode(list(token_ids))))
 
     async def names(self, token_ids: list[int]) -> list[str] | None:
@@ -217,6 +220,11 @@ class PromptReader:
             return None
         return await self._in_thread(lambda: list(tokenizer.convert_ids_to_tokens(token_ids)))
 
+    def _check_ids(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            if not 0 <= token_id < self._info.vocab_size:
+                raise ValueError(f"token id {token_id} is outside the model's vocabulary of {self._info.vocab_size}")
+
     def _required(self) -> Any:
         if self.tokenizer is None:
             raise ValueError(f"the model in {self._info.model} has no tokenizer; give the prompt as token ids")
@@ -224,6 +232,19 @@ class PromptReader:
 
     async def _in_thread(self, function: Callable[[], ResultT]) -> ResultT:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+
+def _add_text(decoder: TextDecoder, source: TextPrompts | ChatPrompt, prompt: Prompt) -> None:
+    """Complete a prompt."""
+    if source.needs_text and prompt.text is None:
+        prompt.text = decoder.prompt_text(prompt.token_ids)
+    if source.has_logprobs:
+        prompt.unfinished = decoder.unfinished(prompt.token_ids)
+        if prompt.text is not None and source.needs_text:
+            places = TextPlaces()
+            places.add_text(prompt.text, is_last=True)
+            prompt.pieces = decoder.prompt_pieces(prompt.token_ids, prompt.text)
+            prompt.offsets = [places.place(piece) for piece in prompt.pieces]
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pointsman.server.wire.logprobs import Logprobs, LogprobWriter, prompt_logprobs
+from pointsman.server.wire.logprobs import Logprobs, LogprobWriter, TextPlaces, UnplacedLogprobs, prompt_logprobs
 from pointsman.server.wire.pieces import Pieces
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from pointsman.engine.outputs.request_output import Piece
     from pointsman.server.wire.errors import ApiError
     from pointsman.server.wire.messages import Delta
     from pointsman.server.wire.protocol import (
@@ -48,8 +49,13 @@ class Prompt:
     token_ids: list[int]
     text: str | None = None
     """As the client wrote it, or as it is echoed; None if the client sent token ids, or a conversation."""
-    first_token: str = ""
-    """The text of the first token, which has no log probability; only of echoed prompts with log probabilities."""
+    pieces: Sequence[Piece] = ()
+    """What the tokens stand for in the text; only of echoed prompts with log probabilities."""
+    offsets: Sequence[int] = ()
+    """Where they begin in the text, in characters."""
+    unfinished: bytes = b""
+    """Of an unfinished character at the end, which belongs to the generated text; only for answers with log
+    probabilities."""
 
 
 @dataclass(slots=True)
@@ -67,8 +73,8 @@ class Choice:
     """Tokens of the prompt that were found in the prefix cache."""
     plain_head: str = ""
     """A plain chunk up to its text; "" before the first chunk."""
-    num_characters: int = 0
-    """Of the tokens whose log probabilities were written: some text may be held back behind them for a stop string."""
+    unplaced: UnplacedLogprobs | None = None
+    """Of a completion: those of tokens that were read and not written yet."""
 
 
 def usage(choices: Sequence[Choice], num_completion_tokens: int | None = None) -> dict[str, Any]:
@@ -275,24 +281,25 @@ class CompletionWriter(TextWriter):
         return usage(choices, 0 if self._is_echo_alone else num_tokens)
 
     def _logprobs(self, choice: Choice, new: Delta, *, is_first: bool) -> Pieces[str]:
-        """Those of new tokens, behind those of an echoed prompt if they are the first."""
+        """Those of tokens whose place in the text is known now, behind those of an echoed prompt if they are the first.
+
+        In a stream, a token whose text is held back may be cut off, so its log probability comes with the text.
+        """
         if not self._has_logprobs:
             return "null"
-        token_ids = list[int]()
-        entries = Logprobs()
+        prompt, unplaced = choice.prompt, choice.unplaced
+        if unplaced is None:
+            places = TextPlaces(len(self._echo(choice)), prompt.unfinished)
+            unplaced = choice.unplaced = UnplacedLogprobs(places)
         of_prompt = new.prompt_logprobs or Logprobs()
-        is_complete = len(of_prompt) == len(choice.prompt.token_ids)  # or it finished before its first token
+        is_complete = len(of_prompt) == len(prompt.token_ids)  # or it finished before its first token
         if self._echoes and is_first and is_complete:
-            token_ids += choice.prompt.token_ids
-            entries.extend(of_prompt)
+            unplaced.add(prompt.token_ids, prompt.pieces, of_prompt, prompt.offsets)
         if not self._is_echo_alone:
-            token_ids += new.token_ids
-            entries.extend(new.logprobs or Logprobs())
-        written, num_characters = yield from self._logprobs_of.completion(
-            token_ids, entries, offset=choice.num_characters, first_text=choice.prompt.first_token
-        )
-        choice.num_characters += num_characters
-        return written
+            entries = new.logprobs or Logprobs()
+            unplaced.add(new.token_ids, entries.own_pieces(), entries)
+            unplaced.places.add_text(new.text, is_last=new.finish_reason is not None)
+        return (yield from self._logprobs_of.completion(unplaced))
 
 
 # ------------------------------------------------------------------------------------------------- chat

@@ -5,22 +5,30 @@ order (which may have the token itself among them; here it is once). A request m
 As columns they cross in a tenth of the time that so many objects take, and their JSON is written in pieces
 (`wire/pieces.py`).
 
+A token is bytes here, because it may be a part of a character. Clients read text: bytes that are no whole character are
+written `\\xNN`, as OpenAI does. The bytes of the tokens before it say what a token adds to the text, and where.
+
 JSON has no infinities, so an impossible token has -9999.0, as vLLM writes it.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pointsman.engine.text.token_streams import REPLACEMENT, added_text, split_text
 from pointsman.server.wire.pieces import Pieces
 
 if TYPE_CHECKING:
+    from pointsman.engine.outputs.request_output import Piece
     from pointsman.engine.sampling.logprobs import TokenLogprobs
 
 LEAST_LOGPROB = -9999.0
+MAX_UNKNOWN = 8
+"""Characters of a text that are not those of its tokens, one after the other."""
 PIECE = 256
 """Tokens whose log probabilities are written in one piece, at least: a millisecond."""
 
@@ -41,11 +49,23 @@ class Logprobs:
     values: list[float] = field(default_factory=list)
     """Natural logarithms."""
     ranks: list[int | None] = field(default_factory=list)
-    texts: list[str | None] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+    """What the tokens stand for."""
 
     @classmethod
-    def of(cls, entries: Iterable[TokenLogprobs | None], text_of: Callable[[int], str | None]) -> Logprobs:
-        """Those that the engine gives, one per position, and the texts of their tokens."""
+    def of(
+        cls,
+        entries: Iterable[TokenLogprobs | None],
+        piece_of: Callable[[int], Piece],
+        own: Iterable[Piece] = (),
+    ) -> Logprobs:
+        """Those that the engine gives.
+
+        Args:
+            entries: one per position.
+            piece_of: what a token stands for behind other text.
+            own: what each position's own token stands for in its place.
+        """
         made = cls()
         for entry in entries:
             if entry is None:
@@ -61,7 +81,9 @@ class Logprobs:
             made.token_ids += token_ids
             made.values += values
             made.ranks += ranks
-        made.texts = list(map(text_of, made.token_ids))
+        made.pieces = list(map(piece_of, made.token_ids))
+        for place, piece in zip(made.positions(), own, strict=False):
+            made.pieces[place.start] = piece
         return made
 
     def __len__(self) -> int:
@@ -73,7 +95,16 @@ class Logprobs:
         self.token_ids += later.token_ids
         self.values += later.values
         self.ranks += later.ranks
-        self.texts += later.texts
+        self.pieces += later.pieces
+
+    def drop(self, num_positions: int) -> None:
+        """Remove those of the first positions."""
+        end = sum(self.counts[:num_positions])
+        del self.counts[:num_positions], self.token_ids[:end], self.values[:end], self.ranks[:end], self.pieces[:end]
+
+    def own_pieces(self) -> list[Piece]:
+        """Of each position: what its own token stands for; None where it has no log probability."""
+        return [self.pieces[place.start] if place else None for place in self.positions()]
 
     def positions(self) -> Iterator[range]:
         """Of each position: where its elements are."""
@@ -81,6 +112,111 @@ class Logprobs:
         for count in self.counts:
             yield range(start, start + count)
             start += count
+
+
+class TextPlaces:
+    """Finds where the tokens of an answer begin in its text, part of which may come after its tokens.
+
+    The text is that of the tokens' bytes, with these exceptions. It may end early, at a stop string. A leading space
+    may be missing, because it was stripped or cleaned up. Of bytes that are no character, each may be a replacement
+    character. A tokenizer may have replaced characters of a prompt. So the place behind a token is looked up in the
+    text, when that has come.
+
+    Args:
+        offset: characters before the text.
+        unfinished: the bytes of a character that begins before the first token and belongs to the text.
+    """
+
+    def __init__(self, offset: int = 0, unfinished: bytes = b"") -> None:
+        self._text = ""
+        self._num_before = offset  # characters before `_text`
+        self._at = 0  # in `_text`
+        self._added = ""  # by the last token, behind `_at`
+        self._num_bytes = 0  # of what was added
+        self._open = unfinished  # the beginning of a character, behind what was added
+        self._is_complete = False
+
+    def add_text(self, text: str, *, is_last: bool) -> None:
+        """The text that follows. If it is the last, the remaining tokens have their places within it."""
+        self._text = self._text[self._at :] + text
+        self._num_before += self._at
+        self._at = 0
+        self._is_complete = is_last
+
+    @property
+    def has_next(self) -> bool:
+        """Whether the text says where the next token begins."""
+        return self._is_complete or self._at + len(self._added) <= len(self._text)
+
+    def place(self, piece: Piece) -> int:
+        """The next token's offset in characters: where the character begins that holds its first byte."""
+        self._pass_added()
+        if isinstance(piece, bytes) and piece:
+            if self._open and not _is_valid_start(self._open + piece[:1]):
+                self._added, self._num_bytes, self._open = REPLACEMENT, len(self._open), b""
+                self._pass_added()
+            self._num_bytes = len(self._open) + len(piece)
+            self._added, self._open = split_text(self._open + piece)
+            if not self._text.startswith(self._added, self._at):
+                self._pass_unknown()
+        return self._num_before + self._at
+
+    def _pass_added(self) -> None:
+        """Go behind the text that the last token added."""
+        text, at, added = self._text, self._at, self._added
+        if not text.startswith(added, at):
+            if added.startswith(" ") and text.startswith(added[1:], at):
+                added = added[1:]
+            elif text.startswith(REPLACEMENT, at):
+                added = REPLACEMENT * self._num_bytes
+        self._at = min(len(text), at + len(added))
+        self._added = ""
+
+    def _pass_unknown(self) -> None:
+        """Go to what the new token has added, behind a few characters that no token accounts for."""
+        at, added = self._at, self._added
+        is_shorter = added.startswith(" ") and self._text.startswith(added[1:], at)
+        if is_shorter or added.startswith(self._text[at : at + len(added)]):  # or the rest has not come
+            return
+        found = self._text.find(added, at, at + len(added) + MAX_UNKNOWN)
+        self._at = at if found < 0 else found
+
+
+def _is_valid_start(text: bytes) -> bool:
+    """Whether bytes are the beginning of a text in UTF-8."""
+    try:
+        codecs.getincrementaldecoder("utf-8")("strict").decode(text)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+@dataclass(slots=True)
+class UnplacedLogprobs:
+    """Log probabilities of consecutive tokens of a completion that are not written yet."""
+
+    places: TextPlaces
+    """Of the generated text."""
+    token_ids: list[int] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+    """What the tokens stand for in their places."""
+    entries: Logprobs = field(default_factory=Logprobs)
+    offsets: list[int] = field(default_factory=list)
+    """Of the first tokens, if they are the prompt's."""
+
+    def add(
+        self, token_ids: Sequence[int], pieces: Sequence[Piece], entries: Logprobs, offsets: Sequence[int] = ()
+    ) -> None:
+        """Append those of further tokens."""
+        self.token_ids += token_ids
+        self.pieces += pieces
+        self.entries.extend(entries)
+        self.offsets += offsets
+
+    def drop(self, num_tokens: int) -> None:
+        """Remove those of the first tokens."""
+        del self.token_ids[:num_tokens], self.pieces[:num_tokens], self.offsets[:num_tokens]
+        self.entries.drop(num_tokens)
 
 
 class LogprobWriter:
@@ -95,46 +231,50 @@ class LogprobWriter:
         self._num_top = num_top
         self._as_token_ids = as_token_ids
 
-    def _tokens(self, logprobs: Logprobs, place: range) -> list[str]:
-        """Those of a position, in the form that the client asked for."""
-        ids, texts = logprobs.token_ids[place.start : place.stop], logprobs.texts[place.start : place.stop]
-        return [self._token(token_id, text) for token_id, text in zip(ids, texts, strict=True)]
-
-    def _token(self, token_id: int, text: str | None) -> str:
-        return f"token_id:{token_id}" if self._as_token_ids or text is None else text
+    def _token(self, token_id: int, piece: Piece, prefix: str = "") -> str:
+        """A token in the form that the client asked for; `prefix` before one that is no whole characters."""
+        if self._as_token_ids or piece is None:
+            return f"token_id:{token_id}"
+        if isinstance(piece, str):
+            return piece
+        try:
+            return piece.decode()
+        except UnicodeDecodeError:
+            return prefix + piece.decode("utf-8", "backslashreplace")
 
     # ------------------------------------------------------------------ completions
 
-    def completion(
-        self, token_ids: Sequence[int], logprobs: Logprobs, *, offset: int = 0, first_text: str | None = None
-    ) -> Pieces[tuple[str, int]]:
-        """An object of four lists, one element per token; and the characters of these tokens.
-
-        Args:
-            token_ids: the tokens.
-            logprobs: of as many positions.
-            offset: characters of the text before the first token.
-            first_text: the text of a token without log probabilities.
-        """
+    def completion(self, unplaced: UnplacedLogprobs) -> Pieces[str]:
+        """An object of four lists, one element per token whose place in the text is known; these are removed."""
         written = _Lists("text_offset", "token_logprobs", "tokens", "top_logprobs")
-        end, num_pending = offset, 0
-        for token_id, place in zip(token_ids, logprobs.positions(), strict=True):
+        logprobs, places, known = unplaced.entries, unplaced.places, iter(unplaced.offsets)
+        num_written = num_pending = 0
+        for token_id, piece, place in zip(unplaced.token_ids, unplaced.pieces, logprobs.positions(), strict=True):
+            offset = next(known, None)
+            if offset is None:
+                if not places.has_next:
+                    break
+                offset = places.place(piece)
+            num_written += 1
             value, top = None, None
-            text = self._token(token_id, first_text)
+            token = self._token(token_id, piece, "bytes:")
             if place:
-                values = [finite(one) for one in logprobs.values[place.start : place.stop]]
-                tokens = self._tokens(logprobs, place)
-                text, value = tokens[0], values[0]
+                value = finite(logprobs.values[place.start])
                 # OpenAI's rule: the sampled token is always included, so there may be one more than asked for.
-                top = dict(zip(tokens[: self._num_top + 1], values, strict=False))
-            written.append(end, value, text, top)
-            end += len(text)
+                top = {token: value}
+                for one in place[1 : self._num_top + 1]:
+                    other = self._token(logprobs.token_ids[one], logprobs.pieces[one], "bytes:")
+                    if other in top:  # as of two tokens without text
+                        other = f"token_id:{logprobs.token_ids[one]}"
+                    top[other] = finite(logprobs.values[one])
+            written.append(offset, value, token, top)
             num_pending += 1 + len(place)
             if num_pending > PIECE:
                 written.write()
                 num_pending = 0
                 yield
-        return written.text(), end - offset
+        unplaced.drop(num_written)
+        return written.text()
 
     # ------------------------------------------------------------------ chat
 
@@ -143,11 +283,9 @@ class LogprobWriter:
         written = _Lists("content")
         num_pending = 0
         for place in logprobs.positions():
-            values = [finite(one) for one in logprobs.values[place.start : place.stop]]
-            tokens = self._tokens(logprobs, place)
-            likely = sorted(range(len(values)), key=lambda one: -values[one])[: self._num_top]
-            top = [_chat_token(tokens[one], values[one]) for one in likely]
-            written.append({**_chat_token(tokens[0], values[0]), "top_logprobs": top})
+            likely = sorted(place, key=lambda one: -finite(logprobs.values[one]))[: self._num_top]
+            top = [self._chat_token(logprobs, one) for one in likely]
+            written.append({**self._chat_token(logprobs, place.start), "top_logprobs": top})
             num_pending += 1 + len(place)
             if num_pending > PIECE:
                 written.write()
@@ -155,9 +293,13 @@ class LogprobWriter:
                 yield
         return written.text()
 
-
-def _chat_token(text: str, value: float) -> dict[str, Any]:
-    return {"token": text, "logprob": value, "bytes": list(text.encode())}
+    def _chat_token(self, logprobs: Logprobs, one: int) -> dict[str, Any]:
+        piece = logprobs.pieces[one]
+        return {
+            "token": self._token(logprobs.token_ids[one], piece),
+            "logprob": finite(logprobs.values[one]),
+            "bytes": list(piece) if isinstance(piece, bytes) else None,
+        }
 
 
 def prompt_logprobs(logprobs: Logprobs | None) -> Pieces[str]:
@@ -167,8 +309,11 @@ def prompt_logprobs(logprobs: Logprobs | None) -> Pieces[str]:
     texts: list[str] = []
     pending: list[dict[str, Any] | None] = []
     num_pending = 0
+    unfinished = b""
     for place in logprobs.positions():
-        pending.append({str(logprobs.token_ids[one]): _ranked(logprobs, one) for one in place} or None)
+        pending.append({str(logprobs.token_ids[one]): _ranked(logprobs, one, unfinished) for one in place} or None)
+        own = logprobs.pieces[place.start] if place else None
+        unfinished = added_text(own, unfinished)[1] if isinstance(own, bytes) else b""
         num_pending += 1 + len(place)
         if num_pending > PIECE:
             texts.append(_elements(pending))
@@ -185,8 +330,9 @@ def _elements(values: list[Any]) -> str:
     return json.dumps(values, allow_nan=False, separators=(",", ":"))[1:-1]
 
 
-def _ranked(logprobs: Logprobs, one: int) -> dict[str, Any]:
-    value, rank, text = logprobs.values[one], logprobs.ranks[one], logprobs.texts[one]
+def _ranked(logprobs: Logprobs, one: int, unfinished: bytes) -> dict[str, Any]:
+    value, rank, piece = logprobs.values[one], logprobs.ranks[one], logprobs.pieces[one]
+    text = added_text(piece, unfinished)[0] if isinstance(piece, bytes) else piece
     return {"logprob": finite(value), "rank": rank, "decoded_token": text}
 
 

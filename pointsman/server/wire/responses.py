@@ -91,7 +91,8 @@ class ChatTokenLogprob(BaseModel):
 
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
+    """UTF-8, of part of a character perhaps; null for a token that the text leaves out."""
 
 
 class ChatTokenLogprobs(ChatTokenLogprob):

@@ -58,7 +58,7 @@ def test_random_groups_of_tokens(kind: str, is_eager: bool) -> None:
     for _ in range(150):
         token_ids = random_tokens(kind, tokenizer, rng)
         transcript = Transcript(
-            Request("r", [1], arrival_time=0.0, max_tokens=99), decoder=decoder,
+            Request("r", tokenizer.all_special_ids[:1], arrival_time=0.0, max_tokens=99), decoder=decoder,
             detokenizer=Detokenizer(decoder.stream()), is_eager=is_eager,
         )  # fmt: skip
         snapshots = [RequestOutput(transcript, 0, 0)]
@@ -306,11 +306,12 @@ def test_logprobs(engine: Engine) -> None:
     assert sample.logprobs is not None and sample.cumulative_logprob is not None
     assert len(sample.logprobs) == 6
     total = 0.0
-    for token_id, entry in zip(sample.token_ids, sample.logprobs, strict=True):
+    for index, (token_id, entry) in enumerate(zip(sample.token_ids, sample.logprobs, strict=True)):
         assert len(entry) == 3 and next(iter(entry)) == token_id, "greedy: the token is the most likely one"
         assert sorted(one.rank or 0 for one in entry.values()) == [1, 2, 3] and entry[token_id].rank == 1
         decoder = TextDecoder(engine.tokenizer)
-        assert all(one.decoded_token == decoder.token_text(token) for token, one in entry.items())
+        before = [*PROMPT, *sample.token_ids[:index]]
+        assert all(one.decoded_token == decoder.added_text(token, before) for token, one in entry.items())
         total += entry[token_id].logprob
     assert sample.cumulative_logprob == pytest.approx(total) and total < 0
     assert outputs[2].outputs[0].logprobs == sample.logprobs[:3]

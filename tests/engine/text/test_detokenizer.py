@@ -147,7 +147,7 @@ class _Parts:
 def test_cleaned_up_spaces(words: list[str]) -> None:
     """Against transformers' own clean-up of the whole text."""
     clean = metaspace().clean_up_tokenization
-    stream = CleanUpStream(_Parts(words), clean)
+    stream = CleanUpStream(_Parts(words), clean, str, frozenset())
     pieces = [*(stream.feed(index) for index in range(len(words))), stream.flush()]
     assert "".join(pieces) == clean("".join(words))
 
@@ -157,7 +157,7 @@ def test_a_chain_of_spaces_that_may_go_does_not_pile_up(chain: str) -> None:
     """Quotes of which each might belong to the next word: text comes all the same, and at a constant cost."""
     clean = metaspace().clean_up_tokenization
     words = [" " + word for word in chain.split()] * 8000
-    stream = CleanUpStream(_Parts(words), clean)
+    stream = CleanUpStream(_Parts(words), clean, str, frozenset())
     started = time.process_time()
     pieces = [stream.feed(index) for index in range(len(words))]
     assert time.process_time() - started < 5

@@ -10,10 +10,19 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pointsman.engine.outputs.request_output import Logprob
+from pointsman.engine.outputs.request_output import Logprob, Piece
 from pointsman.engine.sampling.logprobs import TokenLogprobs
-from pointsman.server.wire.logprobs import PIECE, Logprobs, LogprobWriter, prompt_logprobs
+from pointsman.server.wire.logprobs import (
+    PIECE,
+    Logprobs,
+    LogprobWriter,
+    TextPlaces,
+    UnplacedLogprobs,
+    prompt_logprobs,
+)
 from pointsman.server.wire.pieces import Pieces, in_pieces
 
 # As the engine gives them: the sampled token first, then the most likely ones.
@@ -29,7 +38,8 @@ Entries = Sequence[Mapping[int, Logprob] | None]
 def columns_of(entries: Entries) -> Logprobs:
     """As the engine gives them."""
     texts = {token_id: one.decoded_token for entry in entries for token_id, one in (entry or {}).items()}
-    return Logprobs.of([None if entry is None else _arrays(entry) for entry in entries], texts.__getitem__)
+    pieces = {token_id: None if text is None else text.encode() for token_id, text in texts.items()}
+    return Logprobs.of([None if entry is None else _arrays(entry) for entry in entries], pieces.__getitem__)
 
 
 def _arrays(entry: Mapping[int, Logprob]) -> TokenLogprobs:
@@ -41,8 +51,16 @@ def at_once(work: Pieces[ResultT]) -> ResultT:
     return asyncio.run(in_pieces(work))
 
 
+def unplaced(token_ids: list[int], columns: Logprobs, *, first: bytes = b"", offset: int = 0) -> UnplacedLogprobs:
+    """Of an answer whose text is that of the tokens; `first`: of a token without a log probability."""
+    pieces = [first if piece is None else piece for piece in columns.own_pieces()]
+    places = TextPlaces(offset)
+    places.add_text(b"".join(piece for piece in pieces if isinstance(piece, bytes)).decode(), is_last=True)
+    return UnplacedLogprobs(places, token_ids, pieces, columns)
+
+
 def completion(writer: LogprobWriter, token_ids: list[int], entries: Entries, **more: Any) -> Any:
-    return json.loads(at_once(writer.completion(token_ids, columns_of(entries), **more))[0])
+    return json.loads(at_once(writer.completion(unplaced(token_ids, columns_of(entries), **more))))
 
 
 def chat(writer: LogprobWriter, entries: Entries) -> Any:
@@ -64,7 +82,7 @@ def test_completions_have_four_lists() -> None:
 
 
 def test_a_prompts_first_token_has_none() -> None:
-    found = completion(LogprobWriter(1), [5, 7], [None, SAMPLED_IS_LIKELY], offset=3, first_text="The")
+    found = completion(LogprobWriter(1), [5, 7], [None, SAMPLED_IS_LIKELY], offset=3, first=b"The")
     assert found["tokens"] == ["The", " a"]
     assert found["token_logprobs"] == [None, -0.1]
     assert found["top_logprobs"][0] is None
@@ -94,6 +112,123 @@ def test_tokens_without_text_or_by_wish_are_written_by_their_ids() -> None:
     assert chat(LogprobWriter(1), [no_text])["content"][0]["token"] == "token_id:7"
 
 
+def entry_of(pieces: Mapping[int, Piece]) -> Logprobs:
+    """One position; the first token is its own, and each is less likely than the one before it."""
+    token_ids = list(pieces)
+    values: list[float] = [-1.0 - index for index in range(len(token_ids))]
+    return Logprobs([len(token_ids)], token_ids, values, [*range(1, len(token_ids) + 1)], list(pieces.values()))
+
+
+def test_part_of_a_character_is_written_in_bytes() -> None:
+    columns = entry_of({7: b" \xf0\x9f", 8: "é".encode(), 9: b"\xc3"})
+    found = json.loads(at_once(LogprobWriter(2).completion(placed([7], columns, "\ufffd"))))
+    assert found["tokens"] == [r"bytes: \xf0\x9f"]
+    assert found["top_logprobs"] == [{r"bytes: \xf0\x9f": -1.0, "é": -2.0, r"bytes:\xc3": -3.0}]
+    (one,) = json.loads(at_once(LogprobWriter(3).chat(columns)))["content"]
+    assert (one["token"], one["bytes"]) == (r" \xf0\x9f", [0x20, 0xF0, 0x9F])
+    assert [top["bytes"] for top in one["top_logprobs"]] == [[0x20, 0xF0, 0x9F], [0xC3, 0xA9], [0xC3]]
+
+
+def test_tokens_with_the_same_text_have_keys_of_their_own() -> None:
+    """A byte beside its character, and tokens without text; the sampled one keeps its text."""
+    columns = entry_of({65: b"A", 7: b"A", 900: b"", 901: b""})
+    found = json.loads(at_once(LogprobWriter(3).completion(placed([65], columns, "A"))))
+    assert found["tokens"] == ["A"]
+    assert found["top_logprobs"] == [{"A": -1.0, "token_id:7": -2.0, "": -3.0, "token_id:901": -4.0}]
+
+
+def test_a_token_that_the_text_leaves_out_has_a_name_and_no_bytes() -> None:
+    columns = entry_of({2: "</s>", 7: b"A"})
+    found = json.loads(at_once(LogprobWriter(1).completion(placed([2], columns, ""))))
+    assert found["tokens"] == ["</s>"] and found["top_logprobs"] == [{"</s>": -1.0, "A": -2.0}]
+    (one,) = json.loads(at_once(LogprobWriter(1).chat(columns)))["content"]
+    assert (one["token"], one["bytes"]) == ("</s>", None)
+
+
+def placed(token_ids: list[int], columns: Logprobs, text: str) -> UnplacedLogprobs:
+    places = TextPlaces()
+    places.add_text(text, is_last=True)
+    unplaced = UnplacedLogprobs(places)
+    unplaced.add(token_ids, columns.own_pieces(), columns)
+    return unplaced
+
+
+# ---------------------------------------------------------------------------------------------------- places
+
+
+def offsets_of(places: TextPlaces, pieces: Sequence[Piece]) -> list[int]:
+    return [places.place(piece) for piece in pieces]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "text", "offsets"),
+    [
+        ([b"a", "é".encode(), b"b"], "aéb", [0, 1, 2]),
+        ([b"a\xc3", b"\xa9b", b"c"], "aébc", [0, 1, 3]),  # the second begins within "é"
+        ([*(bytes([byte]) for byte in "😀".encode()), b"x"], "😀x", [0, 0, 0, 0, 1]),
+        (["<s>", b"a", "</s>", b"b"], "ab", [0, 0, 1, 1]),
+        ([b" The", b" a"], "The a", [0, 3]),  # stripped
+        ([b"do", b" n't", b" ."], "don't.", [0, 2, 5]),  # cleaned up
+        ([b"ab", b"cd", b"ef"], "abc", [0, 2, 3]),  # cut at a stop string
+        ([b"\xc3", b"\xa9", b"\xc3", b"b", b"c"], "\ufffd\ufffd\ufffdbc", [0, 0, 2, 3, 4]),  # a spoilt run
+        ([b"\xc3", b"b"], "\ufffdb", [0, 1]),
+        ([b"\xe2", b"\x82", b"b"], "\ufffd\ufffdb", [0, 0, 2]),
+        (["\ufffd".encode(), b"b"], "\ufffdb", [0, 1]),
+        ([b"a", "é".encode(), b"b", b"c"], "ae\u0301bc", [0, 1, 3, 4]),  # the tokenizer composes characters
+        ([b" The", b" The"], "The The", [0, 3]),
+        ([b"", b"a", b"", b"b"], "ab", [0, 0, 1, 1]),
+    ],
+)
+def test_a_token_begins_where_its_character_does(pieces: list[Piece], text: str, offsets: list[int]) -> None:
+    places = TextPlaces()
+    places.add_text(text, is_last=True)
+    assert offsets_of(places, pieces) == offsets
+
+
+def test_a_character_that_the_prompt_begins() -> None:
+    places = TextPlaces(5, "😀".encode()[:2])
+    places.add_text("😀a", is_last=True)
+    assert offsets_of(places, ["😀".encode()[2:3], "😀".encode()[3:], b"a"]) == [5, 5, 6]
+
+
+def test_a_token_has_no_place_before_the_text_in_front_of_it_is_there() -> None:
+    places = TextPlaces()
+    places.add_text("a", is_last=False)  # the rest of it may be a stop string
+    assert places.has_next and places.place(b"abc") == 0
+    assert not places.has_next
+    places.add_text("bc", is_last=False)
+    assert places.has_next and places.place(b"d") == 3
+    assert not places.has_next
+    places.add_text("", is_last=True)
+    assert places.has_next and places.place(b"e") == 3
+
+
+@given(st.text(st.sampled_from("aé日😀 \u0301\u200d\n"), max_size=12), st.lists(st.integers(1, 5)))
+def test_places_of_any_pieces_of_a_text(text: str, sizes: list[int]) -> None:
+    """In one text, and in one that comes late."""
+    data, pieces = text.encode(), list[bytes]()
+    for size in [*sizes, len(data)]:
+        pieces.append(data[:size])
+        data = data[size:]
+    whole = TextPlaces()
+    whole.add_text(text, is_last=True)
+    expected, place = list[int](), 0
+    for piece in pieces:
+        expected.append(len(text.encode()[:place].decode("utf-8", "ignore")))
+        place += len(piece)
+    assert offsets_of(whole, pieces) == expected
+    late, found = TextPlaces(), list[int]()
+    waiting = list(pieces)
+    for end in range(len(text) + 1):
+        late.add_text(text[max(0, end - 1) : end], is_last=end == len(text))
+        while waiting and late.has_next:
+            found.append(late.place(waiting.pop(0)))
+    assert found == expected
+
+
+# --------------------------------------------------------------------------------------------------- prompts
+
+
 def test_those_of_a_prompt_are_by_token_id() -> None:
     assert prompt(None) is None
     assert prompt([None, {7: Logprob(-0.1, 1, " a")}]) == [
@@ -105,8 +240,8 @@ def test_those_of_a_prompt_are_by_token_id() -> None:
 def test_a_token_that_is_among_the_most_likely_ones_is_there_once() -> None:
     values = np.array([-0.5, -0.25, -0.5, -3.0], dtype=np.float32)
     entry = TokenLogprobs(np.array([7, 8, 7, 9]), values, 1)
-    found = Logprobs.of([entry, None], str)
-    assert found == Logprobs([3, 0], [7, 8, 9], [-0.5, -0.25, -3.0], [2, 1, 3], ["7", "8", "9"])
+    found = Logprobs.of([entry, None], lambda token_id: b"%d" % token_id, [b"seven"])
+    assert found == Logprobs([3, 0], [7, 8, 9], [-0.5, -0.25, -3.0], [2, 1, 3], [b"seven", b"8", b"9"])
 
 
 def test_columns_are_appended() -> None:
@@ -122,16 +257,13 @@ def test_many_are_written_in_short_pieces(form: str) -> None:
     """And in pieces they are what they are at once."""
     entries = [SAMPLED_IS_LIKELY if place % 3 else SAMPLED_IS_UNLIKELY for place in range(5000)]
     ids = [next(iter(entry)) for entry in entries]
-    columns = columns_of(entries)
     make: dict[str, Callable[[], Any]] = {
-        "completion": lambda: LogprobWriter(2).completion(ids, columns),
-        "chat": lambda: LogprobWriter(2).chat(columns),
-        "prompt": lambda: prompt_logprobs(columns),
+        "completion": lambda: LogprobWriter(2).completion(unplaced(list(ids), columns_of(entries))),
+        "chat": lambda: LogprobWriter(2).chat(columns_of(entries)),
+        "prompt": lambda: prompt_logprobs(columns_of(entries)),
     }
     assert len(list(make[form]())) > 5000 * 2 / (PIECE + 4)
-    written = at_once(make[form]())
-    text = written[0] if form == "completion" else written
-    found, one = json.loads(text), entries[1]
+    found, one = json.loads(at_once(make[form]())), entries[1]
     if form == "completion":
         assert len(found["tokens"]) == 5000 and found["text_offset"][-1] == 3332 * 2 + 1667
         assert found == completion(LogprobWriter(2), ids, entries)
@@ -139,3 +271,12 @@ def test_many_are_written_in_short_pieces(form: str) -> None:
         assert found["content"][1::3] == chat(LogprobWriter(2), [one])["content"] * 1667
     else:
         assert found[1::3] == prompt([one]) * 1667
+
+
+def test_a_prompts_character_comes_with_the_token_that_finishes_it() -> None:
+    columns = Logprobs()
+    for piece in ("é".encode()[:1], "é".encode()[1:], b"a"):
+        columns.extend(entry_of({7: piece, 8: b"\xa9"}))
+    found = json.loads(at_once(prompt_logprobs(columns)))
+    assert [entry["7"]["decoded_token"] for entry in found] == ["", "é", "a"]
+    assert found[1]["8"]["decoded_token"] == "é"  # in the same place

@@ -25,7 +25,7 @@ def test_messages_arrive_in_any_pieces() -> None:
         Add([(1, EngineRequest("a", list(range(1000)), SamplingParams(temperature=0, stop=["x"]), deadline=5.0))]),
         EngineOutputs(
             accepted=[1],
-            deltas=[(1, Delta("hé", [5], Logprobs([1], [5], [-0.5], [1], ["hé"])))],
+            deltas=[(1, Delta("hé", [5], Logprobs([1], [5], [-0.5], [1], [b"h\xc3"])))],
             steps=[StepNote(3, 1, 1e-5)],
         ),
         EngineOutputs(errors=[(2, RequestRefused("too long"))]),
@@ -67,12 +67,12 @@ def test_plain_outputs_are_short_and_arrive_as_they_were() -> None:
         {"finish_reason": "stop"},
         {"finish_detail": "eos"},
         {"stop_reason": 0},
-        {"logprobs": Logprobs([1], [5], [-0.5], [1], ["a"])},
-        {"prompt_logprobs": Logprobs([1], [5], [-0.5], [1], ["a"])},
+        {"logprobs": Logprobs([1], [5], [-0.5], [1], [b"a"])},
+        {"prompt_logprobs": Logprobs([1], [5], [-0.5], [1], [b"a"])},
         {"metrics": RequestMetrics(1.0, preemption_causes=(PreemptionCause.MEMORY,), num_preemptions=1)},
         {"metrics": RequestMetrics(1.0, events=[RequestEvent(RequestEventType.QUEUED, 1.0)])},
-        {"metrics": metrics, "logprobs": Logprobs([1], [5], [-0.5], [1], ["a"])},
-        {"metrics": metrics, "prompt_logprobs": Logprobs([1], [5], [-0.5], [1], ["a"])},
+        {"metrics": metrics, "logprobs": Logprobs([1], [5], [-0.5], [1], [b"a"])},
+        {"metrics": metrics, "prompt_logprobs": Logprobs([1], [5], [-0.5], [1], [b"a"])},
     ):
         outputs = EngineOutputs(tokens=[(1, "a", [5], 0)], deltas=[(2, Delta("b", [6], **more))])  # type: ignore[arg-type]
         (found,) = Unpacker().feed(pack(outputs))
@@ -111,9 +111,9 @@ def test_errors_cross_as_themselves_where_they_can() -> None:
 
 
 def test_merged_deltas_are_what_one_would_have_said() -> None:
-    one = Delta("a", [1], Logprobs([1], [1], [-1.0], [1], ["a"]), num_cached_tokens=7, prompt_logprobs=Logprobs([0]))
-    one.merge(Delta("", [2], Logprobs([1], [2], [-2.0], [1], [""]), num_cached_tokens=7))
-    one.merge(Delta("bc", [3], Logprobs([1], [3], [-3.0], [2], ["bc"]), "stop", "", 3, num_cached_tokens=7))
+    one = Delta("a", [1], Logprobs([1], [1], [-1.0], [1], [b"a"]), num_cached_tokens=7, prompt_logprobs=Logprobs([0]))
+    one.merge(Delta("", [2], Logprobs([1], [2], [-2.0], [1], [b""]), num_cached_tokens=7))
+    one.merge(Delta("bc", [3], Logprobs([1], [3], [-3.0], [2], [b"bc"]), "stop", "", 3, num_cached_tokens=7))
     assert (one.text, one.token_ids, one.finish_reason, one.stop_reason) == ("abc", [1, 2, 3], "stop", 3)
     assert one.logprobs is not None and one.logprobs.token_ids == [1, 2, 3] and one.logprobs.counts == [1, 1, 1]
     assert one.prompt_logprobs == Logprobs([0]) and one.num_cached_tokens == 7
