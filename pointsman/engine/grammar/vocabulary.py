@@ -1,26 +1,31 @@
 """GrammarVocabulary: the bytes of text that each of a model's tokens stands for.
 
-xgrammar reads them from the tokenizer, for the three ways in which vocabularies write bytes. An error there would
-make texts that the grammar never allowed, so its reading is compared with the engine's own decoder: a token on
-whose text the two disagree is never chosen under a grammar, and a tokenizer with many of them has no structured output.
-Special tokens stand for no text, because texts leave them out.
+xgrammar reads them from the tokenizer, for three ways in which vocabularies write bytes. An error there would make
+texts that the grammar never allowed, so its reading is compared with the engine's own decoder. Where the two disagree,
+or xgrammar does not know the tokenizer, the decoder is asked for each token, which takes some seconds for a large
+vocabulary. Then pairs of tokens are tried. If the text of a pair is not that of its tokens, the model has no structured
+output. Special tokens stand for no text, because texts leave them out.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pointsman.engine.errors import GrammarError, first_line
+from pointsman.engine.errors import GrammarError
 
 if TYPE_CHECKING:
     import xgrammar
 
-MOST_COMPARED = 2000
+    from pointsman.engine.text.detokenizer import TextDecoder
+
+MAX_COMPARED = 2000
 """Tokens that are compared, evenly spread over the vocabulary. A comparison takes some microseconds."""
-MOST_DIFFERENT = 0.1
-"""Share of the compared tokens that may differ before the tokenizer is taken for one of an unknown kind."""
+NUM_PAIRS = 300
+"""Random pairs of tokens whose text is compared."""
+_REPLACEMENT = "\ufffd".encode()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,59 +55,63 @@ def read_vocabulary(tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int
     Raises:
         GrammarError: the tokenizer is of a kind whose tokens cannot be read as bytes.
     """
-    import xgrammar
-
     from pointsman.engine.text.detokenizer import TextDecoder
 
     stop_token_ids = sorted({token_id for token_id in eos_token_ids if token_id < vocab_size})
-    try:
-        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=stop_token_ids)
-    except (ValueError, RuntimeError, AttributeError, TypeError) as error:
-        raise GrammarError(f"structured output cannot read this model's tokenizer: {first_line(error)}") from error
-    tokens = list(info.decoded_vocab)[:vocab_size]
-    tokens += [b""] * (vocab_size - len(tokens))
     decoder = TextDecoder(tokenizer)
-    special = set(tokenizer.all_special_ids)
-    for token_id, token in getattr(tokenizer, "added_tokens_decoder", {}).items():
-        if token.special:
-            special.add(token_id)
-        elif token_id < vocab_size:  # written as it is, whatever way the vocabulary writes bytes
-            text = decoder.token_text(token_id)
-            tokens[token_id] = b"" if "\ufffd" in text else text.encode()  # bytes that are no character alone
-    for token_id in special:
-        if token_id < vocab_size:
+    tokens = _read_by_xgrammar(tokenizer, vocab_size, stop_token_ids)
+    if not _agree(tokens, decoder):
+        tokens = [decoder.token_bytes(token_id) for token_id in range(vocab_size)]
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    for token_id in range(vocab_size):
+        if decoder.is_special(token_id):
             tokens[token_id] = b""
-    _drop_different(tokens, decoder.token_text)
+        elif token_id in added:  # written as it is, whatever way the vocabulary writes bytes
+            tokens[token_id] = decoder.token_text(token_id).encode()
+        if _REPLACEMENT in tokens[token_id]:  # bytes that are no character alone
+            tokens[token_id] = b""
+    _check_pairs(tokens, decoder)
     return GrammarVocabulary(tokens, tuple(stop_token_ids))
 
 
-def _drop_different(tokens: list[bytes], text_of: Any) -> None:
-    """Empty those that are compared and differ from their text.
+def _read_by_xgrammar(tokenizer: Any, vocab_size: int, stop_token_ids: list[int]) -> list[bytes]:
+    """What xgrammar takes the tokens for; nothing for all of them if it does not know the tokenizer."""
+    import xgrammar
+
+    try:
+        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=stop_token_ids)
+    except (ValueError, RuntimeError, AttributeError, TypeError):
+        return [b""] * vocab_size
+    tokens = list(info.decoded_vocab)[:vocab_size]
+    return tokens + [b""] * (vocab_size - len(tokens))
+
+
+def _agree(tokens: Sequence[bytes], decoder: TextDecoder) -> bool:
+    """Whether the engine's decoder takes tokens for the same bytes: some of all, without special ones."""
+    step = max(1, len(tokens) // MAX_COMPARED)
+    others = (one for one in range(0, len(tokens), step) if not decoder.is_special(one))
+    return all(tokens[one] == decoder.token_bytes(one) or _REPLACEMENT in decoder.token_bytes(one) for one in others)
+
+
+def _check_pairs(tokens: Sequence[bytes], decoder: TextDecoder) -> None:
+    """Compare the text of two tokens with their bytes.
 
     Raises:
-        GrammarError: too many do.
+        GrammarError: it is another text.
     """
-    compared = _to_compare(tokens)
-    different = [token_id for token_id, text in compared if text_of(token_id) != text]
-    if len(different) > MOST_DIFFERENT * len(compared):
-        example = different[0]
-        raise GrammarError(
-            f"structured output does not know this model's kind of tokenizer: it reads token {example} as "
-            f"{tokens[example]!r}, which decodes as {text_of(example)!r}"
-        )
-    for token_id in different:
-        tokens[token_id] = b""
-
-
-def _to_compare(tokens: Sequence[bytes]) -> list[tuple[int, str]]:
-    """Token ids and texts of those that are whole characters, some of all."""
-    step = max(1, len(tokens) // MOST_COMPARED)
-    found = []
-    for token_id in range(0, len(tokens), step):
+    choose = random.Random(0)
+    shown = [token_id for token_id, token in enumerate(tokens) if token]
+    if not shown:
+        raise GrammarError("structured output cannot read this model's tokenizer: none of its tokens has a text")
+    for _ in range(NUM_PAIRS):
+        pair = choose.choice(shown), choose.choice(shown)
         try:
-            text = tokens[token_id].decode()
+            right = (tokens[pair[0]] + tokens[pair[1]]).decode()
         except UnicodeDecodeError:  # part of a character
             continue
-        if text:
-            found.append((token_id, text))
-    return found
+        text = decoder.stream(is_verbatim=True).whole(pair)
+        if text != right:
+            raise GrammarError(
+                f"structured output does not know this model's kind of tokenizer: tokens {pair[0]} and {pair[1]} are "
+                f"{tokens[pair[0]]!r} and {tokens[pair[1]]!r}, and decode as {text!r}"
+            )

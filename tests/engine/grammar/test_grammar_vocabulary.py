@@ -13,7 +13,7 @@ from pointsman.engine.text.detokenizer import TextDecoder
 from pointsman.engine.text.tokenizer import model_directory
 from tests.engine.text_tokenizers import KINDS
 
-READABLE = ("byte-level", "byte-fallback")
+READABLE = ("byte-level", "byte-fallback", "metaspace", "metaspace-first", "wordpiece", "wordpiece-cleanup")
 
 
 @pytest.mark.parametrize("kind", READABLE)
