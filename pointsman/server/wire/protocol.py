@@ -32,6 +32,8 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_before_validator_function
 
+from pointsman.engine.params.structured_outputs import MAX_CHOICES
+
 MAX_INT = 2**31 - 1
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 64, 1000
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 128, 100
@@ -45,7 +47,6 @@ MAX_PARTS = 4096
 MAX_TOOLS = 128
 """Tools, tool calls of a message, and documents."""
 MAX_DOCUMENT_FIELDS = 64
-MAX_CHOICES = 4096
 MAX_MODALITIES = 16
 MAX_PROMPTS = 1024
 """Prompts in one request."""
