@@ -232,7 +232,6 @@ class RequestSpec:
     images: tuple[Image, ...] = ()
     """Those that the prompt has room for."""
     use_prefix_cache: bool = True
-    skip_reading_prefix_cache: bool = False
     runs_ahead: bool = True
     more_input: bool = False
     reuses_id: bool = False
@@ -256,7 +255,7 @@ class RequestSpec:
             max_total_tokens=self.max_total_tokens, min_tokens=self.min_tokens, priority=self.priority,
             eos_token_ids=self.eos, ignore_eos=self.ignore_eos, stop_token_ids=self.stops, cache_salt=self.salt,
             adapter=self.adapter, encoder_inputs=inputs, use_prefix_cache=self.use_prefix_cache,
-            skip_reading_prefix_cache=self.skip_reading_prefix_cache, runs_ahead=self.runs_ahead,
+            skip_reading_prefix_cache=self.arrival % 11 == 5, runs_ahead=self.runs_ahead,
             more_input=self.more_input, repetition_detection=repetition,
             tenant=f"tenant {self.document % 3}", ttft_target=float(self.arrival % 7) or None,
             retention=(None, 0.0, 2.0, 5.0, 20.0, 1000.0)[self.arrival % 6],
@@ -309,7 +308,6 @@ def make_request_spec(choose: Chooser, config: SchedulerConfig) -> RequestSpec:
         adapter=choose.choice(ADAPTERS) if choose.chance(60 if config.max_loras else 3) else None,
         images=make_images(choose, config),
         use_prefix_cache=not choose.chance(10),
-        skip_reading_prefix_cache=choose.chance(10),
         runs_ahead=not choose.chance(15),
         more_input=choose.chance(12),
         reuses_id=choose.chance(15),

@@ -95,7 +95,7 @@ def told(delta: Delta) -> dict[str, Any]:
     }
     for name, logprobs in (("logprobs", delta.logprobs), ("prompt_logprobs", delta.prompt_logprobs)):
         if logprobs is not None:
-            facts[name] = (logprobs.counts, logprobs.token_ids, logprobs.ranks, logprobs.texts)
+            facts[name] = (logprobs.counts, logprobs.token_ids, logprobs.ranks, logprobs.pieces)
             facts[f"{name} values"] = logprobs.values
     return facts
 
