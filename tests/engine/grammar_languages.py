@@ -190,7 +190,8 @@ def _object(draw: Any, inner: st.SearchStrategy[Any]) -> dict[str, Any]:
         schema["required"] = [name for name in schema["properties"] if draw(st.booleans())]
         schema["additionalProperties"] = draw(st.one_of(st.just(False), st.just(False), inner))
     elif kind == 2:
-        schema["patternProperties"] = {draw(_patterns): draw(inner)}
+        pattern = draw(_patterns) or "^$"  # jsonschema takes an empty one for none
+        schema["patternProperties"] = {pattern: draw(inner)}
         schema["additionalProperties"] = False
     else:
         schema["propertyNames"] = {"type": "string", "pattern": draw(_patterns)}

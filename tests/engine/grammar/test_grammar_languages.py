@@ -25,6 +25,8 @@ pytestmark = pytest.mark.e2e
 
 MAX_TOKENS = 80
 TEXTS_PER_GRAMMAR = 3
+MAX_PARSED = 16
+"""Characters of a text that Lark parses: of an ambiguous grammar it makes every tree."""
 EOS = 256
 PIECES = (
     "é",
@@ -125,9 +127,10 @@ def test_texts_match_their_expression(compiler: Compiler, expression: str, seed:
 @settings(SETTINGS, max_examples=short_or_long(30, 100))
 @given(grammar=languages.grammars(), seed=st.integers(0, 2**32))
 def test_texts_are_derived_by_their_grammar(compiler: Compiler, grammar: languages.Grammar, seed: int) -> None:
-    texts = compiler.texts(random.Random(seed), grammar=grammar.gbnf)
+    found = compiler.texts(random.Random(seed), grammar=grammar.gbnf)
+    texts = [text for text in found if len(text) <= MAX_PARSED]
     if texts:
-        parser = lark.Lark(grammar.lark, parser="earley", lexer="dynamic_complete", ambiguity="resolve")
+        parser = lark.Lark(grammar.lark, parser="earley", lexer="dynamic", ambiguity="resolve")
         for text in texts:
             parser.parse(text)  # raises where the text is not of the language
 
