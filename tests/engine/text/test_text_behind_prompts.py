@@ -16,6 +16,8 @@ from tests.engine.text_tokenizers import (
     HARD_TEXT,
     KINDS,
     PickyTokenizer,
+    byte_fallback,
+    byte_level,
     byte_token,
     metaspace,
     random_tokens,
@@ -268,6 +270,19 @@ def test_the_bytes_of_tokens_joined_are_the_text(kind: str) -> None:
     named = tokenizer.decode([tokenizer.bos_token_id, *token_ids])
     joined = decoder.prompt_pieces([tokenizer.bos_token_id, *token_ids], named)
     assert b"".join(joined).decode() == named  # type: ignore[arg-type]  # none is missing
+
+
+def test_the_first_token_of_a_text_stands_for_what_it_is_alone() -> None:
+    for tokenizer, token, alone in (
+        (metaspace(), "▁▁", b""),
+        (metaspace(), "▁the", b"the"),
+        (wordpiece(cleanup=False, clean_up_tokenization_spaces=False), "##b", b"##b"),
+        (byte_fallback(), "▁▁", b" "),
+        (byte_fallback(), "<0xC3>", b"\xc3"),
+        (byte_level(), "Ġthe", b" the"),
+    ):
+        (token_id,) = tokens_of(tokenizer, token)
+        assert TextDecoder(tokenizer).first_token_bytes(token_id) == alone
 
 
 def test_a_tokenizer_may_compose_the_characters_of_a_prompt() -> None:
