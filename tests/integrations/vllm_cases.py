@@ -243,13 +243,15 @@ def a_prompt_that_is_pooled_may_fill_the_model() -> None:
     assert computed == len(prompt) and scheduler.get_kv_cache_usage() == 0
 
 
-def what_reads_no_cache_leaves_none_and_says_so() -> None:
+def what_reads_no_cache_leaves_its_own_and_says_so() -> None:
     scheduler = one()
-    made = request("p", list(range(12)))
-    made.skip_reading_prefix_cache = True
-    scheduler.add_request(made)
-    _, outputs = step(scheduler)
-    assert told(outputs, "p").prefill_stats.num_cache_creation_tokens == 0
+    for name in ("p", "q"):
+        made = request(name, list(range(12)))
+        made.skip_reading_prefix_cache = name == "p"
+        scheduler.add_request(made)
+        _, outputs = step(scheduler)
+        stats = told(outputs, name).prefill_stats
+        assert (stats.num_cached_tokens, stats.num_cache_creation_tokens) == ((0, 12) if name == "p" else (8, 4))
 
 
 def models_whose_kv_vllm_manages_in_its_own_ways_are_refused() -> None:
@@ -637,7 +639,7 @@ CASES = [
     drafts_are_counted_up_to_what_the_model_accepted,
     sampling_masks_reach_the_client,
     a_prompt_that_is_pooled_may_fill_the_model,
-    what_reads_no_cache_leaves_none_and_says_so,
+    what_reads_no_cache_leaves_its_own_and_says_so,
     models_whose_kv_vllm_manages_in_its_own_ways_are_refused,
     a_contradiction_ends_its_request_and_no_other,
     a_token_of_a_row_that_samples_nothing_ends_its_request,

@@ -88,12 +88,12 @@ class LeastCost(Policy):
         return int(may[view.num_computed_tokens[may].argmin()])
 
     def _latest_that_suffices(self, view: View, may: npt.NDArray[np.int64]) -> int:
-        """Or else the one that frees most; those whose blocks do not stay cached only if there is no other."""
+        """Or else the one that frees most; those that will not find their blocks again only if there is no other."""
         requests, missing = view.requests, view.num_missing_blocks
         best, most = -1, -1
         for place in range(len(may) - 1, -1, -1):  # most often the first one suffices
             index = may.item(place)
-            if not requests[index].use_prefix_cache:
+            if not requests[index].reads_prefix_cache:
                 continue
             frees = view.own_blocks(index)
             if frees >= missing:

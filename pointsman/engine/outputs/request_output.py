@@ -94,8 +94,8 @@ class Transcript:
         stream_interval: tokens from one output to the next.
     """
 
-    __slots__ = ("_final_text", "_has_begun", "_is_verbatim", "_prompt_token_ids", "_rest", "decoder", "detokenizer",
-                 "embedding", "error", "finish_detail", "finish_reason", "has_hidden_end", "is_eager",
+    __slots__ = ("_final_text", "_has_begun", "_is_verbatim", "_num_unshown", "_prompt_token_ids", "_rest", "decoder",
+                 "detokenizer", "embedding", "error", "finish_detail", "finish_reason", "has_hidden_end", "is_eager",
                  "logprob_sums", "logprobs", "metrics", "mode", "num_reported", "num_resumed", "prompt",
                  "prompt_logprobs", "request", "skips_special_tokens", "stop_reason", "stream_interval", "texts",
                  "token_ids")  # fmt: skip
@@ -147,6 +147,7 @@ class Transcript:
         """Whether the last token, which stopped the request, is not part of the text."""
         self._is_verbatim = is_verbatim
         self._has_begun = is_verbatim
+        self._num_unshown = 0  # tokens at the beginning that the text is known to leave out
         self._rest: str | None = None  # text that the end of the tokens settled
         self._final_text: str | None = None
         self._prompt_token_ids: list[int] | None = None
@@ -280,11 +281,19 @@ class Transcript:
             return pieces
         if self.has_hidden_end and start < end == len(self.token_ids):
             pieces[-1] = self.decoder.name(self.token_ids[-1])
-        shown = (index for index, token_id in enumerate(self.token_ids) if isinstance(self.piece(token_id), bytes))
-        first = next(shown, end)
+        first = self._pass_unshown(end)
         if start <= first < end and isinstance(pieces[first - start], bytes) and self._begins_text():
             pieces[first - start] = self.decoder.first_token_bytes(self.token_ids[first])
         return pieces
+
+    def _pass_unshown(self, end: int) -> int:
+        """The first generated token that is in the text, or `end` if it is none of those before. None is looked at
+        again, as the text may have left out all of many tokens."""
+        index = self._num_unshown
+        while index < end and not isinstance(self.piece(self.token_ids[index]), bytes):
+            index += 1
+        self._num_unshown = index
+        return index
 
     def _begins_text(self) -> bool:
         """Whether there is no text before the first token's."""

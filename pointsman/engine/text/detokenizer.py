@@ -144,9 +144,9 @@ class TextDecoder:
         return self.token_text(token_id).encode() if byte is None else byte
 
     def first_token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for at the beginning of a text, where a decoder may strip a space."""
-        behind = self.token_bytes(token_id)
-        return behind if self._is_byte_level or self._decode_raw([token_id])[:1] == " " else behind.removeprefix(b" ")
+        """What a token stands for at the beginning of a text, where a decoder may strip spaces."""
+        alone = REPLACEMENT if self._is_byte_level else self._decode_raw([token_id])
+        return self.token_bytes(token_id) if REPLACEMENT in alone else alone.encode()
 
     def added_text(self, token_id: int, before: Sequence[int]) -> str:
         """A token's text, as of `token_text`; for one that ends within a character nothing.

@@ -274,7 +274,7 @@ class KVGroups(KVCache):
 
     def look_up(self, request: Request) -> Match:
         of_vllm = request.metadata
-        if not self.caches or not request.use_prefix_cache:
+        if not self.caches or not request.reads_prefix_cache:
             return Match(NO_BLOCKS, None, 0)
         _sync(request)
         found, num_tokens, boundary = self.manager.get_computed_blocks(of_vllm)

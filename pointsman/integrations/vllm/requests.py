@@ -91,7 +91,7 @@ def to_request(
         cache_salt=request.cache_salt,
         adapter=None if lora is None else to_adapter(lora),
         encoder_inputs=encoder_inputs,
-        use_prefix_cache=not request.skip_reading_prefix_cache,
+        skip_reading_prefix_cache=request.skip_reading_prefix_cache,
         runs_ahead=runs_ahead,
         metadata=request,
         **_said_to_policies(sampling),

@@ -197,8 +197,7 @@ class Scheduler:
 
     def _num_full_prompt_tokens(self, ours: Request) -> int:
         """Tokens of a prompt that fill blocks, and so have been published."""
-        count = ours.num_prompt_tokens if ours.use_prefix_cache else 0
-        return count - count % self.core.config.block_size
+        return ours.num_prompt_tokens - ours.num_prompt_tokens % self.core.config.block_size
 
     def forget_steps(self) -> None:
         """A recording begins: nothing about earlier steps is kept."""

@@ -39,7 +39,7 @@ class Statistics:
 
     def looked_up(self, request: Request, num_hits: int, is_resumed: bool) -> None:
         """A request was admitted, with `num_hits` of its tokens from the prefix cache."""
-        if self._counts_lookups and request.use_prefix_cache:
+        if self._counts_lookups and request.reads_prefix_cache:
             if self._prefix is self._no_lookups:
                 self._prefix = PrefixCacheStats()
             self._prefix.record(request.num_admitted_tokens, num_hits, is_resumed)

@@ -143,16 +143,16 @@ class TextPlaces:
         self._at = 0
         self._is_complete = is_last
 
-    @property
-    def has_next(self) -> bool:
-        """Whether the text says where the next token begins."""
-        return self._is_complete or self._at + len(self._added) <= len(self._text)
+    def knows(self, piece: Piece) -> bool:
+        """Whether the text says where the next token begins, which is this one."""
+        num_needed = self._at + len(self._added) + self._breaks_off(piece)
+        return self._is_complete or num_needed <= len(self._text)
 
     def place(self, piece: Piece) -> int:
         """The next token's offset in characters: where the character begins that holds its first byte."""
         self._pass_added()
         if isinstance(piece, bytes) and piece:
-            if self._open and not _is_valid_start(self._open + piece[:1]):
+            if self._breaks_off(piece):
                 self._added, self._num_bytes, self._open = REPLACEMENT, len(self._open), b""
                 self._pass_added()
             self._num_bytes = len(self._open) + len(piece)
@@ -160,6 +160,14 @@ class TextPlaces:
             if not self._text.startswith(self._added, self._at):
                 self._pass_unknown()
         return self._num_before + self._at
+
+    def _breaks_off(self, piece: Piece) -> bool:
+        """Whether the next token does not go on with the unfinished character before it, which stays one."""
+        return (
+            isinstance(piece, bytes)
+            and len(self._open) > 0 < len(piece)
+            and not _is_valid_start(self._open + piece[:1])
+        )
 
     def _pass_added(self) -> None:
         """Go behind the text that the last token added."""
@@ -179,7 +187,9 @@ class TextPlaces:
         if is_shorter or added.startswith(self._text[at : at + len(added)]):  # or the rest has not come
             return
         found = self._text.find(added, at, at + len(added) + MAX_UNKNOWN)
-        self._at = at if found < 0 else found
+        unknown = self._text[at:found]
+        is_replaced = unknown.startswith(REPLACEMENT) and unknown.strip(REPLACEMENT) != ""  # the token is, by the first
+        self._at = at if found < 0 or is_replaced else found
 
 
 def _is_valid_start(text: bytes) -> bool:
@@ -252,7 +262,7 @@ class LogprobWriter:
         for token_id, piece, place in zip(unplaced.token_ids, unplaced.pieces, logprobs.positions(), strict=True):
             offset = next(known, None)
             if offset is None:
-                if not places.has_next:
+                if not places.knows(piece):
                     break
                 offset = places.place(piece)
             num_written += 1

@@ -303,11 +303,12 @@ def test_with_a_prefix_cache_shared_blocks_do_not_count() -> None:
         assert LeastCost().choose(view, 0) == chosen
 
 
-def test_who_opts_out_of_the_cache_keeps_its_place() -> None:
+@pytest.mark.parametrize("option", [{"use_prefix_cache": False}, {"skip_reading_prefix_cache": True}], ids=str)
+def test_who_opts_out_of_the_cache_keeps_its_place(option: dict[str, bool]) -> None:
     host = Host(victim="least-cost", num_blocks=7, **CAN_HOLD)
     host.add("a", 12, max_tokens=9)
     host.add("b", 8, max_tokens=9)
-    host.add("c", 5, max_tokens=9, use_prefix_cache=False)
+    host.add("c", 5, max_tokens=9, **option)
     host.step()
     assert names(host.step().preempted)[0] == "b", "all that c has computed would be lost"
 

@@ -16,6 +16,8 @@ from tests.engine.text_tokenizers import (
     HARD_TEXT,
     KINDS,
     PickyTokenizer,
+    byte_fallback,
+    byte_level,
     byte_token,
     metaspace,
     random_tokens,
@@ -268,6 +270,39 @@ def test_the_bytes_of_tokens_joined_are_the_text(kind: str) -> None:
     named = tokenizer.decode([tokenizer.bos_token_id, *token_ids])
     joined = decoder.prompt_pieces([tokenizer.bos_token_id, *token_ids], named)
     assert b"".join(joined).decode() == named  # type: ignore[arg-type]  # none is missing
+
+
+def test_the_first_token_of_a_text_stands_for_what_it_is_alone() -> None:
+    for tokenizer, token, alone in (
+        (metaspace(), "▁▁", b""),
+        (metaspace(), "▁the", b"the"),
+        (wordpiece(cleanup=False, clean_up_tokenization_spaces=False), "##b", b"##b"),
+        (byte_fallback(), "▁▁", b" "),
+        (byte_fallback(), "<0xC3>", b"\xc3"),
+        (byte_level(), "Ġthe", b" the"),
+    ):
+        (token_id,) = tokens_of(tokenizer, token)
+        assert TextDecoder(tokenizer).first_token_bytes(token_id) == alone
+
+
+def test_an_output_without_text_takes_no_long_to_describe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that ignores EOS may get nothing else."""
+    tokenizer = byte_level()
+    decoder = TextDecoder(tokenizer)
+    request = Request("a", [5], arrival_time=0.0, max_tokens=1000)
+    transcript = Transcript(request, decoder=decoder, detokenizer=Detokenizer(decoder.stream()), keeps_logprobs=True)
+    looked_at: list[int] = []
+    is_special = decoder.is_special
+
+    def counting(token_id: int) -> bool:
+        looked_at.append(token_id)
+        return is_special(token_id)
+
+    monkeypatch.setattr(decoder, "is_special", counting)
+    for index in range(1000):
+        transcript.token_ids.append(tokenizer.eos_token_id)
+        assert transcript.pieces(index, index + 1) == ["</s>"]
+    assert len(looked_at) <= 5000
 
 
 def test_a_tokenizer_may_compose_the_characters_of_a_prompt() -> None:

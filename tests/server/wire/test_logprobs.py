@@ -173,6 +173,7 @@ def offsets_of(places: TextPlaces, pieces: Sequence[Piece]) -> list[int]:
         ([b"\xc3", b"\xa9", b"\xc3", b"b", b"c"], "\ufffd\ufffd\ufffdbc", [0, 0, 2, 3, 4]),  # a spoilt run
         ([b"\xc3", b"b"], "\ufffdb", [0, 1]),
         ([b"\xe2", b"\x82", b"b"], "\ufffd\ufffdb", [0, 0, 2]),
+        ([b"a", b"\xff", b"b", b"c", b"b"], "\ufffd\ufffd\ufffdcb", [0, 1, 2, 3, 4]),
         (["\ufffd".encode(), b"b"], "\ufffdb", [0, 1]),
         ([b"a", "é".encode(), b"b", b"c"], "ae\u0301bc", [0, 1, 3, 4]),  # the tokenizer composes characters
         ([b" The", b" The"], "The The", [0, 3]),
@@ -194,13 +195,23 @@ def test_a_character_that_the_prompt_begins() -> None:
 def test_a_token_has_no_place_before_the_text_in_front_of_it_is_there() -> None:
     places = TextPlaces()
     places.add_text("a", is_last=False)  # the rest of it may be a stop string
-    assert places.has_next and places.place(b"abc") == 0
-    assert not places.has_next
+    assert places.knows(b"abc") and places.place(b"abc") == 0
+    assert not places.knows(b"d")
     places.add_text("bc", is_last=False)
-    assert places.has_next and places.place(b"d") == 3
-    assert not places.has_next
+    assert places.knows(b"d") and places.place(b"d") == 3
+    assert not places.knows(b"e")
     places.add_text("", is_last=True)
-    assert places.has_next and places.place(b"e") == 3
+    assert places.knows(b"e") and places.place(b"e") == 3
+
+
+def test_a_token_waits_for_the_text_of_a_character_that_it_breaks_off() -> None:
+    """The text of a run of byte tokens comes with its end."""
+    places = TextPlaces()
+    assert places.knows(b"\xc3") and places.place(b"\xc3") == 0
+    assert places.knows(b"\xa9"), "it finishes the character"
+    assert not places.knows(b"b")
+    places.add_text("\ufffdb", is_last=False)
+    assert places.knows(b"b") and places.place(b"b") == 1
 
 
 @given(st.text(st.sampled_from("aé日😀 \u0301\u200d\n"), max_size=12), st.lists(st.integers(1, 5)))
@@ -221,7 +232,7 @@ def test_places_of_any_pieces_of_a_text(text: str, sizes: list[int]) -> None:
     waiting = list(pieces)
     for end in range(len(text) + 1):
         late.add_text(text[max(0, end - 1) : end], is_last=end == len(text))
-        while waiting and late.has_next:
+        while waiting and late.knows(waiting[0]):
             found.append(late.place(waiting.pop(0)))
     assert found == expected
 
