@@ -135,6 +135,7 @@ def grammars(draw: Any) -> Grammar:
     num_rules = draw(st.integers(1, 4))
     names = ["root", *(f"r-{number}" for number in range(1, num_rules))]
     larks = ["start", *(f"r{number}" for number in range(1, num_rules))]
+    counted: list[str] = []
 
     def part(depth: int) -> _Part:
         kind = draw(st.integers(0, 5 if depth else 3))
@@ -145,10 +146,14 @@ def grammars(draw: Any) -> Grammar:
             made = _Part(names[number], larks[number])
         else:
             inner = choice(depth - 1)
-            made = _Part(f"({inner.gbnf})", f"({inner.lark})")
+            made = _Part(f"({inner.gbnf})", inner.lark)
         count = draw(st.sampled_from(["", "", "", "", "*", "+", "?", "{2}", "{1,2}"]))
-        lark = {"{2}": "~2", "{1,2}": "~1..2"}.get(count, count)
-        return _Part(f"{made.gbnf}{count}", f"({made.lark}){lark}")
+        # In Lark each has a rule: options within a rule would become alternatives for each of their combinations.
+        one, name = f"one{len(counted)}", f"counted{len(counted)}"
+        repeated = {"": one, "*": f"| {name} {one}", "+": f"{one} | {name} {one}", "?": f"| {one}"}
+        repeated |= {"{2}": f"{one} {one}", "{1,2}": f"{one} | {one} {one}"}
+        counted.append(f"{one}: {made.lark}\n{name}: {repeated[count]}")
+        return _Part(f"{made.gbnf}{count}", name)
 
     def choice(depth: int) -> _Part:
         options = [[part(depth) for _ in range(draw(st.integers(1, 3)))] for _ in range(draw(st.integers(1, 3)))]
@@ -161,7 +166,7 @@ def grammars(draw: Any) -> Grammar:
     space = draw(st.sampled_from(["\n", "\n\n", " # é\n"]))
     return Grammar(
         space.join(f"{name} ::= {body.gbnf}" for name, body in zip(names, bodies, strict=True)),
-        "\n".join(f"{name}: {body.lark}" for name, body in zip(larks, bodies, strict=True)),
+        "\n".join((*(f"{name}: {body.lark}" for name, body in zip(larks, bodies, strict=True)), *counted)),
     )
 
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.e2e
 
 MAX_TOKENS = 80
 TEXTS_PER_GRAMMAR = 3
-MAX_PARSED = 16
+MAX_PARSED = 40
 """Characters of a text that Lark parses: of an ambiguous grammar it makes every tree."""
 EOS = 256
 PIECES = (
