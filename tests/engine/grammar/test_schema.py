@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
+from pointsman.engine import StructuredOutputsParams
+from pointsman.engine.grammar.worker import read_tree
 from pointsman.engine.params.json_schema import _Preparation, prepare_schema
+from pointsman.engine.params.structured_outputs import MAX_WHITESPACE
 from tests.engine.grammar_texts import Language
 
 
@@ -202,3 +206,11 @@ def test_what_the_compiler_would_write_otherwise_is_refused(schema: dict[str, An
 def test_lengths_may_be_written_as_floats() -> None:
     assert Language(json={"type": "string", "minLength": 2.0, "maxLength": 3.0}).allows('"a"', '"ab"') == ['"ab"']
     assert Language(json={"type": "array", "maxItems": 1.0}).allows("[1]", "[1,1]") == ["[1]"]
+
+
+def test_long_strings_are_checked_ahead() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 500}}, "required": ["a"]}
+    spec = StructuredOutputsParams(json=schema).spec
+    tree = read_tree({**spec._asdict(), "max_whitespace": MAX_WHITESPACE})
+    # The quotation marks stand beside the repetition, and not around the name of a rule that holds it.
+    assert re.search(r'"\\"" own_pattern-\d+_1\{0, 500\} "\\""', str(tree.grammar()))
