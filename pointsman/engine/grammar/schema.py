@@ -87,9 +87,7 @@ def schema_tree(text: str, *, any_whitespace: bool, max_whitespace: int) -> Gram
     rules["any"] = Choice([Rule(name) for name in rules])  # or xgrammar would drop those that the root does not reach
     own = GrammarTree(xgrammar.Grammar.from_ebnf(written_rules(rules), root_rule_name="any"))
     added = tree.add(own, "own_")
-    for name, stocks in places.items():
-        for stock in stocks:
-            tree.graft(stock, added[name])
+    tree.graft({stock: added[name] for name, stocks in places.items() for stock in stocks})
     return tree
 
 

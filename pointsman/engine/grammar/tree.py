@@ -14,6 +14,7 @@ and to each other by number. Four things are changed there:
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -81,9 +82,27 @@ class GrammarTree:
             self._rules.append([f"{prefix}{name}", body + first_expression, shifted, *rest])
         return {rule[0]: first_rule + number for number, rule in enumerate(other._rules)}
 
-    def graft(self, stock: int, scion: int) -> None:
-        """Let one rule stand for what another one does."""
-        self._rules[stock][1] = self._rules[scion][1]
+    def graft(self, scions: Mapping[int, int]) -> None:
+        """Let rules stand for what others do: stock -> scion.
+
+        The parts of a scion without options stand in the sequences that name its stock: xgrammar cannot tell ahead what
+        follows a rule that ends with a long repetition, and each token of it would take milliseconds.
+        """
+        parts: dict[int, list[int]] = {}
+        for stock, scion in scions.items():
+            body = self._rules[stock][1] = self._rules[scion][1]
+            kind, options = self._expressions[body]
+            if kind == CHOICES and len(options) == 1 and self._expressions[options[0]][0] == SEQUENCE:
+                parts[stock] = self._expressions[options[0]][1]
+        named = {
+            number: parts[payload[0]]
+            for number, (kind, payload) in enumerate(self._expressions)
+            if kind == RULE and payload[0] in parts
+        }
+        for number, (kind, payload) in enumerate(self._expressions):
+            if kind == SEQUENCE and not named.keys().isdisjoint(payload):
+                spliced = chain.from_iterable(named.get(one, [one]) for one in payload)
+                self._expressions[number] = SEQUENCE, list(spliced)
 
     def places(self, mark: str) -> dict[str, list[int]]:
         """The rules whose whole text is the mark and a name: name -> their numbers.

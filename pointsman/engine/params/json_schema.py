@@ -13,14 +13,15 @@ names; a number that is bounded on one side is bounded on the other, too. Patter
 A schema comes from a client, and is checked while other requests wait: all of it takes time in proportion to
 its length.
 
-One keyword means less than it says: of the schemas in `oneOf` at least one holds, as in `anyOf`. Schemas that
-describe tagged unions are written so, and there it is the same.
+Of the schemas in `oneOf` the compiler writes any, and refuses those that it cannot tell apart. It does not look behind
+`$ref`, where tagged unions have theirs, so those are told apart here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
@@ -33,6 +34,12 @@ INTEGER_DIGITS, FRACTION_DIGITS = 18, 17
 """Digits before and behind the point of a number, where the schema does not bound it: what 64 bits hold."""
 _LARGEST = 10**INTEGER_DIGITS - 1
 _INT64 = 2**63
+_LENGTHS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties"))
+_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+BOUND_DIGITS = 6
+"""Digits behind the point that the compiler gives to numbers with bounds."""
+_EXACT = 1e9
+"""Numbers below it are exact to more digits than those."""
 
 FORMATS = (
     "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uri-reference",
@@ -126,6 +133,8 @@ class _Preparation:
         self._root = root
         self._names: dict[str, str] = {}
         """Each `$ref` -> the name that its schema gets."""
+        self._tags: dict[int, dict[str, list[str]]] = {}
+        """Of schemas of objects, by their `id`: see `_tags_of`."""
 
     def prepared(self) -> Any:
         """The schema, with the schemas that it refers to.
@@ -176,12 +185,52 @@ class _Preparation:
         if prepared.get("format") == "email":
             del prepared["format"]
             prepared["pattern"] = EMAIL
+        for key in (one for both in _LENGTHS for one in both if one in schema):
+            prepared[key] = int(schema[key])  # 2.0 is an integer, too
         _bound_numbers(prepared)
+        if "oneOf" in schema and self._exclude_each_other(schema["oneOf"], path):
+            prepared["anyOf"] = prepared.pop("oneOf")
         if schema.get("$ref") not in (None, "#"):
             name = self._names.setdefault(schema["$ref"], str(len(self._names)))
             self._target(schema["$ref"], path)
             prepared["$ref"] = f"#/$defs/{name}"
         return prepared
+
+    def _exclude_each_other(self, options: list[Any], path: _Path) -> bool:
+        """Whether types, or the values of a property that all objects among them require, tell options apart."""
+        seen = set[int]()
+        types: list[str] = []
+        tags: dict[str, list[str]] | None = None
+        for option in options:
+            if isinstance(option, Mapping) and "$ref" in option:
+                option = self._target(option["$ref"], path)
+            found = _types(option) if isinstance(option, Mapping) else []
+            if not found or id(option) in seen or not all(isinstance(one, str) for one in found):
+                return False
+            seen.add(id(option))
+            if found != ["object"]:
+                types += found
+                continue
+            others = self._tags_of(option)
+            tags = others if tags is None else {name: tags[name] + others[name] for name in tags.keys() & others.keys()}
+        if len(set(types)) < len(types) or {"integer", "number"} <= set(types) or ("object" in types and tags):
+            return False
+        return tags is None or any(len(set(values)) == len(values) for values in tags.values())
+
+    def _tags_of(self, schema: Mapping[str, Any]) -> dict[str, list[str]]:
+        """The properties that an object must have, each with a text out of a list: their values."""
+        known = self._tags.get(id(schema))
+        if known is not None:
+            return known
+        tags = self._tags[id(schema)] = dict[str, list[str]]()
+        properties, required = schema.get("properties"), schema.get("required")
+        if isinstance(properties, Mapping) and isinstance(required, list):
+            for name in required:
+                one = properties.get(name) if isinstance(name, str) else None
+                values = ([one["const"]] if "const" in one else one.get("enum")) if isinstance(one, Mapping) else None
+                if isinstance(values, list) and all(isinstance(value, str) for value in values):
+                    tags[name] = list(dict.fromkeys(values))
+        return tags
 
     def _target(self, reference: str, path: _Path = None) -> Any:
         """The schema that a pointer leads to (RFC 6901, as the fragment of a URI).
@@ -261,28 +310,61 @@ def _problem_of_values(schema: Mapping[str, Any]) -> str | None:
     beside = sorted(set(schema) - _ANNOTATIONS - {"enum", "const", "type"})
     if beside or ("enum" in schema and "const" in schema):
         return f"values are listed beside {beside[0] if beside else 'const'!r}; list those that hold"
+    large = _large_number(values)
+    if large is not None:
+        return f"a value holds {_shown(large)}, which is no number of 64 bits; write it as text"
     types = list(dict.fromkeys(types))  # each value is compared with all of them
     wrong = [value for value in values if types and not any(_OF_TYPE[one](value) for one in types)]
     return f"the value {_shown(wrong[0])} is not of the type {'/'.join(types)}; remove it" if wrong else None
 
 
+def _large_number(values: list[Any]) -> int | None:
+    """An integer within values that the compiler would round; None if there is none."""
+    within = list(values)
+    while within:
+        value = within.pop()
+        if isinstance(value, int) and not -_INT64 <= value < _INT64:
+            return value
+        if isinstance(value, (Mapping, list)):
+            within += value.values() if isinstance(value, Mapping) else value
+    return None
+
+
 def _problem_of_bounds(schema: Mapping[str, Any]) -> str | None:
     """Of lengths, counts and ranges."""
-    for least, most in (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties")):
+    for least, most in _LENGTHS:
         for key in (least, most):
             value = schema.get(key)
             if key in schema and (not _OF_TYPE["integer"](value) or not 0 <= value < _INT64):  # type: ignore[operator]
                 return f"{key!r} is {_shown(value)}; it must be an integer of 0 or more"
         if least in schema and most in schema and schema[least] > schema[most]:
             return f"{least!r} is {schema[least]}, more than {most!r} {schema[most]}; swap them"
-    bounds = [key for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum") if key in schema]
+    bounds = [key for key in _BOUNDS if key in schema]
     for key in bounds:
         value = schema[key]
         if not _OF_TYPE["number"](value) or not -_INT64 <= value < _INT64:
             return f"{key!r} is {_shown(value)}; it must be a number of 64 bits"
+        if "integer" in _types(schema) and not _OF_TYPE["integer"](value):
+            return f"{key!r} of an integer is {_shown(value)}; round it"
     low = max((schema[key] for key in bounds if key.lower().endswith("minimum")), default=-math.inf)
     high = min((schema[key] for key in bounds if key.lower().endswith("maximum")), default=math.inf)
-    return f"no number is at least {low} and at most {high}; swap them" if low > high else None
+    if low > high:
+        return f"no number is at least {low} and at most {high}; swap them"
+    digits = BOUND_DIGITS if "number" in _types(schema) else 0
+    if low > -_EXACT and high < _EXACT and _is_empty(schema, digits):
+        what = f"of {digits} digits behind the point" if digits else "that is an integer"
+        return f"between {low} and {high} is no number {what}; widen the range"
+    return None
+
+
+def _is_empty(schema: Mapping[str, Any], digits: int) -> bool:
+    """Whether no number of so many digits behind the point is within the bounds, of which there are two or more."""
+    bounds = {key: Decimal(str(schema[key])).scaleb(digits) for key in _BOUNDS if key in schema}
+    lower = [math.ceil(bounds["minimum"])] if "minimum" in bounds else []
+    lower += [math.floor(bounds["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in bounds else []
+    upper = [math.floor(bounds["maximum"])] if "maximum" in bounds else []
+    upper += [math.ceil(bounds["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in bounds else []
+    return max(lower) > min(upper)
 
 
 def _problem_of_strings(schema: Mapping[str, Any]) -> str | None:
@@ -290,7 +372,7 @@ def _problem_of_strings(schema: Mapping[str, Any]) -> str | None:
     if form is not None and "string" in _types(schema) and form not in FORMATS:
         return f"the format {_shown(form)} is not known; use one of {', '.join(FORMATS)}, or a pattern"
     bounds = [key for key in ("minLength", "maxLength") if key in schema]
-    if pattern is not None and not isinstance(pattern, str):
+    if "pattern" in schema and not isinstance(pattern, str):
         return f"'pattern' is {_shown(pattern)}; it must be a regular expression"
     if pattern is not None and form is not None:
         return "'pattern' stands beside 'format'; keep one of them"

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
+from pointsman.engine import StructuredOutputsParams
+from pointsman.engine.grammar.worker import read_tree
+from pointsman.engine.params.json_schema import _Preparation, prepare_schema
+from pointsman.engine.params.structured_outputs import MAX_WHITESPACE
 from tests.engine.grammar_texts import Language
 
 
@@ -157,3 +162,55 @@ def test_numbers_have_the_bounds_of_the_schema() -> None:
 def test_thousands_of_choices_are_compiled() -> None:
     choices = [f"é{number}" for number in range(4096)]
     assert Language(choice=choices).allows(choices[0], choices[-1], "é4096") == [choices[0], choices[-1]]
+
+
+def test_a_tagged_union_of_definitions_is_any_of_them() -> None:
+    def tagged(*kinds: str) -> dict[str, Any]:
+        return {"type": "object", "properties": {"kind": {"enum": list(kinds)}}, "required": ["kind"]}
+
+    union = {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}
+    language = Language(json={**union, "$defs": {"a": tagged("a", "c"), "b": tagged("b")}})
+    assert language.allows('{"kind":"a"}', '{"kind":"b"}', '{"kind":"d"}') == ['{"kind":"a"}', '{"kind":"b"}']
+    assert "anyOf" in prepare_schema({**union, "$defs": {"a": {"type": "integer"}, "b": {"type": "string"}}})
+    for first, second in (
+        (tagged("a", "b"), tagged("b")),
+        (tagged("a"), {**tagged("b"), "required": []}),
+        ({"type": "integer"}, {"type": "number"}),
+        ({"type": ["object", "null"]}, tagged("a")),
+        ({"type": [[]]}, tagged("a")),
+        ({"$ref": "#/$defs/b"}, tagged("a")),
+        (True, tagged("a")),
+    ):
+        assert "oneOf" in _Preparation({**union, "$defs": {"a": first, "b": second}})._prepare(union, None, 1)
+    same = {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/%61"}], "$defs": {"a": tagged("a")}}
+    assert "oneOf" in prepare_schema(same)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "number", "minimum": 1e-7, "maximum": 2e-7}, "no number of 6 digits behind the point"),
+        ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e-6}, "no number of 6 digits"),
+        ({"type": "integer", "exclusiveMinimum": 1, "exclusiveMaximum": 2}, "no number that is an integer"),
+        ({"type": "integer", "minimum": 1.5}, "'minimum' of an integer is 1.5; round it"),
+        ({"type": "string", "pattern": None}, "'pattern' is None; it must be a regular expression"),
+        ({"const": 2**64 + 1}, "18446744073709551617, which is no number of 64 bits"),
+        ({"enum": [{"a": [-(2**80)]}]}, "which is no number of 64 bits"),
+    ],
+)
+def test_what_the_compiler_would_write_otherwise_is_refused(schema: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Language(json={"type": "array", "items": schema})
+
+
+def test_lengths_may_be_written_as_floats() -> None:
+    assert Language(json={"type": "string", "minLength": 2.0, "maxLength": 3.0}).allows('"a"', '"ab"') == ['"ab"']
+    assert Language(json={"type": "array", "maxItems": 1.0}).allows("[1]", "[1,1]") == ["[1]"]
+
+
+def test_long_strings_are_checked_ahead() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 500}}, "required": ["a"]}
+    spec = StructuredOutputsParams(json=schema).spec
+    tree = read_tree({**spec._asdict(), "max_whitespace": MAX_WHITESPACE})
+    # The quotation marks stand beside the repetition, and not around the name of a rule that holds it.
+    assert re.search(r'"\\"" own_pattern-\d+_1\{0, 500\} "\\""', str(tree.grammar()))
