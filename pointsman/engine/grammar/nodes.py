@@ -1,12 +1,12 @@
 """Nodes: what regular expressions and grammars are read into, and how nodes are written for the compiler.
 
     node = read_regex("[^a]b*")     -> Sequence([Characters(...), Repeat(Text("b"), 0, None)])
-    written_rules({"root": node})   -> 'root ::= [\\u0000-`b-\\ud7ff\\ue000-\\U0010ffff] "b"*'
+    written_rules({"root": node})   -> 'root ::= [^a\\ud800-\\udfff] "b"*'
 
 xgrammar has readers of its own, which differ from other dialects: they take every hexadecimal digit that follows `\\x`,
 read `.` as any character and let half a surrogate pair into `[^a]`. So Pointsman reads both languages itself, and
-writes the small part of EBNF that can be read in one way only: literals and positive classes, whose characters outside
-printable ASCII are escapes of a fixed length.
+writes the small part of EBNF that can be read in one way only: literals and classes, whose characters outside printable
+ASCII are escapes of a fixed length.
 """
 
 from __future__ import annotations
@@ -187,11 +187,19 @@ def _literal(text: str) -> str:
 
 
 def _class(characters: CharacterSet) -> str:
+    """A class as EBNF.
+
+    xgrammar 0.2.8 allows wrong tokens beside some classes of characters beyond U+FFFF. So a class that reaches the last
+    character is written by those that it excludes, surrogates among them; and any other has a rule of its own, which is
+    slow in a counted repetition.
+    """
     if not characters:
         return NEVER
+    if characters.ranges[-1][1] == LAST:
+        excluded = sorted((*(~characters).ranges, (FIRST_SURROGATE, LAST_SURROGATE)))
+        return f"[^{''.join(_range(first, last) for first, last in excluded)}]"
     text = f"[{''.join(_range(first, last) for first, last in characters.ranges)}]"
-    # xgrammar 0.2.8 allows wrong tokens in a repetition that such a class follows, unless a rule is between the two.
-    return f"({text} | {NEVER})" if characters.ranges[-1][0] >= 0x10000 else text
+    return f"({text} | {NEVER})" if characters.ranges[-1][1] >= 0x10000 else text
 
 
 def _range(first: int, last: int) -> str:

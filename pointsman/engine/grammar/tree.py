@@ -8,7 +8,7 @@ and to each other by number. Four things are changed there:
 - `places`: the rules that stand for a marked text, which keeps the place of something else;
 - `prune`: options that allow no text are removed. A model that took one of them could never end its text.
 
-`tests/engine/grammar/test_grammar_tree.py` notices where a new version of xgrammar writes another form.
+`tests/engine/grammar/test_schema.py` notices where a new version of xgrammar writes another form.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from pointsman.engine.grammar.nodes import CharacterSet
+from pointsman.engine.grammar.nodes import FIRST_SURROGATE, LAST_SURROGATE
 
 if TYPE_CHECKING:
     import xgrammar
@@ -133,11 +133,10 @@ class GrammarTree:
         return ""
 
     def exclude_surrogates(self) -> None:
-        """Write classes of all characters but some as what they are, without surrogates: those are no text."""
+        """Exclude surrogates from each class of all characters but some: they are no text."""
         for number, (kind, payload) in enumerate(self._expressions):
             if kind in (CLASS, CLASS_STAR) and payload[0]:
-                rest = ~CharacterSet(zip(payload[1::2], payload[2::2], strict=True))
-                self._expressions[number] = kind, [0, *chain.from_iterable(rest.ranges)]
+                self._expressions[number] = kind, [*payload, FIRST_SURROGATE, LAST_SURROGATE]
 
     # ------------------------------------------------------------------ what allows no text
 

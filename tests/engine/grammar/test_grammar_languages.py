@@ -142,3 +142,41 @@ def test_texts_are_derived_by_their_grammar(compiler: Compiler, grammar: languag
 )
 def test_texts_are_choices(compiler: Compiler, choices: list[str], seed: int) -> None:
     assert set(compiler.texts(random.Random(seed), choice=choices)) <= set(choices)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"json": {"type": "string", "maxLength": 500}},
+        {"json": {"type": "string", "pattern": "^[^a]{1,300}$"}},
+        {"json": {"type": "object", "properties": {"é": {"type": "string", "minLength": 2, "maxLength": 600}}}},
+        {"regex": r"[\S ]{1,80}x"},
+        {"regex": "[6é]+[\U0001f900-\U0001f9ff]]"},
+        {"regex": "([a-z]|[😀-😎])*[^a]"},
+        {"grammar": 'root ::= "[" [^\\x00-\\x1f]{0,400} "]"'},
+    ],
+    ids=str,
+)
+def test_a_token_that_is_allowed_is_accepted(options: dict[str, Any]) -> None:
+    """For tokens of several characters: xgrammar sorts those of a vocabulary when it compiles a grammar."""
+    choose = random.Random(0)
+    letters = 'abx6 "\\né{}:,=[]()%$日😀\u0301'
+    words = ("".join(choose.choices(letters, k=choose.randint(2, 4))) for _ in range(3000))
+    tokens = [bytes([byte]) for byte in range(256)] + [b""] + [word.encode() for word in words]
+    tokens += [b"\xed\xa0", b"\xed\x9f\xbf", b"a\xed", b"\xa0\x80", b'"\xf0\x9f', b'\x98\x80"']
+    vocabulary = GrammarVocabulary(tokens, (EOS,))
+    process = GrammarProcess(lambda: vocabulary, GrammarLimits(token_time=0.01))
+    try:
+        matcher = xgrammar.GrammarMatcher(process.compile(Job(StructuredOutputsParams(**options).spec), 20.0).compiled)
+    finally:
+        process.close()
+    bitmask = xgrammar.allocate_token_bitmask(1, len(tokens))
+    for _ in range(6):
+        matcher.fill_next_token_bitmask(bitmask)
+        bits = int.from_bytes(bitmask.numpy().tobytes(), "little")
+        allowed = [at for at in range(len(tokens)) if at != EOS and bits >> at & 1]
+        for token in allowed:
+            assert matcher.fork().accept_token(token), tokens[token]
+        if not allowed:
+            return
+        assert matcher.accept_token(choose.choice(allowed))
