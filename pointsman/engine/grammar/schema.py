@@ -2,20 +2,22 @@
 
     tree = schema_tree('{"type": "string", "pattern": "^é\\\\d+$"}', any_whitespace=True, max_whitespace=16)
 
-Patterns, strings with a minimum or maximum length and numbers do not reach xgrammar: a short text keeps the place of
-each pattern, and gets its grammar afterwards (`tree.py`).
+Some parts do not reach xgrammar: patterns, strings with a minimum or maximum length, numbers, escapes, and names beside
+properties. A short text keeps the place of each pattern, which gets its grammar afterwards (`tree.py`).
 
 - A pattern describes the whole string. A character that JSON writes as an escape is written as one where nothing else
   is possible, and is left out of a class that has others.
 - A number that the schema does not bound has at most `INTEGER_DIGITS` digits before the point, so that it fits into 64
   bits, `FRACTION_DIGITS` behind it, and `EXPONENT_DIGITS` in its exponent. A weak model would otherwise write digits
   until its tokens end.
+- A further property of an object has none of the names in its schema, with escapes or without.
+- An escape is no half of a surrogate pair.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pointsman.engine.grammar.nodes import (
@@ -62,6 +64,29 @@ _NUMBER: Node = Sequence([
 ])  # fmt: skip
 
 
+_HEXADECIMAL = Characters(CharacterSet.of("0123456789abcdefABCDEF"))
+_ESCAPE: Node = Choice([
+    Characters(CharacterSet.of('"\\/bfnrt')),
+    Sequence([Text("u"), Characters(CharacterSet.of("0123456789abcefABCEF")), Repeat(_HEXADECIMAL, 3, 3)]),
+    Sequence([
+        Text("u"), Characters(CharacterSet.of("dD")), Characters(CharacterSet.of("01234567")),
+        Repeat(_HEXADECIMAL, 2, 2),
+    ]),
+    Sequence([
+        Text("u"), Characters(CharacterSet.of("dD")), Characters(CharacterSet.of("89abAB")), Repeat(_HEXADECIMAL, 2, 2),
+        Text("\\u"), Characters(CharacterSet.of("dD")), Characters(CharacterSet.of("cdefCDEF")),
+        Repeat(_HEXADECIMAL, 2, 2),
+    ]),
+])  # fmt: skip
+"""Behind a backslash. Surrogates come in pairs: a reader may refuse half of one."""
+_CHARACTERS: Node = Choice([
+    Text('"'),
+    Sequence([_ANY_CHARACTER, Rule("characters")]),
+    Sequence([Text("\\"), Rule("escape"), Rule("characters")]),
+])  # fmt: skip
+"""The remaining characters of a string, and its end."""
+
+
 def schema_tree(text: str, *, any_whitespace: bool, max_whitespace: int) -> GrammarTree:
     """The grammar of a schema that `prepare_schema` has prepared.
 
@@ -71,7 +96,7 @@ def schema_tree(text: str, *, any_whitespace: bool, max_whitespace: int) -> Gram
     """
     import xgrammar
 
-    rules: dict[str, Node] = {"integer": _INTEGER, "number": _NUMBER}
+    rules: dict[str, Node] = {"integer": _INTEGER, "number": _NUMBER, "escape": _ESCAPE, "characters": _CHARACTERS}
     schema = _with_places(json.loads(text), rules)
     tree = GrammarTree(
         xgrammar.Grammar.from_json_schema(
@@ -83,7 +108,11 @@ def schema_tree(text: str, *, any_whitespace: bool, max_whitespace: int) -> Gram
     )
     tree.exclude_surrogates()
     places = tree.places(_MARK)
-    places |= {"integer": [tree.rule("basic_integer")], "number": [tree.rule("basic_number")]}
+    places |= {name: [tree.rule(f"basic_{name}")] for name in ("integer", "number", "escape")}
+    for number, (place, names) in enumerate(tree.excluded_names().items()):
+        free = f"names-{number}"
+        _add_free_names(free, names, rules)
+        places[free] = [place]
     rules["any"] = Choice([Rule(name) for name in rules])  # or xgrammar would drop those that the root does not reach
     own = GrammarTree(xgrammar.Grammar.from_ebnf(written_rules(rules), root_rule_name="any"))
     added = tree.add(own, "own_")
@@ -105,6 +134,30 @@ def _with_places(schema: Any, rules: dict[str, Node]) -> Any:
         minimum, maximum = changed.pop("minLength", 0), changed.pop("maxLength", None)
         changed["pattern"] = _place(Repeat(_ANY_CHARACTER, minimum, maximum), rules)
     return changed
+
+
+def _add_free_names(rule: str, names: Iterable[str], rules: dict[str, Node]) -> None:
+    """Add a rule of all strings but some, behind their quotation mark: a trie, with a rule for each beginning.
+
+    What begins as one of the names does goes on without escapes, which would be other ways to write them.
+    """
+    trie: list[dict[str, int]] = [{}]
+    ends = set()
+    for name in names:
+        at = 0
+        for one in name:
+            if one not in trie[at]:
+                trie[at][one] = len(trie)
+                trie.append({})
+            at = trie[at][one]
+        ends.add(at)
+    called = [rule, *(f"{rule}-{number}" for number in range(1, len(trie)))]
+    for at, following in enumerate(trie):
+        others = Characters(_ANY_CHARACTER.characters - CharacterSet.of("".join(following)))
+        options: list[Node] = [] if at in ends else [Text('"')]
+        options.append(Sequence([others, Rule("characters")]))
+        options += [Sequence([Text(_in_quotes(one)), Rule(called[end])]) for one, end in following.items()]
+        rules[called[at]] = Choice(options)
 
 
 def _place(node: Node, rules: dict[str, Node]) -> str:

@@ -1,10 +1,11 @@
 """GrammarTree: a grammar as xgrammar's readers leave it, for what has to be changed before it is compiled.
 
 xgrammar gives a grammar away as JSON: rules, each with the number of an expression, and expressions that refer to rules
-and to each other by number. Four things are changed there:
+and to each other by number. These are changed there:
 
 - `exclude_surrogates`: a class such as `[^a]` keeps no halves of surrogate pairs, which xgrammar lets in;
 - `graft`: a rule gets the body of a rule of another grammar;
+- `excluded_names`: the names that may not stand for an object's further properties, which xgrammar excludes by half;
 - `places`: the rules that stand for a marked text, which keeps the place of something else;
 - `prune`: options that allow no text are removed. A model that took one of them could never end its text.
 
@@ -14,7 +15,7 @@ and to each other by number. Four things are changed there:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +121,46 @@ class GrammarTree:
             raise RuntimeError(
                 "xgrammar writes patterns in an unknown form; install a version that pyproject.toml allows"
             )
+        return found
+
+    def excluded_names(self) -> dict[int, list[str]]:
+        """The rules of names that objects have beside their properties: rule -> the names that it leaves out.
+
+        xgrammar spells the names byte by byte, a rule for each, and lets in what begins with another byte of the same
+        character.
+
+        Raises:
+            RuntimeError: xgrammar has another form for them.
+        """
+        found = {}
+        for rule in self._rules:
+            if rule[0].endswith("_addl_key"):
+                ((quote, start),) = self._options(rule[1])
+                if (quote, start[0]) != ((TEXT, b'"'), RULE):
+                    raise RuntimeError(
+                        "xgrammar writes names in an unknown form; install a version that pyproject.toml allows"
+                    )
+                found[start[1][0]] = [name.decode() for name in self._spelled(start[1][0])]
+        return found
+
+    def _spelled(self, start: int) -> Iterator[bytes]:
+        """The texts that a rule spells and does not end with."""
+        open_rules = [(start, b"")]
+        while open_rules:
+            rule, before = open_rules.pop()
+            options = self._options(self._rules[rule][1])
+            if [(TEXT, b'"')] not in options:
+                yield before
+            longer = (option for option in options if len(option) == 2 and option[0][0] == TEXT)
+            open_rules += [(rest[1][0], before + text[1]) for text, rest in longer]
+
+    def _options(self, body: int) -> list[list[tuple[int, Any]]]:
+        """The sequences of a rule's body: kinds and payloads; the bytes of a text."""
+        found = []
+        for option in self._expressions[body][1]:
+            kind, payload = self._expressions[option]
+            parts = [self._expressions[one] for one in payload] if kind == SEQUENCE else []
+            found.append([(kind, bytes(payload) if kind == TEXT else payload) for kind, payload in parts])
         return found
 
     def _text(self, expression: int) -> str:

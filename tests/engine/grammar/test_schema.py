@@ -214,3 +214,23 @@ def test_long_strings_are_checked_ahead() -> None:
     tree = read_tree({**spec._asdict(), "max_whitespace": MAX_WHITESPACE})
     # The quotation marks stand beside the repetition, and not around the name of a rule that holds it.
     assert re.search(r'"\\"" own_pattern-\d+_1\{0, 500\} "\\""', str(tree.grammar()))
+
+
+@pytest.mark.parametrize("name", ["a", "é", "日本", "😀", 'a"b', "\\", "a\n", ""])
+def test_other_properties_do_not_take_a_propertys_name(name: str) -> None:
+    schema = {"type": "object", "properties": {name: {"const": 1}, "ab": {}}, "additionalProperties": {"const": 2}}
+    language = Language(json=schema)
+    assert written({name: 1}) in language and written({name: 2}) not in language
+    escaped = "".join(f"\\u{ord(one):04x}" for one in name if ord(one) < 0x10000)
+    assert f'{{"{escaped}":2}}' not in language or not escaped
+    for other in (f"{name}c", f"{name}é", "zebra", "ü", "日", "x\n", 'x"'):
+        assert written({other: 2}) in language, other
+        assert written({other: 1}) not in language
+    assert written({name: 1, "ab": 3, "zebra": 2}) in language
+
+
+def test_escapes_of_surrogates_come_in_pairs() -> None:
+    for schema in ({"type": "string"}, {}):
+        language = Language(json=schema)
+        texts = ['"\\ud83d\\ude00"', '"\\uD7ff"', '"\\ue000"', '"\\u00e9"', '"\\n"']
+        assert language.allows(*texts, '"\\ud83d"', '"\\ude00"', '"\\ud83d\\n"', '"\\ud83d\\ud83d"') == texts
