@@ -6,8 +6,11 @@ vllm_texts.py MODEL_DIRECTORY TOKEN_IDS_AS_JSON
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 from vllm import LLM, SamplingParams, TokensPrompt
 
