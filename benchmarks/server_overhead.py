@@ -221,7 +221,7 @@ def report(turns: Sequence[Turn], jobs: Sequence[Job], num_streams: int, targets
 def compare_checkouts(arguments: argparse.Namespace) -> int:
     """The run with `--against`."""
     quick = arguments.quick
-    rounds, starts = arguments.rounds or (8 if quick else 24), arguments.starts or (1 if quick else 8)
+    rounds, starts = arguments.rounds or (8 if quick else 24), arguments.starts or (1 if quick else 24)
     jobs = make_jobs(arguments.requests or 32, (16, 32), (24, 40))
     knobs = Knobs(served_directory(TINY), arguments.threads, max_num_seqs=64, max_num_batched_tokens=512)
     targets = Targets()
@@ -242,7 +242,7 @@ def main() -> int:
     parser.add_argument(
         "--against", type=Path, metavar="CHECKOUT", help="measure the server of another checkout instead"
     )
-    parser.add_argument("--starts", type=at_least_one, help="of the servers, with --against (8; quick: 1)")
+    parser.add_argument("--starts", type=at_least_one, help="of the servers, with --against (24; quick: 1)")
     arguments = parser.parse_args()
     if arguments.against is not None:
         return compare_checkouts(arguments)
