@@ -166,6 +166,8 @@ def _written(node: Node, names: Mapping[str, str]) -> str:
             return " ".join(_grouped(part, names) for part in parts) or '""'
         case Choice(options):
             return " | ".join(_written(option, names) for option in options)
+        case Repeat(Characters(characters), 1, None):  # a `+` would be a rule that wrong tokens may follow, too
+            return f"{_class(characters)} {_class(characters)}*"
         case Repeat(part, minimum, maximum):
             return f"{_grouped(part, names)}{_count(minimum, maximum)}"
         case Rule(name):

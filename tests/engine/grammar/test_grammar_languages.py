@@ -153,6 +153,8 @@ def test_texts_are_choices(compiler: Compiler, choices: list[str], seed: int) ->
         {"regex": r"[\S ]{1,80}x"},
         {"regex": "[6é]+[\U0001f900-\U0001f9ff]]"},
         {"regex": "([a-z]|[😀-😎])*[^a]"},
+        {"json": {"type": "string", "pattern": ".+\\W\\n"}},
+        {"regex": "[6\\\\]+[\u2010-\u2027\u2190-\u23ff]"},
         {"grammar": 'root ::= "[" [^\\x00-\\x1f]{0,400} "]"'},
     ],
     ids=str,
