@@ -13,11 +13,8 @@ import re
 from typing import NamedTuple
 
 from pointsman.engine.grammar.nodes import (
-    FIRST_SURROGATE,
-    LAST,
-    LAST_SURROGATE,
+    CODE_ESCAPE,
     MAX_NESTING,
-    MAX_REPETITIONS,
     Characters,
     CharacterSet,
     Choice,
@@ -28,6 +25,8 @@ from pointsman.engine.grammar.nodes import (
     Sequence,
     Text,
     Unreadable,
+    is_character,
+    problem_of_counts,
 )
 
 ROOT = "root"
@@ -42,10 +41,7 @@ _TOKEN = re.compile(
     |(?P<mark>[()|*+?.])""",
     re.VERBOSE,
 )
-_CHARACTER = re.compile(
-    r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}|U([0-9a-fA-F]{8})|(0)(?![0-9])|(.))|(.)",
-    re.DOTALL,
-)
+_CHARACTER = re.compile(rf"\\(?:{CODE_ESCAPE}|(0)(?![0-9])|(.))|(.)", re.DOTALL)
 _ESCAPES = {
     "t": "\t", "n": "\n", "r": "\r", "v": "\v", "f": "\f", "a": "\a", "b": "\b", "e": "\x1b",
     **{one: one for one in "\\\"'[]-^?/"},
@@ -131,10 +127,8 @@ class _Reader:
         first, comma, last = (one.strip() for one in token.text.partition(","))
         minimum = int(first)
         maximum = (int(last) if last else None) if comma else minimum
-        if max(minimum, maximum or 0) > MAX_REPETITIONS:
-            raise self._refused(f"the count {{{token.text}}}", f"the maximum is {MAX_REPETITIONS:,}", token.at)
-        if maximum is not None and maximum < minimum:
-            raise self._refused(f"the count {{{token.text}}}", "its minimum is above its maximum", token.at)
+        if problem := problem_of_counts(minimum, maximum):
+            raise self._refused(f"the count {{{token.text}}}", problem, token.at)
         return Repeat(part, minimum, maximum)
 
     def _is_quantifier(self) -> bool:
@@ -148,7 +142,7 @@ class _Reader:
             self._named.setdefault(token.text, token.at)
             return Rule(token.text)
         if token.kind == "text":
-            return Text("".join(map(chr, self._codes(token))))
+            return Text("".join(chr(code) for code, _ in self._codes(token)))
         if token.kind == "class":
             return Characters(self._class(token))
         if token.text == "." and token.kind == "mark":
@@ -167,23 +161,22 @@ class _Reader:
         is_negated = token.text.startswith("^")
         members = _Token(token.kind, token.text[is_negated:], token.at + is_negated)
         codes = self._codes(members)
-        is_dash = [found[0] == "-" for found in _CHARACTER.finditer(members.text)]  # and no escape of one
         ranges: list[Range] = []
         at = 0
         while at < len(codes):
-            if at + 2 < len(codes) and is_dash[at + 1]:
-                if codes[at + 2] < codes[at]:
-                    raise self._refused("a range whose last character is before its first", "swap them", token.at)
-                ranges.append((codes[at], codes[at + 2]))
-                at += 3
-            else:
-                ranges.append((codes[at], codes[at]))
-                at += 1
+            first = last = codes[at][0]
+            if at + 2 < len(codes) and codes[at + 1] == (ord("-"), False):
+                last = codes[at + 2][0]
+                at += 2
+            if last < first:
+                raise self._refused("a range whose last character is before its first", "swap them", token.at)
+            ranges.append((first, last))
+            at += 1
         characters = CharacterSet(ranges)
         return ~characters if is_negated else characters
 
-    def _codes(self, token: _Token) -> list[int]:
-        """The code points of a text, or of the members of a class."""
+    def _codes(self, token: _Token) -> list[tuple[int, bool]]:
+        """The code points of a text, or of the members of a class, and whether each is an escape."""
         codes = []
         for found in _CHARACTER.finditer(token.text):
             *numbers, null, letter, plain = found.groups()
@@ -199,9 +192,9 @@ class _Reader:
                 code = ord(_ESCAPES[letter])
             else:
                 code = ord(plain)
-            if code > LAST or FIRST_SURROGATE <= code <= LAST_SURROGATE:
+            if not is_character(code):
                 raise self._refused(f"{found[0]!r}, which is no character", "remove it", token.at)
-            codes.append(code)
+            codes.append((code, plain is None))
         return codes
 
     # ------------------------------------------------------------------ tokens

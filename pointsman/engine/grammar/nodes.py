@@ -23,11 +23,28 @@ MAX_REPETITIONS = 65_536
 MAX_NESTING = 64
 """Levels of groups within groups."""
 
+CODE_ESCAPE = r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}|U([0-9a-fA-F]{8})"
+"""Behind a backslash: the number of a character, as a pattern with four groups."""
+
 Range: TypeAlias = tuple[int, int]
 
 
 class Unreadable(ValueError):
     """A regular expression or a grammar that Pointsman does not read, with the place and the remedy."""
+
+
+def is_character(code: int) -> bool:
+    """Whether a text may have a character of this number."""
+    return code <= LAST and not FIRST_SURROGATE <= code <= LAST_SURROGATE
+
+
+def problem_of_counts(minimum: int, maximum: int | None) -> str | None:
+    """What is wrong with the counts of a repetition, and what to do."""
+    if max(minimum, maximum or 0) > MAX_REPETITIONS:
+        return f"the maximum is {MAX_REPETITIONS:,}: lower it"
+    if maximum is not None and maximum < minimum:
+        return "its minimum is above its maximum: swap them"
+    return None
 
 
 class CharacterSet:
@@ -57,12 +74,6 @@ class CharacterSet:
     def __bool__(self) -> bool:
         return bool(self.ranges)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, CharacterSet) and self.ranges == other.ranges
-
-    def __hash__(self) -> int:
-        return hash(self.ranges)
-
     def __or__(self, other: CharacterSet) -> CharacterSet:
         return CharacterSet((*self.ranges, *other.ranges))
 
@@ -75,9 +86,6 @@ class CharacterSet:
         if next_one <= LAST:
             gaps.append((next_one, LAST))
         return CharacterSet(gaps)
-
-    def __and__(self, other: CharacterSet) -> CharacterSet:
-        return ~(~self | ~other)
 
     def __sub__(self, other: CharacterSet) -> CharacterSet:
         return ~(~self | other)
@@ -161,13 +169,17 @@ def _written(node: Node, names: Mapping[str, str]) -> str:
         case Text(text):
             return _literal(text)
         case Characters(characters):
-            return _class(characters)
+            return _apart(characters)
         case Sequence(parts):
             return " ".join(_grouped(part, names) for part in parts) or '""'
         case Choice(options):
             return " | ".join(_written(option, names) for option in options)
-        case Repeat(Characters(characters), 1, None):  # a `+` would be a rule that wrong tokens may follow, too
+        case Repeat(Characters(characters), 1, None) if not _is_risky(characters):  # xgrammar would make a rule of `+`
             return f"{_class(characters)} {_class(characters)}*"
+        case Repeat(Characters(characters), 0, None) if _is_risky(characters):  # and none of `*`
+            return f"({_class(characters)}+)?"
+        case Repeat(Characters(characters), minimum, maximum):
+            return f"{_class(characters)}{_count(minimum, maximum)}"
         case Repeat(part, minimum, maximum):
             return f"{_grouped(part, names)}{_count(minimum, maximum)}"
         case Rule(name):
@@ -189,19 +201,24 @@ def _literal(text: str) -> str:
 
 
 def _class(characters: CharacterSet) -> str:
-    """A class as EBNF.
-
-    xgrammar 0.2.8 allows wrong tokens beside some classes of characters beyond U+FFFF. So a class that reaches the last
-    character is written by those that it excludes, surrogates among them; and any other has a rule of its own, which is
-    slow in a counted repetition.
-    """
+    """A class as EBNF; one that reaches the last character by those that it excludes, surrogates among them."""
     if not characters:
         return NEVER
     if characters.ranges[-1][1] == LAST:
         excluded = sorted((*(~characters).ranges, (FIRST_SURROGATE, LAST_SURROGATE)))
         return f"[^{''.join(_range(first, last) for first, last in excluded)}]"
-    text = f"[{''.join(_range(first, last) for first, last in characters.ranges)}]"
-    return f"({text} | {NEVER})" if characters.ranges[-1][1] >= 0x10000 else text
+    return f"[{''.join(_range(first, last) for first, last in characters.ranges)}]"
+
+
+def _apart(characters: CharacterSet) -> str:
+    """A class, with a rule of its own if it needs one; a rule would be slow in a counted repetition."""
+    return f"({_class(characters)} | {NEVER})" if _is_risky(characters) else _class(characters)
+
+
+def _is_risky(characters: CharacterSet) -> bool:
+    """Whether xgrammar 0.2.8 may allow wrong tokens in a repetition before the class: it lists characters of several
+    bytes."""
+    return bool(characters) and 0x80 <= characters.ranges[-1][1] < LAST
 
 
 def _range(first: int, last: int) -> str:

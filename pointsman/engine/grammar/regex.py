@@ -22,11 +22,9 @@ import re
 from functools import cache
 
 from pointsman.engine.grammar.nodes import (
+    CODE_ESCAPE,
     FIRST_SURROGATE,
-    LAST,
-    LAST_SURROGATE,
     MAX_NESTING,
-    MAX_REPETITIONS,
     Characters,
     CharacterSet,
     Choice,
@@ -36,6 +34,8 @@ from pointsman.engine.grammar.nodes import (
     Sequence,
     Text,
     Unreadable,
+    is_character,
+    problem_of_counts,
 )
 
 _ASCII_DIGITS = CharacterSet([(0x30, 0x39)])
@@ -61,10 +61,6 @@ _Bounds = tuple[CharacterSet, CharacterSet]
 """What is in a class in every dialect, and what is in it in some."""
 
 
-def _exactly(characters: CharacterSet) -> _Bounds:
-    return characters, characters
-
-
 def _negated(bounds: _Bounds) -> _Bounds:
     narrow, wide = bounds
     return ~wide, ~narrow
@@ -84,7 +80,7 @@ def _class_of(kind: str) -> _Bounds:
 
 _CONTROLS = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D, "a": 0x07, "e": 0x1B}
 
-_CODE = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}|U([0-9a-fA-F]{8})")
+_CODE = re.compile(CODE_ESCAPE)
 _LOW_SURROGATE = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})")
 _COUNT = re.compile(r"\{([0-9]{1,9})(,([0-9]{1,9})?)?\}")
 _CLASS_END = re.compile(r"(?:[^\]\\]|\\.)*", re.DOTALL)
@@ -216,10 +212,8 @@ class _Reader:
         self._at = found.end()
         minimum = int(found[1])
         maximum = (None if found[3] is None else int(found[3])) if found[2] else minimum
-        if max(minimum, maximum or 0) > MAX_REPETITIONS:
-            raise self._refused(f"the count {found[0]}", f"the maximum is {MAX_REPETITIONS:,}: lower it", start)
-        if maximum is not None and maximum < minimum:
-            raise self._refused(f"the count {found[0]}", "its minimum is above its maximum: swap them", start)
+        if problem := problem_of_counts(minimum, maximum):
+            raise self._refused(f"the count {found[0]}", problem, start)
         return minimum, maximum
 
     def _refuse_quantifier(self, what: str) -> None:
@@ -333,7 +327,7 @@ class _Reader:
         if FIRST_SURROGATE <= code < 0xDC00 and (low := _LOW_SURROGATE.match(self._pattern, self._at)):
             self._at = low.end()
             return 0x10000 + ((code - FIRST_SURROGATE) << 10) + (int(low[1], 16) - 0xDC00)
-        if code > LAST or FIRST_SURROGATE <= code <= LAST_SURROGATE:
+        if not is_character(code):
             raise self._refused(f"'\\{found[0]}', which is no character,", "remove it", start)
         return code
 

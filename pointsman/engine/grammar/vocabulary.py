@@ -90,7 +90,8 @@ def _agree(tokens: Sequence[bytes], decoder: TextDecoder) -> bool:
     """Whether the engine's decoder takes tokens for the same bytes: some of all, without special ones."""
     step = max(1, len(tokens) // MAX_COMPARED)
     others = (one for one in range(0, len(tokens), step) if not decoder.is_special(one))
-    return all(tokens[one] == decoder.token_bytes(one) or _REPLACEMENT in decoder.token_bytes(one) for one in others)
+    pairs = ((tokens[one], decoder.token_bytes(one)) for one in others)
+    return all(theirs == ours or _REPLACEMENT in ours for theirs, ours in pairs)
 
 
 def _check_pairs(tokens: Sequence[bytes], decoder: TextDecoder) -> None:

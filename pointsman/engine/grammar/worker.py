@@ -181,7 +181,7 @@ def _probe(compiled: xgrammar.CompiledGrammar, job: dict[str, Any], is_random: b
     """Write a text under the grammar: of random tokens, or of the first that is allowed (a short one, mostly).
 
     Raises:
-        ValueError: the grammar allows no text at all, or takes too long.
+        ValueError: the tokens cannot go on with a text, one of them is allowed and then refused, or it takes too long.
     """
     matcher = xgrammar.GrammarMatcher(compiled)
     info = compiled.tokenizer_info

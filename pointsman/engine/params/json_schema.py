@@ -133,6 +133,8 @@ class _Preparation:
         self._root = root
         self._names: dict[str, str] = {}
         """Each `$ref` -> the name that its schema gets."""
+        self._targets: list[tuple[str, Any]] = []
+        """Each `$ref` and the schema that it leads to, in the order of their names."""
         self._tags: dict[int, dict[str, list[str]]] = {}
         """Of schemas of objects, by their `id`: see `_tags_of`."""
 
@@ -148,9 +150,8 @@ class _Preparation:
         for key in ("$defs", "definitions"):
             prepared.pop(key, None)
         definitions: dict[str, Any] = {}
-        while len(definitions) < len(self._names):  # those may refer to more
-            reference = list(self._names)[len(definitions)]
-            definitions[self._names[reference]] = self._prepare(self._target(reference), (None, reference), 1)
+        for reference, target in self._targets:  # which grows meanwhile
+            definitions[self._names[reference]] = self._prepare(target, (None, reference), 1)
         return {**prepared, "$defs": definitions} if definitions else prepared
 
     def _prepare(self, schema: Any, path: _Path, depth: int) -> Any:
@@ -190,10 +191,12 @@ class _Preparation:
         _bound_numbers(prepared)
         if "oneOf" in schema and self._exclude_each_other(schema["oneOf"], path):
             prepared["anyOf"] = prepared.pop("oneOf")
-        if schema.get("$ref") not in (None, "#"):
-            name = self._names.setdefault(schema["$ref"], str(len(self._names)))
-            self._target(schema["$ref"], path)
-            prepared["$ref"] = f"#/$defs/{name}"
+        reference = schema.get("$ref")
+        if reference not in (None, "#"):
+            if reference not in self._names:
+                self._targets.append((reference, self._target(reference, path)))
+                self._names[reference] = str(len(self._names))
+            prepared["$ref"] = f"#/$defs/{self._names[reference]}"
         return prepared
 
     def _exclude_each_other(self, options: list[Any], path: _Path) -> bool:
@@ -232,7 +235,7 @@ class _Preparation:
                     tags[name] = list(dict.fromkeys(values))
         return tags
 
-    def _target(self, reference: str, path: _Path = None) -> Any:
+    def _target(self, reference: str, path: _Path) -> Any:
         """The schema that a pointer leads to (RFC 6901, as the fragment of a URI).
 
         Raises:

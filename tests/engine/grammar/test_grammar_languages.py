@@ -154,6 +154,11 @@ def test_texts_are_choices(compiler: Compiler, choices: list[str], seed: int) ->
         {"regex": "[6é]+[\U0001f900-\U0001f9ff]]"},
         {"regex": "([a-z]|[😀-😎])*[^a]"},
         {"json": {"type": "string", "pattern": ".+\\W\\n"}},
+        {"json": {"type": "string", "pattern": "^[一-龥]+[a-e0-9]{2}$"}},
+        {"regex": "(?:[a-e]|-)+[一-龥]x"},
+        {"regex": "(?:[a-e]|-)+[一-龥]*x"},
+        {"regex": "(?:[a-e]|-|é)+[é-ü]x"},
+        {"grammar": 'root ::= "[" ([一-龥]+ ",")* [ぁ-ん] "]"'},
         {"regex": "[6\\\\]+[\u2010-\u2027\u2190-\u23ff]"},
         {"grammar": 'root ::= "[" [^\\x00-\\x1f]{0,400} "]"'},
     ],
@@ -162,7 +167,7 @@ def test_texts_are_choices(compiler: Compiler, choices: list[str], seed: int) ->
 def test_a_token_that_is_allowed_is_accepted(options: dict[str, Any]) -> None:
     """For tokens of several characters: xgrammar sorts those of a vocabulary when it compiles a grammar."""
     choose = random.Random(0)
-    letters = 'abx6 "\\né{}:,=[]()%$日😀\u0301'
+    letters = 'abx6 -"\\né{}:,=[]()%$日😀\u0301'
     words = ("".join(choose.choices(letters, k=choose.randint(2, 4))) for _ in range(3000))
     tokens = [bytes([byte]) for byte in range(256)] + [b""] + [word.encode() for word in words]
     tokens += [b"\xed\xa0", b"\xed\x9f\xbf", b"a\xed", b"\xa0\x80", b'"\xf0\x9f', b'\x98\x80"']
