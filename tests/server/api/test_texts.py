@@ -263,12 +263,14 @@ def test_the_official_client_reads_them(side: Side) -> None:
             model=model.id, prompt=token_ids[:-1], max_tokens=1, echo=True, logprobs=2, extra_body=extra
         ).choices
         check_places(choice.model_dump())
+        # sampled bytes need not be characters, and a tokenizer replaces the whole run that holds a wrong one
+        whole = [one for one in token_ids if REPLACEMENT not in side.tokenizer.decode([one])]
         stream = client.chat.completions.create(
             model=model.id, messages=[{"role": "user", "content": "The text"}], max_tokens=6, logprobs=True,
-            top_logprobs=3, stream=True, extra_body={"allowed_token_ids": token_ids, "ignore_eos": True},
+            top_logprobs=3, stream=True, extra_body={"allowed_token_ids": whole, "ignore_eos": True},
         )  # fmt: skip
         chunks = list(stream)
         tokens = [one for chunk in chunks if chunk.choices[0].logprobs for one in chunk.choices[0].logprobs.content]
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         joined = b"".join(bytes(one.bytes) for one in tokens)
-        assert joined.decode("utf-8", "ignore") == text.replace(REPLACEMENT, "")  # some bytes may be no character
+        assert joined.decode() == text
