@@ -1,0 +1,180 @@
+"""How tenants share a stage before the scheduler, such as tokenizing: how much one may hold, and whose turn it is.
+
+    room = Room(1024)
+    room.take("a", 3)                  # raises RoomError where that is more than the tenant's share, and takes nothing
+    room.give_back("a", 3)
+
+    turns = Turns()
+    turns.put("a", job, cost=5000)
+    turn = turns.take()                # of the tenant that has been served least
+    ...
+    turns.end(turn)
+
+Neither is safe against calls from several threads at once; who has threads holds a lock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import count
+from typing import Generic, TypeVar
+
+ItemT = TypeVar("ItemT")
+
+SHARE = 3
+"""How many times what is free one tenant may hold: three quarters of a room if it is alone."""
+
+_LEAST_KEPT = 64
+"""Tenants that are remembered, even if none of them has anything to do."""
+
+
+class RoomError(Exception):
+    """There is no room for more; nothing was taken.
+
+    Attributes:
+        held: what the tenant holds.
+        most: what it may hold now.
+        total: what all hold.
+        size: of the room.
+    """
+
+    def __init__(self, held: int, most: int, total: int, size: int) -> None:
+        super().__init__(f"{held} are held, at most {most} may be; all hold {total} of {size}")
+        self.held, self.most, self.total, self.size = held, most, total, size
+
+
+class Room:
+    """What a stage has room for, in any unit, and what each tenant holds of it.
+
+    A tenant may hold up to `SHARE` times what is left free: the dynamic threshold of Choudhury and Hahne, "Dynamic
+    Queue Length Thresholds for Shared-Memory Packet Switches" (IEEE/ACM Transactions on Networking 6(2), 1998). So one
+    tenant alone gets three quarters, and a second one always finds room; the more are busy, the less each may hold.
+
+    Args:
+        size: of the whole.
+        is_shared: False: there is one tenant, which may hold all.
+    """
+
+    def __init__(self, size: int, *, is_shared: bool = True) -> None:
+        self.size = size
+        self.is_shared = is_shared
+        self.total = 0
+        """Held by all."""
+        self.held: dict[str, int] = {}
+        """By each tenant that holds something."""
+
+    def take(self, tenant: str, amount: int) -> None:
+        """Hold more. A tenant that holds nothing gets one unit's worth of anything that fits at all.
+
+        Raises:
+            RoomError: it is more than there is room for, or than the tenant may hold.
+        """
+        held, left = self.held.get(tenant, 0), self.size - self.total - amount
+        most = self.size if not self.is_shared else min(self.size, SHARE * max(0, left))
+        if left < 0 or (held and held + amount > most):
+            raise RoomError(held, most, self.total, self.size)
+        self.held[tenant] = held + amount
+        self.total += amount
+
+    def give_back(self, tenant: str, amount: int) -> None:
+        """Hold less."""
+        self.total -= amount
+        self.held[tenant] -= amount
+        if not self.held[tenant]:
+            del self.held[tenant]
+
+
+@dataclass(slots=True, eq=False)
+class Turn(Generic[ItemT]):
+    """An item whose turn it is."""
+
+    tenant: str
+    item: ItemT
+
+
+class _Tenant(Generic[ItemT]):
+    """A tenant's queue."""
+
+    __slots__ = ("finish", "num_out", "queue")
+
+    def __init__(self) -> None:
+        self.finish = 0.0
+        """Virtual time at which all that it has put so far is served."""
+        self.num_out = 0
+        """Items that were taken and have not ended."""
+        self.queue: deque[tuple[float, int, ItemT]] = deque()
+
+
+class Turns(Generic[ItemT]):
+    """Items that wait, of several tenants: next is one of the tenant that has been served least; of one tenant, first
+    come, first served.
+
+    That is start-time fair queuing (Goyal, Vin and Cheng, SIGCOMM 1996): an item starts at the virtual time at which
+    the tenant's last one ends, but not before that of the item that was taken last, so that an idle tenant saves
+    nothing up. The item that starts first is next.
+
+    Args:
+        most_out: items of one tenant that may be out (taken, and not ended) at once; None: any number. With less than
+            there are workers, no tenant keeps them all.
+    """
+
+    def __init__(self, most_out: int | None = None) -> None:
+        self._most_out = most_out
+        self._tenants: dict[str, _Tenant[ItemT]] = {}
+        self._now = 0.0  # virtual time
+        self._number = count()
+        self._len = self._num_out = 0
+        self._prune_at = _LEAST_KEPT
+
+    def __len__(self) -> int:
+        """Items that wait."""
+        return self._len
+
+    def put(self, tenant: str, item: ItemT, cost: float = 1.0) -> None:
+        """An item waits.
+
+        Args:
+            tenant: whose it is.
+            item: anything.
+            cost: how much work it is, above 0, in a unit of the caller's.
+        """
+        own = self._tenants.get(tenant)
+        if own is None:
+            own = self._tenants[tenant] = _Tenant()
+        start = max(self._now, own.finish)
+        own.finish = start + cost
+        own.queue.append((start, next(self._number), item))
+        self._len += 1
+
+    def take(self) -> Turn[ItemT] | None:
+        """The next item; None: none waits, or the tenants of all that wait have as many out as they may."""
+        ready = (
+            (own.queue[0][:2], tenant)
+            for tenant, own in self._tenants.items()
+            if own.queue and (self._most_out is None or own.num_out < self._most_out)
+        )
+        found = min(ready, default=None)
+        if found is None:
+            return None
+        _, tenant = found
+        own = self._tenants[tenant]
+        self._now, _, item = own.queue.popleft()
+        own.num_out += 1
+        self._num_out += 1
+        self._len -= 1
+        return Turn(tenant, item)
+
+    def end(self, turn: Turn[ItemT]) -> None:
+        """What was taken is done."""
+        self._tenants[turn.tenant].num_out -= 1
+        self._num_out -= 1
+        if not self._num_out and not self._len:  # nobody has anything to catch up with
+            self._tenants.clear()
+        elif len(self._tenants) > self._prune_at:
+            self._tenants = {
+                tenant: own
+                for tenant, own in self._tenants.items()
+                if own.queue or own.num_out or own.finish > self._now
+            }
+            self._prune_at = max(_LEAST_KEPT, 2 * len(self._tenants))
