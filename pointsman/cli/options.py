@@ -371,13 +371,22 @@ SERVER: dict[str, Any] = {
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Another name of this server in the Host header of operators' requests, like gpu1 or gpu1:8000; may "
-            "be repeated [default: localhost, and the address that is called].",
+            help="Another name of this server in the Host header of operators' and browsers' requests, like gpu1 or "
+            "gpu1:8000; may be repeated [default: localhost, and the address that is called].",
         ),
     ],
     "served_model_name": Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Name of the model for clients; may be repeated [default: as --model]."),
+    ],
+    "max_connections": Annotated[
+        int | None,
+        typer.Option(
+            help="Maximum connections of clients; then idle ones are closed [default: 4096, or by the limit of files]."
+        ),
+    ],
+    "max_connections_per_address": Annotated[
+        int | None, typer.Option(help="Maximum connections of one address [default: no limit].")
     ],
     "max_waiting_requests": Annotated[
         int | None, typer.Option(help="Maximum open requests beyond --max-num-seqs; then 429 [default: 1024].")
@@ -593,6 +602,8 @@ SERVE_HELP: Panels = {
         "max_num_seqs",
     ),
     "Requests and limits": (
+        "max_connections",
+        "max_connections_per_address",
         "max_waiting_requests",
         "max_waiting_prompt_tokens",
         "max_request_bytes",

@@ -35,9 +35,15 @@ class ServerConfig:
     """Keys of which an operator must send one, valid for clients' endpoints too; none: operators are programs on this
     machine, or nobody where clients have keys."""
     allowed_host: tuple[str, ...] = ()
-    """Further names of the server in the Host header of operators' requests; one without a port matches any port."""
+    """Further names of the server in the Host header of operators' and browsers' requests; one without a port matches
+    any port."""
     served_model_name: tuple[str, ...] = ()
     """What clients call the model, the first being what answers say; none: as it was given to the engine."""
+    max_connections: int | None = None
+    """Connections of clients at once; then those that wait for their client are closed, and further ones get 503. None:
+    4096, or fewer where the process may not open as many files."""
+    max_connections_per_address: int | None = None
+    """Connections of one address at once; None: no bound, as a proxy is one address."""
     max_waiting_requests: int = 1024
     """Requests that may be open beyond those that can run at once; further ones get 429."""
     max_waiting_prompt_tokens: int | None = None
@@ -91,6 +97,12 @@ class ServerConfig:
                 )
         if any(not name for name in self.served_model_name):
             raise ValueError("a served model name is empty; give one character or more")
+        for bound, number in (
+            ("max_connections", self.max_connections),
+            ("max_connections_per_address", self.max_connections_per_address),
+        ):
+            if number is not None:
+                _check_int(bound, number, 1)
         _check_int("max_waiting_requests", self.max_waiting_requests, 0)
         if self.max_waiting_prompt_tokens is not None:
             _check_int("max_waiting_prompt_tokens", self.max_waiting_prompt_tokens, 1)

@@ -42,6 +42,7 @@ from pointsman.server.service.engine_client import EngineClient, EngineStartErro
 from pointsman.server.service.fleet import DEFAULT_RESUMES, EngineFleet, start_fleet
 from pointsman.server.shares import share_out
 from pointsman.server.startup import startup_lines
+from pointsman.server.wire.connections import KEEP_ALIVE, Connections, raise_file_limit, size_for
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -54,8 +55,6 @@ SECONDS_TO_REPORT = 3.0
 """Time for clients to receive the error after the engine's death, and the last events after a drain."""
 DEFAULT_RESTARTS = 5
 """Failures of one of several engines, one after the other, after which it stays dead."""
-KEEP_ALIVE = 30
-"""Seconds that an idle connection is kept."""
 LISTEN_BACKLOG = 2048
 EXAMPLE_CHAT = ({"role": "user", "content": "Hello"},)
 """A conversation that every chat template should render."""
@@ -96,6 +95,7 @@ def run(
             engines, the chat template cannot be used, or the server cannot listen on the address.
     """
     check_model_directory(model_directory(options.get("model")))
+    num_connections = size_for(config.max_connections, raise_file_limit())
     shares = share_out(options, data_parallel_size, record)
     if max_engine_restarts is None:
         max_engine_restarts = 0 if data_parallel_size == 1 else DEFAULT_RESTARTS
@@ -104,9 +104,10 @@ def run(
 
     from pointsman.server.api.app import create_app
 
+    connections = Connections(num_connections, per_address=config.max_connections_per_address)
     wait_briefly()  # for the engine process, which inherits it: this process needs the processor too
     with listening(config) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        server = _Serving(options, config, sock, create_app)
+        server = _Serving(options, config, sock, connections, create_app)
 
         def start_engine(index: int, num_restarts: int, tokenizer: Any = None) -> Awaitable[EngineClient]:
             share = shares[index]
@@ -207,13 +208,15 @@ class _Serving:
         options: Mapping[str, Any],
         config: ServerConfig,
         sock: socket.socket,
-        create_app: Callable[[EngineFleet, ServerConfig], FastAPI],
+        connections: Connections,
+        create_app: Callable[[EngineFleet, ServerConfig, Connections], FastAPI],
     ) -> None:
         self._create_app = create_app
         self._client: EngineFleet | None = None
         self._options = options
         self._config = config
         self._sock = sock
+        self._connections = connections
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
 
@@ -229,7 +232,7 @@ class _Serving:
             return EXIT_OK
         client = self._client = starting.result()
         try:
-            return await self._serve(client, self._create_app(client, self._config))
+            return await self._serve(client, self._create_app(client, self._config, self._connections))
         finally:
             await client.shutdown()
 
@@ -256,11 +259,12 @@ class _Serving:
             def capture_signals(self) -> Iterator[None]:  # this module handles them
                 yield
 
+        protocol: Any = partial(LimitedHttpProtocol, connections=self._connections, reserve_app=app.state.reserve_app)
         server = Server(
             uvicorn.Config(
                 app,
                 loop="none",
-                http=LimitedHttpProtocol,
+                http=protocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -272,7 +276,8 @@ class _Serving:
             )
         )
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
-        logging.getLogger("uvicorn.error").addFilter(SeldomFilter())
+        for name in ("uvicorn.error", Connections.__module__):
+            logging.getLogger(name).addFilter(SeldomFilter())
         serving = asyncio.get_running_loop().create_task(server.serve(sockets=[self._sock]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)

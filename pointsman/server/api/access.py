@@ -11,7 +11,10 @@
 
 Whatever key it has, a request to an operators' endpoint is refused where a browser says that a page of another site
 sends it, and where it calls the server by an unknown name: a page's own name may be made to lead here (DNS rebinding),
-and is then the same site to the browser.
+and is then the same site to the browser. Where clients need no key, the latter holds for their endpoints, too, if a
+browser sends the request.
+
+When all ordinary connections are in use, `RESERVED_PATHS` are still answered.
 """
 
 from __future__ import annotations
@@ -34,6 +37,10 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/live"})
 """For load balancers, scrapers and browsers, which hold no keys; nothing there is about a request."""
 OWN_PATHS = frozenset({"/v1/requests", "/v1/requests/{request_id}"})
 """For operators, and for clients as far as the requests are their own."""
+RESERVED_PATHS = frozenset(
+    {"/pause", "/resume", "/is_paused", "/reset_prefix_cache", "/max_num_active_seqs", "/v1/requests"}
+).union(OPEN_PATHS)
+"""What health checks and operators call, and what is answered soon."""
 FORWARDED = frozenset({"forwarded", "via", "x-real-ip"})
 """Headers that a proxy adds, beside all that begin with `FORWARDED_PREFIX`."""
 FORWARDED_PREFIX = "x-forwarded-"
@@ -94,21 +101,114 @@ def missing_key(what: str, placeholder: str) -> ApiError:
     )
 
 
-class OperatorRules:
-    """What a request to an operators' endpoint has to fulfil. `require` and `viewer` are dependencies of routes.
+class ServerNames:
+    """What `Host` may be: a page's own name may be made to lead to the server (DNS rebinding).
 
     Args:
-        config: keys, and the names of the server.
+        config: the names of the server.
     """
 
     def __init__(self, config: ServerConfig) -> None:
-        self._keys = [key.encode() for key in config.operator_keys]
-        self._clients_have_keys = bool(config.api_keys)
         given = [found for host in config.allowed_host if (found := split_host(host)) is not None]
         self._names = {"localhost", "127.0.0.1", "::1", *(name for name, port in given if port is None)}
         self._names_with_port = {(name, port) for name, port in given if port is not None}
         if (name := _bound_name(config.host)) is not None:
             self._names.add(name)
+
+    def refuse_others(self, request: Request, *, any_address: bool = False) -> None:
+        """Refuse a request that calls the server by an unknown name.
+
+        Args:
+            request: from whomever.
+            any_address: whether each IP address counts as known: no page has one that is not the server's own.
+
+        Raises:
+            ApiError: 403.
+        """
+        server = request.scope.get("server")
+        own = None if server is None else _address_or_none(server[0])
+        for host in request.headers.getlist("host") or [""]:
+            split = split_host(host)
+            if split is not None:
+                is_own = split[0] in self._names or split in self._names_with_port or split[0] == own
+                if is_own or (any_address and _address_or_none(split[0]) is not None):
+                    continue
+            raise ApiError(
+                403,
+                f"Host is {shown(host)}, which is no known name of this server; call localhost or the server's IP "
+                "address, or start it with --allowed-host NAME",
+            )
+
+
+class PageMiddleware:
+    """Refuses what a browser sends to an unknown name of the server, where no key is needed. Other clients, such as
+    curl and OpenAI's, send neither `Origin` nor `Sec-Fetch-Site`, and may call the server as they like.
+
+    Args:
+        app: the app behind it.
+        names: of the server.
+        answer: makes the response to an error.
+    """
+
+    def __init__(self, app: ASGIApp, names: ServerNames, answer: Callable[[HTTPException], Response]) -> None:
+        self._app = app
+        self._names = names
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and _is_of_browser(scope):
+            try:
+                self._names.refuse_others(Request(scope), any_address=True)
+            except ApiError as error:
+                await self._answer(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _is_of_browser(scope: Scope) -> bool:
+    return any(name in (b"origin", b"sec-fetch-site") for name, _ in scope["headers"])
+
+
+class ReserveApp:
+    """The app for connections of the reserve: other requests than those of `RESERVED_PATHS` are refused.
+
+    Args:
+        app: the whole app.
+        answer: makes the response to an error.
+    """
+
+    def __init__(self, app: ASGIApp, answer: Callable[[HTTPException], Response]) -> None:
+        self._app = app
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in RESERVED_PATHS or scope["path"].startswith("/v1/requests/"):
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(
+            503,
+            "all connections of the server are in use (max_connections), and the last ones are for health checks and "
+            "operators; try again in 1 s",
+            headers={"retry-after": "1", "connection": "close"},
+            reason="other",
+        )
+        await self._answer(error)(scope, receive, send)
+
+
+class OperatorRules:
+    """What a request to an operators' endpoint has to fulfil. `require` and `viewer` are dependencies of routes.
+
+    Args:
+        config: keys, and the names of the server.
+
+    Attributes:
+        names: by which the server may be called.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._keys = [key.encode() for key in config.operator_keys]
+        self._clients_have_keys = bool(config.api_keys)
+        self.names = ServerNames(config)
 
     async def require(self, request: Request) -> None:
         """Refuse all but operators.
@@ -117,7 +217,7 @@ class OperatorRules:
             ApiError: 403; 401 where no valid key is sent.
         """
         refuse_foreign_pages(request.headers)
-        self._refuse_other_hosts(request)
+        self.names.refuse_others(request)
         if self._keys:
             self._refuse_other_keys(request)
         elif self._clients_have_keys:
@@ -139,19 +239,6 @@ class OperatorRules:
         if owner is None:
             await self.require(request)
         return owner
-
-    def _refuse_other_hosts(self, request: Request) -> None:
-        hosts = request.headers.getlist("host")
-        server = request.scope.get("server")
-        own = None if server is None else _address_or_none(server[0])
-        for host in hosts or [""]:
-            split = split_host(host)
-            if split is None or not (split[0] in self._names or split in self._names_with_port or split[0] == own):
-                raise ApiError(
-                    403,
-                    f"Host is {shown(host)}, which is no name of this server for operators; call localhost or the "
-                    "server's IP address, or start it with --allowed-host NAME",
-                )
 
     def _refuse_other_keys(self, request: Request) -> None:
         if find_key(request.scope, self._keys) is not None:

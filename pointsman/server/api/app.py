@@ -14,7 +14,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 import pointsman
-from pointsman.server.api.access import ApiKeyMiddleware, OperatorRules
+from pointsman.server.api.access import ApiKeyMiddleware, OperatorRules, PageMiddleware, ReserveApp
 from pointsman.server.api.bodies import BodyBudget, BodyLimitMiddleware
 from pointsman.server.api.chat import chat_router
 from pointsman.server.api.completions import completions_router
@@ -31,19 +31,22 @@ from pointsman.server.metrics.exposition import ServerMetrics
 from pointsman.server.service.fleet import EngineFleet
 from pointsman.server.service.gate import Gate
 from pointsman.server.service.service import Service
+from pointsman.server.wire.connections import Connections
 from pointsman.server.wire.errors import ErrorAnswers
 
 DESCRIPTION = "Completions of one model, with the fields of OpenAI's API and of vLLM's."
 
 
-def create_app(client: EngineFleet, config: ServerConfig) -> FastAPI:
-    """The server's ASGI app.
+def create_app(client: EngineFleet, config: ServerConfig, connections: Connections | None = None) -> FastAPI:
+    """The server's ASGI app. Its `state.reserve_app` answers what comes on a connection of the reserve.
 
     Args:
         client: engines that have loaded their model.
         config: the operator's settings.
+        connections: of clients; None: they are another server's.
     """
-    metrics = ServerMetrics(client, (config.served_model_name or (client.info.model,))[0], config.tenants)
+    name = (config.served_model_name or (client.info.model,))[0]
+    metrics = ServerMetrics(client, name, config.tenants, connections)
     gate = Gate(client, config.drain_timeout)
     service = Service(client, config, metrics.observations, gate)
     operators = OperatorRules(config)
@@ -62,8 +65,11 @@ def create_app(client: EngineFleet, config: ServerConfig) -> FastAPI:
     answer.install(app)
     budget = BodyBudget(config.body_budget)
     app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_request_bytes, budget=budget, answer=answer)
+    # The outermost: it checks first.
     if config.api_keys:
-        # The outermost: it checks first.
         app.add_middleware(ApiKeyMiddleware, keys=config.api_keys, operator_keys=config.operator_keys, answer=answer)
+    else:
+        app.add_middleware(PageMiddleware, names=operators.names, answer=answer)
+    app.state.reserve_app = ReserveApp(app, answer)
     describe(app, config)
     return app

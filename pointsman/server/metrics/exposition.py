@@ -39,10 +39,12 @@ from pointsman.server.metrics.table import (
     ADMISSION_REJECTIONS,
     BASE_LABELS,
     CACHE_CONFIG_INFO,
+    CONNECTIONS_CLOSED,
     ENGINE_INFO,
     ENGINE_RESTARTS,
     ENGINE_UP,
     HISTOGRAMS,
+    OPEN_CONNECTIONS,
     OPEN_STREAMS,
     REQUESTS_REFUSED,
     REQUESTS_RESUMED,
@@ -51,6 +53,7 @@ from pointsman.server.metrics.table import (
     Definition,
     Reading,
 )
+from pointsman.server.wire.connections import Connections
 
 if TYPE_CHECKING:
     from pointsman.engine.stats import EngineStats
@@ -157,11 +160,19 @@ class ServerMetrics:
         fleet: the engines.
         model_name: what clients call the model; the label `model_name` of every metric.
         tenants: those that are known from the start.
+        connections: of clients; None: another server's (Ray Serve's), and none are counted here.
     """
 
-    def __init__(self, fleet: MeasuredFleet, model_name: str, tenants: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        fleet: MeasuredFleet,
+        model_name: str,
+        tenants: Iterable[str] = (),
+        connections: Connections | None = None,
+    ) -> None:
         count = len(fleet.engines)
         self.fleet = fleet
+        self.connections = connections or Connections(0)
         self.observations = Observations(fleet.info.max_model_len, tenants, count)
         fleet.observe(self.observations.engines)
         self.engines = [MeasuredEngine(fleet, index) for index in range(count)]
@@ -273,6 +284,8 @@ class _ServerCollector(Collector):
             {"max_num_queued_reqs": refused["queue_requests"], "max_num_queued_tokens": refused["queue_tokens"]},
         )
         yield self._of_server(OPEN_STREAMS, observations.open_streams)
+        yield self._of_server(OPEN_CONNECTIONS, self._metrics.connections.num_open)
+        yield self._of_server(CONNECTIONS_CLOSED, self._metrics.connections.closed)
         for definition, reading in zip(TENANT_METRICS, observations.tenants.readings(), strict=True):
             yield self._of_server(definition, reading)
 

@@ -231,6 +231,14 @@ ADMISSION_REJECTIONS = Definition(
 OPEN_STREAMS = Definition(
     "pointsman:http_open_streams", "gauge", "streams", "Answers that are being streamed to clients."
 )
+OPEN_CONNECTIONS = Definition("pointsman:http_open_connections", "gauge", "connections", "Connections of clients.")
+CONNECTIONS_CLOSED = Definition(
+    "pointsman:http_connections_closed_total",
+    "counter",
+    "connections",
+    "Connections that the server closed on its own, by why.",
+    "reason",
+)
 
 TENANT_PROMPT_TOKENS = Definition(
     "pointsman:tenant_prompt_tokens_total",

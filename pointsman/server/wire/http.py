@@ -1,7 +1,11 @@
 """HTTP as this server speaks it: uvicorn's protocol on httptools, with limits on what a client can hold or send.
 
-- A request line and headers of more than `MAX_HEADER_BYTES` get 431, and the connection is closed.
-- A request that takes more than `SECONDS_TO_SEND` to arrive, body included, closes the connection.
+- A request line and headers of more than `MAX_HEADER_BYTES`, or more than `MAX_HEADERS` headers, get 431.
+- A body in chunks may have little beside its bytes: sizes, extensions and trailers that are more than
+  `MAX_OVERHEAD_BYTES` and `MAX_OVERHEAD_PER_BYTE` times the body get 400. Trailers are dropped.
+- A response before the end of its request (401, 413, 431 and the like) ends the connection. Of the rest of the request,
+  at most `MAX_IGNORED_BYTES` are read, for at most `connections.SECONDS_TO_WAIT[Wait.END]`.
+- How many connections there may be, and how long each may wait for what, is in `connections.py`.
 - Of what is no HTTP the log says so once in `SECONDS_BETWEEN_WARNINGS`, with how often it happened.
 - A further request before the response to the last (pipelining) is not read. The connection is closed behind that
   response, and the client sends the request again on another, as HTTP/1.1 provides.
@@ -14,26 +18,40 @@ is read until its end, and a client that hangs up stops its request at once.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from asyncio import TimerHandle
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from pointsman.server.wire.connections import Connections, Place, Wait
 from pointsman.server.wire.sse import WRITE_NOW
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGI3Application
 
 MAX_HEADER_BYTES = 64 * 1024
 """Of a request line and its headers together, before any API key is looked at."""
-SECONDS_TO_SEND = 60.0
-"""From a request's first byte to its last."""
+MAX_HEADERS = 256
+"""Of a request. Browsers and proxies send some 30; Apache takes 100."""
+MAX_OVERHEAD_BYTES = 64 * 1024
+MAX_OVERHEAD_PER_BYTE = 4
+"""What a request may have beside headers and body. A chunk of two bytes has six of them, one of 8 KiB has eight."""
+MAX_IGNORED_BYTES = 4 * 1024 * 1024
+"""Read and dropped of a connection that will be closed: the largest body of the default `max_request_bytes`."""
 
 SECONDS_BETWEEN_WARNINGS = 10.0
 """That say the same."""
 
+_TOO_LARGE_STATUS = b"431 Request Header Fields Too Large"
 _TOO_LARGE = b"the request line and headers are too large"
+_TOO_MANY = b"the request has more than %d headers; send fewer" % MAX_HEADERS
+_TOO_MUCH_OVERHEAD = b"the body's chunks are too small, or their extensions and trailers too large; send larger chunks"
+_NO_PLACE = b"all connections of the server are in use; try again in 1 s"
 
 
 class SeldomFilter(logging.Filter):
@@ -70,31 +88,65 @@ class _Refused(Exception):
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Args:
+        args: as for uvicorn's protocol, and the next two.
+        connections: all of the server.
+        reserve_app: answers what comes on a connection of the reserve; None: the app itself.
+        kwargs: as for uvicorn's protocol.
+    """
+
+    def __init__(
+        self, *args: Any, connections: Connections, reserve_app: ASGI3Application | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._header_bytes = 0
+        self.place: Place | None = None
+        self._all = connections
+        self._reserve_app = reserve_app
         self._is_in_headers = True
+        self._is_whole = True  # no request is incomplete
+        self._num_received = self._num_body = 0  # bytes of the request, and of these the body's
         self._ignores_input = False  # nothing more is read of what the client sends
-        self._send_timer: TimerHandle | None = None
+        self._num_ignored = 0
+
+    # ------------------------------------------------------------------------------------------- called by the loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A client has connected."""
+        self._socket = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+        self._output = Output(self._socket, self._close)
+        super().connection_made(cast(asyncio.Transport, self._output))
+        if not self._all.add(self, self.client[0] if self.client else ""):
+            self._refuse(b"503 Service Unavailable", _NO_PLACE)
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the client."""
         if self._ignores_input:
+            self._ignore(len(data))
             return
-        if self._send_timer is None and (self._is_in_headers or self.cycle is None or self.cycle.response_complete):
-            self._send_timer = self.loop.call_later(SECONDS_TO_SEND, self._give_up)
+        self._num_received += len(data)
         super().data_received(data)
-        if self._is_in_headers:  # a name, or a value, may be incomplete
-            self._header_bytes += len(data)
-            if self._header_bytes > MAX_HEADER_BYTES and not self._ignores_input:
-                self._refuse_headers()
+        if not self._ignores_input:
+            self._check_overhead()
+        self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is closed, by either side."""
-        self._stop_timer()
+        self._all.remove(self)
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than the app writes."""
+        super().pause_writing()
+        self._all.wait(self, Wait.READER)
+
+    def resume_writing(self) -> None:
+        """It has read most of it."""
+        super().resume_writing()
+        self._wait()
+
+    # ----------------------------------------------------------------------------------------- called by the parser
 
     def on_message_begin(self) -> None:
         """A request begins."""
@@ -102,50 +154,151 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._ignores_input = True
             self.cycle.keep_alive = False
             raise _Refused
-        self._is_in_headers = True
-        self._header_bytes = 0
+        self._is_in_headers, self._is_whole = True, False
+        self._num_body = 0
         super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or a trailer behind a body in chunks, which nothing reads."""
+        if not self._is_in_headers:
+            return
+        if len(self.headers) >= MAX_HEADERS:
+            self._refuse(_TOO_LARGE_STATUS, _TOO_MANY)
+            raise _Refused
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """A request's headers are complete."""
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > MAX_HEADER_BYTES:
-            self._refuse_headers()
+            self._refuse(_TOO_LARGE_STATUS, _TOO_LARGE)
             raise _Refused
         self._is_in_headers = False
+        is_ordinary = self._all.is_ordinary(self)
+        self.app = self.config.loaded_app if is_ordinary or self._reserve_app is None else self._reserve_app
         super().on_headers_complete()
+        # A response before the end of the request ends the connection; `on_message_complete` takes this back.
+        self.cycle.default_headers = [*self.cycle.default_headers, CLOSE_HEADER]
         # The app's task begins in the next turn of the loop, and finds this.
         self.scope["extensions"] = {
             WRITE_NOW: {"has_room": partial(has_room, self.cycle), "write": partial(write, self.cycle)}
         }
 
+    def on_body(self, body: bytes) -> None:
+        """A part of a request's body."""
+        self._num_body += len(body)
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         """A request is complete."""
-        self._stop_timer()
+        self._is_whole = True
+        if self._all.is_ordinary(self):
+            self.cycle.default_headers = self.server_state.default_headers
         super().on_message_complete()
+
+    # ------------------------------------------------------------------------------------------------ called by both
+
+    def on_response_complete(self) -> None:
+        """A response is complete; a part of it may not be sent yet."""
+        super().on_response_complete()
+        self._num_received = 0
+        self._wait()
 
     def send_400_response(self, msg: str) -> None:
         """The parser has stopped."""
         if not self._ignores_input:  # otherwise this class stopped it, and a response is on its way
-            self._stop_timer()
             super().send_400_response(msg)
 
-    def _refuse_headers(self) -> None:
+    def has_output(self) -> bool:
+        """Whether something was written that is not sent yet."""
+        return self._socket.get_write_buffer_size() > 0
+
+    def drop(self) -> None:
+        """Close the connection at once; what was not sent yet is lost."""
         self._ignores_input = True
-        self._stop_timer()
-        head = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain\r\nconnection: close\r\n"
-        self.transport.write(head + b"content-length: %d\r\n\r\n%s" % (len(_TOO_LARGE), _TOO_LARGE))
+        self._socket.abort()
+
+    def _wait(self) -> None:
+        """Report what the connection waits for now."""
+        if self.transport.is_closing():
+            return
+        if self.flow.write_paused:
+            wait = Wait.READER
+        elif not self._is_whole:
+            wait = Wait.HEADERS if self._is_in_headers else Wait.BODY
+        elif self.cycle is not None and not self.cycle.response_complete:
+            wait = Wait.NOTHING
+        elif self._num_received:
+            wait = Wait.HEADERS  # blank lines before a request
+        else:
+            wait = Wait.REQUEST
+        self._all.wait(self, wait)
+
+    def _check_overhead(self) -> None:
+        """Refuse a request with too much beside its body."""
+        overhead = self._num_received - self._num_body
+        if self._is_in_headers:
+            if overhead > MAX_HEADER_BYTES:
+                self._refuse(_TOO_LARGE_STATUS, _TOO_LARGE)
+        elif overhead > MAX_HEADER_BYTES + MAX_OVERHEAD_BYTES + MAX_OVERHEAD_PER_BYTE * self._num_body:
+            if self.cycle.response_started:
+                self.drop()
+            else:
+                self._refuse(b"400 Bad Request", _TOO_MUCH_OVERHEAD)
+
+    def _refuse(self, status: bytes, message: bytes) -> None:
+        """Respond in place of the app, which is told that the client is gone, and end the connection."""
+        self._ignores_input = True
+        head = b"HTTP/1.1 %s\r\ncontent-type: text/plain\r\nconnection: close\r\n" % status
+        self._socket.write(head + b"content-length: %d\r\n\r\n%s" % (len(message), message))
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self.transport.close()
 
-    def _give_up(self) -> None:
-        self._send_timer = None
-        self._ignores_input = True
-        self.transport.close()
+    def _close(self) -> None:
+        """End the connection behind what was written.
 
-    def _stop_timer(self) -> None:
-        if self._send_timer is not None:
-            self._send_timer.cancel()
-            self._send_timer = None
+        If the client still sends its request, what it sends is read for a little longer: if the connection was closed
+        with bytes that nothing has read, TCP would reset it, and the client might lose the response.
+        """
+        if self._socket.is_closing():
+            return
+        if self._is_whole or self.transport.is_closing():
+            self._all.wait(self, Wait.READER)  # if there is none, the loop closes it in its next turn
+            self._socket.close()
+            return
+        self._ignores_input = True
+        self._output.is_closing = _yes
+        self._socket.write_eof()
+        self.flow.resume_reading()
+        self._all.wait(self, Wait.END)
+
+    def _ignore(self, num_bytes: int) -> None:
+        self._num_ignored += num_bytes
+        if self._num_ignored > MAX_IGNORED_BYTES:
+            self.drop()
+
+
+class Output:
+    """What uvicorn's protocol writes to: the transport, whose `close` this module has replaced.
+
+    Methods are the transport's own, kept here, so that a write costs what it costs there.
+    """
+
+    __slots__ = ("close", "get_extra_info", "is_closing", "pause_reading", "resume_reading", "write")
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.close = close
+        self.get_extra_info = transport.get_extra_info
+        self.is_closing = transport.is_closing
+        self.pause_reading = transport.pause_reading
+        self.resume_reading = transport.resume_reading
+        self.write = transport.write
+
+
+def _yes() -> bool:
+    return True
 
 
 def has_room(cycle: RequestResponseCycle) -> bool:

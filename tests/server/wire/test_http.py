@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
 from logging import ERROR, WARNING, LogRecord
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import uvicorn
 from _server_process import ServerProcess, resident_bytes, wait_until
 
+from pointsman.server.wire.connections import Connections
 from pointsman.server.wire.http import LimitedHttpProtocol, SeldomFilter
 from pointsman.server.wire.sse import EventStream
 
@@ -173,7 +175,8 @@ def test_events_written_without_waiting_are_in_their_places_and_stop_where_a_cli
         written.append(write_now(events, b"too late"))
 
     async def exchange() -> bytes:
-        config = uvicorn.Config(app, http=LimitedHttpProtocol, lifespan="off", log_config=None, access_log=False)
+        protocol: Any = partial(LimitedHttpProtocol, connections=Connections(8))
+        config = uvicorn.Config(app, http=protocol, lifespan="off", log_config=None, access_log=False)
         server = uvicorn.Server(config)
         with socket.create_server(("127.0.0.1", 0)) as sock:
             serving = asyncio.ensure_future(server.serve(sockets=[sock]))
