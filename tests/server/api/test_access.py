@@ -452,6 +452,64 @@ def test_operators_call_the_server_by_its_name(
     with_server(test, **CONFIGS[keys], **settings)
 
 
+BROWSERS = [
+    {"origin": "http://{host}"},
+    {"origin": "null"},
+    {"sec-fetch-site": "same-origin"},
+    {"sec-fetch-site": "none"},
+]
+FOR_CLIENTS = [(method, path) for method, path, who in ENDPOINTS if who == "client"]
+OPEN = [(method, path) for method, path, who in ENDPOINTS if who == "open"]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("keys", CONFIGS)
+@pytest.mark.parametrize(("settings", "names", "others"), HOSTS, ids=[str(case[0]) for case in HOSTS])
+def test_without_keys_a_page_reaches_clients_endpoints_by_the_servers_names_alone(
+    settings: dict[str, Any], names: list[str], others: list[str], keys: str
+) -> None:
+    """A page's own name may be made to lead to the server; to the browser the server is then the page's own site."""
+    key = bearer_of({"client keys": CLIENT, "both": CLIENT}.get(keys))
+    addresses = ["10.9.8.7", "10.9.8.7:8000", "[fd00::9]:80", "[::ffff:10.0.0.6]", "0.0.0.0", "[::]"]
+
+    async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
+        others_by_name = [host for host in others if not re.fullmatch(r"[\d.:]+|\[[\d:a-f.]+\](:\d+)?", host)]
+        for known, hosts in ((True, [*names, *addresses]), (False, others_by_name)):
+            for host, browser in itertools.product(hosts, BROWSERS):
+                page = {name: value.replace("{host}", host) for name, value in browser.items()}
+                sent = [(k.encode(), v.encode("latin-1")) for k, v in (key | page | {"host": host}).items()]
+                answer = await http.get("/v1/models", headers=sent)
+                is_refused = not known and not key
+                assert answer.status_code == (403 if is_refused else 200), (host, page)
+                if is_refused:
+                    assert message_of(answer).startswith("Host is ") and "--allowed-host NAME" in message_of(answer)
+            for host in hosts:  # curl and SDKs
+                answer = await http.get("/v1/models", headers=[(b"host", host.encode("latin-1")), *bytes_of(key)])
+                assert answer.status_code == 200, host
+
+    with_server(test, **CONFIGS[keys], **settings)
+
+
+def bytes_of(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), value.encode()) for name, value in headers.items()]
+
+
+@pytest.mark.e2e
+def test_a_page_with_another_name_reaches_what_is_open_and_nothing_else() -> None:
+    async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
+        page = {"host": "evil.example:8000", "origin": "http://evil.example:8000"}
+        for method, path in FOR_CLIENTS + FOR_OPERATORS:
+            assert (await ask(http, method, path, page)).status_code == 403, path
+        for method, path in OPEN:
+            assert (await ask(http, method, path, page)).status_code == 200, path
+        for hosts in (["localhost", "evil.example"], ["evil.example", "localhost"], []):
+            headers = [(b"origin", b"http://localhost"), *((b"host", host.encode()) for host in hosts)]
+            answer = await http.request("GET", "/v1/models", headers=headers)
+            assert answer.status_code == (403 if hosts else 200), hosts  # without one, httpx gives its own
+
+    with_server(test)
+
+
 @pytest.mark.e2e
 def test_the_address_that_was_called_is_a_name_of_a_server_on_all_networks() -> None:
     async def run(client: EngineClient) -> None:
