@@ -25,7 +25,10 @@ from typing import Any, TypeAlias
 from urllib.parse import parse_qsl, urlsplit
 
 from pointsman.web.page import PAGE_HEADERS
+from pointsman.web.places import Places
 
+MAX_CONNECTIONS = 64
+"""At once; the one that has sent no request for the longest time is closed for a newer one."""
 MAX_BODY = 1 << 20
 """Bytes of a request's body."""
 SECONDS_TO_SEND = 60.0
@@ -111,6 +114,22 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.places = Places(MAX_CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """A client has connected."""
+        if self.places.take(request):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Its thread has ended."""
+        self.places.give_back(request)
+        super().shutdown_request(request)
+
     def handle_error(self, *_: Any) -> None:
         """Whatever went wrong in a request has been answered, or its client is gone."""
 
@@ -120,6 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
     routes: Mapping[tuple[str, str], Route]
     token: str
     names: frozenset[str]
+    server: _Server
     timeout = SECONDS_TO_SEND
     server_version, sys_version = "pointsman", ""
 
@@ -132,6 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_GET
 
     def _answer(self) -> None:
+        self.server.places.use(self.connection)
         try:
             self._check_names()
             place = urlsplit(self.path)

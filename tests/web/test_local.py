@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
-from pointsman.web.local import MAX_BODY, Ask, LocalServer, Refused
+from pointsman.web.local import MAX_BODY, MAX_CONNECTIONS, Ask, LocalServer, Refused
 
 closed = threading.Event()
 
@@ -100,3 +103,20 @@ def test_a_stream_ends_with_its_client(server: LocalServer) -> None:
     answer.close()
     connection.close()
     assert closed.wait(10)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT"], ids=["nothing sent", "a request begun"])
+def test_idle_connections_keep_no_page_out(server: LocalServer, sent: bytes) -> None:
+    with ExitStack() as stack:
+        for _ in range(3 * MAX_CONNECTIONS):
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+            sock.sendall(sent)
+        assert ask(server, "GET", "/")[0] == 200
+        ends = time.monotonic() + 10
+        while (found := num_threads()) > MAX_CONNECTIONS and time.monotonic() < ends:
+            time.sleep(0.01)
+        assert found <= MAX_CONNECTIONS
+
+
+def num_threads() -> int:
+    return sum("process_request_thread" in thread.name for thread in threading.enumerate())

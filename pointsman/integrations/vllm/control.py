@@ -4,8 +4,9 @@
     <- {"requests": [...], "counts": {...}}        or {"error": "..."}
 
 A thread accepts connections, and each client has its own thread, so a client that reads slowly, or not at all, delays
-no other, and is disconnected after `CLIENT_SECONDS`. The questions and answers are in `operation.py`; this module is
-independent of vLLM and of the scheduler.
+no other, and is disconnected after `CLIENT_SECONDS`. When there are `MAX_CLIENTS`, another one replaces the one that
+has asked nothing for the longest time. The questions and answers are in `operation.py`; this module is independent of
+vLLM and of the scheduler.
 """
 
 from __future__ import annotations
@@ -19,17 +20,25 @@ import socket
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 from pointsman.core import ConfigError
+from pointsman.web.places import Places
 
 MAX_CLIENTS = 16
+BACKLOG = 128
+"""Clients that may connect at once, before the thread accepts them; further ones are refused by the system."""
 MAX_QUESTION = 4096
 """Maximum bytes of a line that a client sends."""
 CLIENT_SECONDS = 60.0
 """Maximum time for a client to read an answer, or to send its next question."""
+MAX_FILES = 4
+"""File descriptors that a client has sent, and that no question has taken; further ones are closed."""
+SECONDS_BETWEEN_TRIES = 0.1
+"""To accept a connection, where the process can open no file."""
 MAX_PATH = 107
 """Maximum bytes of a socket's path on Linux."""
 
@@ -53,14 +62,18 @@ class Client:
             ControlError: a question is too long, or not a JSON object; what follows cannot be parsed.
             OSError: the client is gone, or silent for too long.
         """
+        ends = time.monotonic() + CLIENT_SECONDS
         while True:
             line, newline, rest = bytes(self._buffer).partition(b"\n")
             if newline:
                 self._buffer = bytearray(rest)
                 yield _parse(line)
+                ends = time.monotonic() + CLIENT_SECONDS
             elif len(self._buffer) > MAX_QUESTION:
                 raise ControlError(f"the question is longer than {MAX_QUESTION} bytes")
-            elif not self._receive(CLIENT_SECONDS):
+            elif (seconds := ends - time.monotonic()) <= 0:
+                raise TimeoutError
+            elif not self._receive(seconds):
                 return
 
     def has_input(self, seconds: float) -> bool:
@@ -88,6 +101,9 @@ class Client:
         self._connection.settimeout(seconds)
         data, files, _, _ = socket.recv_fds(self._connection, MAX_QUESTION, 1)
         self._files += files
+        for file in self._files[MAX_FILES:]:
+            os.close(file)
+        del self._files[MAX_FILES:]
         self._buffer += data
         return bool(data)
 
@@ -112,13 +128,15 @@ class ControlSocket:
         self._answer = answer
         self._listening = _listen(self.path)
         self._inode = os.stat(self.path).st_ino
-        self._places = threading.BoundedSemaphore(MAX_CLIENTS)
+        self._places = Places(MAX_CLIENTS)
+        self._is_closed = False
         threading.Thread(target=self._accept, name="pointsman-control", daemon=True).start()
         atexit.register(self.close)
 
     def close(self) -> None:
         """Stop listening, and remove the socket. May be called twice."""
         atexit.unregister(self.close)
+        self._is_closed = True
         with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listening.close()
@@ -130,13 +148,21 @@ class ControlSocket:
         while True:
             try:
                 connection, _ = self._listening.accept()
-            except OSError:  # closed
-                return
-            if self._places.acquire(blocking=False):
-                threading.Thread(target=self._serve, args=(connection,), name="pointsman-client", daemon=True).start()
+            except OSError:
+                if self._is_closed:
+                    return
+                time.sleep(SECONDS_BETWEEN_TRIES)  # the process can open no file, for the moment
+                continue
+            if self._places.take(connection):
+                try:
+                    threading.Thread(
+                        target=self._serve, args=(connection,), name="pointsman-client", daemon=True
+                    ).start()
+                except RuntimeError:  # the process can start no thread
+                    self._places.give_back(connection)
+                    connection.close()
             else:
                 with connection, suppress(OSError):
-                    connection.settimeout(0)
                     Client(connection).send({"error": f"{MAX_CLIENTS} clients are connected already; try again later"})
 
     def _serve(self, connection: socket.socket) -> None:
@@ -145,12 +171,14 @@ class ControlSocket:
             with connection, suppress(OSError):  # the client is gone
                 try:
                     for question in client.questions():
+                        self._places.use(connection)
                         self._reply(client, question)
+                        self._places.wait(connection)
                 except ControlError as error:
                     client.send({"error": str(error)})
         finally:
             client.close_files()
-            self._places.release()
+            self._places.give_back(connection)
 
     def _reply(self, client: Client, question: dict[str, Any]) -> None:
         try:
@@ -197,7 +225,7 @@ def _listen(path: str) -> socket.socket:
             os.fchmod(listening.fileno(), 0o600)  # on Linux the mode it is bound with, so that others never have access
             listening.bind(path)
             os.chmod(path, 0o600)
-        listening.listen(MAX_CLIENTS)
+        listening.listen(BACKLOG)
     except OSError as error:
         listening.close()
         raise ConfigError(f"cannot listen on the socket {path}: {error.strerror}; choose another one") from None

@@ -1,0 +1,59 @@
+"""Which connections have a place, and which lose it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from pointsman.web.places import Places
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def pairs() -> Iterator[list[Pair]]:
+    """The server's ends, and the clients'."""
+    found = [socket.socketpair() for _ in range(4)]
+    yield found
+    for pair in found:
+        for sock in pair:
+            sock.close()
+
+
+def lost(pairs: list[Pair]) -> list[int]:
+    """Those that the server has shut down."""
+    found = []
+    for number, (_, client) in enumerate(pairs):
+        client.settimeout(0)
+        try:
+            assert client.recv(1) == b""
+            found.append(number)
+        except BlockingIOError:
+            pass
+    return found
+
+
+def test_the_one_that_has_been_idle_longest_loses_its_place(pairs: list[Pair]) -> None:
+    a, b, c, d = (server for server, _ in pairs)
+    places = Places(2)
+    assert places.take(a) and places.take(b)
+    places.use(a)
+    places.wait(a)
+    assert places.take(c) and lost(pairs) == [1]
+    assert places.take(d) and lost(pairs) == [0, 1]
+
+
+def test_one_that_is_in_use_keeps_its_place(pairs: list[Pair]) -> None:
+    a, b, c, d = (server for server, _ in pairs)
+    places = Places(2)
+    assert places.take(a) and places.take(b)
+    places.use(a)
+    places.use(b)
+    assert not places.take(c) and lost(pairs) == []
+    places.give_back(a)
+    places.give_back(a)
+    assert places.take(c)
+    places.use(c)
+    assert not places.take(d)
