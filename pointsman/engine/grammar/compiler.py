@@ -74,9 +74,9 @@ NUM_THREADS, NUM_SLOW_THREADS = 3, 2
 """Grammars compiled at a time, of the new ones and of the slow ones: at most five times `GrammarLimits.memory`."""
 MAX_OUT, MAX_SLOW_OUT = 2, 1
 """The same of one tenant."""
-FIRST_SLICE, SLICE_PER_TOKEN = 0.2, 1.5e-5
+FIRST_SLICE, SLICE_PER_TOKEN = 0.15, 1.5e-5
 """Seconds of processor time in which a new grammar is compiled before others have their turn, and how many more for
-each token of the vocabulary. Schemas of 2 to 40 properties took 0.05 to 0.15 s with 2,000 tokens, and 1.5 to 2 s with
+each token of the vocabulary. Schemas of 2 to 80 properties took 0.01 to 0.08 s with 2,000 tokens, and up to 2 s with
 150,000, whatever their size."""
 MAX_WAITING, MAX_SLOW_WAITING = 256, 32
 """Grammars that one tenant alone may have in each queue; all tenants together may have a third more. Slow ones take
@@ -146,8 +146,8 @@ class _Stage:
         except RoomError as error:
             most = SHARE * (error.size - error.total + error.held) // (SHARE + 1)
             raise GrammarQueueFullError(
-                f"{TOO_MANY_GRAMMARS}{self._which} wait to be compiled: {error.held} of this tenant, which may have "
-                f"{most} now, and {error.total} of all, which may have {error.size}; try again later"
+                f"{TOO_MANY_GRAMMARS}{self._which} wait to be compiled: {error.held} of this tenant, of at most "
+                f"{most} now, and {error.total} of all, of at most {error.size}; try again later"
             ) from None
         self._turns.put(tenant, job)
         job.queued.add(tenant)

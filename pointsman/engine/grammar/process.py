@@ -46,7 +46,7 @@ AnswerT = TypeVar("AnswerT")
 
 DEFAULT_TIMEOUT = 10.0
 """Seconds that a grammar may take to compile, by default."""
-START_TIMEOUT = 60.0
+START_TIMEOUT = 30.0
 """Seconds in which the process must have imported xgrammar; some seconds, as a rule."""
 ACCEPT_TIMEOUT = 3.0
 """Seconds in which a child must have begun with a job; some milliseconds, as a rule."""
@@ -54,7 +54,7 @@ GRACE = 3.0
 """Seconds from the end of the grammar's time to that of the child."""
 RETRY_AFTER = 5.0
 """Seconds for which nothing is tried after the process could not be started again."""
-NICENESS, SLOW_NICENESS = 10, 19
+NICENESS, SLOW_NICENESS = 5, 10
 """Of the child that compiles a grammar, and of one that is known to take long. The model's threads go first."""
 SECONDS_TO_END = 5.0
 """In which a process that is killed must have ended; more than some milliseconds only where the kernel has trouble."""
