@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         EngineStepError,
         GrammarError,
         GrammarQueueFullError,
+        GrammarUnavailableError,
         ModelLoadError,
         UnsupportedModel,
     )
@@ -64,6 +65,7 @@ _HOMES = {
     "EngineStepError": "errors",
     "GrammarError": "errors",
     "GrammarQueueFullError": "errors",
+    "GrammarUnavailableError": "errors",
     "ModelLoadError": "errors",
     "UnsupportedModel": "errors",
 }
@@ -79,6 +81,7 @@ __all__ = [
     "EngineStepError",
     "GrammarError",
     "GrammarQueueFullError",
+    "GrammarUnavailableError",
     "Logprob",
     "ModelLoadError",
     "PoolingParams",

@@ -10,6 +10,10 @@ NOTHING_LEFT = (
 """Why a request finishes with an error through its own parameters."""
 GRAMMAR_TOO_SLOW = "the grammar took"
 """How the same begins if its grammar costs too much."""
+NO_COMPILER = "grammars cannot be compiled now: "
+"""How every message of a `GrammarUnavailableError` begins."""
+TOO_MANY_GRAMMARS = "too many grammars"
+"""How every message of a `GrammarQueueFullError` begins."""
 
 
 class ModelLoadError(PointsmanError, ValueError):
@@ -38,6 +42,11 @@ class GrammarError(PointsmanError, ValueError):
 
 class GrammarQueueFullError(GrammarError):
     """Nothing is wrong with the grammar, but too many others wait: an overload, which passes."""
+
+
+class GrammarUnavailableError(GrammarError):
+    """Nothing is wrong with the grammar, but the process that compiles grammars does not answer or cannot be started,
+    although it was started again. The same request may succeed later."""
 
 
 def row_failure(error: BaseException) -> str:

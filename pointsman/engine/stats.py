@@ -46,13 +46,22 @@ class EngineStats:
     """Requests without progress; see `watchdog.py`."""
     has_external_kv: bool = False
     """Whether KV is kept outside the pool; see `kv/connector.py`."""
+    num_grammar_restarts: int = 0
+    """How often the process that compiles grammars was replaced; see `grammar/process.py`."""
 
 
 def read_stats(engine: Engine, now: float) -> EngineStats:
     """The engine's state at `now`, in seconds. Only the thread that owns the engine may ask."""
     num_stalled = engine.watchdog.num_stalled if engine.watchdog is not None else 0
     has_external_kv = engine.kv_connector is not None
-    return EngineStats(now, copy.copy(engine.counters), engine.scheduler.stats(), num_stalled, has_external_kv)
+    return EngineStats(
+        now,
+        copy.copy(engine.counters),
+        engine.scheduler.stats(),
+        num_stalled,
+        has_external_kv,
+        engine.grammars.num_restarts,
+    )
 
 
 def stats_line(before: EngineStats, after: EngineStats) -> str:

@@ -147,6 +147,24 @@ class Turns(Generic[ItemT]):
         own.queue.append((start, next(self._number), item))
         self._len += 1
 
+    def remove(self, tenant: str, item: ItemT) -> None:
+        """An item does not wait any more; those behind it in the tenant's queue move up, as if it had never been put.
+
+        Args:
+            tenant: whose it is.
+            item: the object that was put, and was not taken.
+        """
+        own = self._tenants[tenant]
+        place = next(at for at, entry in enumerate(own.queue) if entry[-1] is item)
+        behind = [own.queue.pop() for _ in range(len(own.queue) - place - 1)]
+        start = own.queue.pop()[0]
+        cost = (behind[-1][0] if behind else own.finish) - start
+        own.queue.extend((entry[0] - cost, *entry[1:]) for entry in reversed(behind))
+        own.finish -= cost
+        self._len -= 1
+        if not own.queue and not own.num_out and own.finish <= self._now:
+            del self._tenants[tenant]
+
     def take(self) -> Turn[ItemT] | None:
         """The next item; None: none waits, or the tenants of all that wait have as many out as they may."""
         ready = (

@@ -9,17 +9,21 @@ All of these belong to the engine's thread and return at once. Behind them threa
 an engine without anything else to do.
 
 Most grammars take little time, a few reach the time limit, and only compiling shows which. So
-there are two queues, each with threads of its own:
+there are two stages, each with threads of its own:
 
-    new     a slice of the limit each          done, failed, or out of time: then to `slow`
+    new     a slice of processor time each     done, failed, or out of time: then to `slow`
     slow    the whole limit, from the start
 
 A grammar that takes long is compiled again from its start, which costs one slice more in all; and however many such
-grammars there are, a quick one waits only until those before it have had their slice. Both queues are bounded; what
-finds its queue full fails, and may be sent again later.
+grammars there are, a quick one waits only until those before it have had their slice.
 
-What was compiled is kept, up to `CACHE_BYTES`, least recently used first to go. A failure is kept too, for a while: the
-same hopeless grammar does not occupy the process again.
+Tenants share both stages (`turns.py`). Each stage takes from the tenant that has been served least, no tenant has all
+of its threads, and the number of waiting grammars is bounded for each tenant and for all; what finds its queue full
+fails, and may be sent again later. A grammar that several tenants wait for stands in the queue of each, and the first
+turn compiles it for all.
+
+What was compiled is kept, up to `CACHE_BYTES`, least recently used first to go. A failure of the grammar is kept too,
+for a while: the same hopeless grammar does not occupy the process again.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ import logging
 import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -36,8 +40,17 @@ from importlib.util import find_spec
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from pointsman.engine.errors import GrammarError, GrammarQueueFullError, first_line
+from pointsman.engine.errors import (
+    NO_COMPILER,
+    TOO_MANY_GRAMMARS,
+    GrammarError,
+    GrammarQueueFullError,
+    GrammarUnavailableError,
+    first_line,
+)
 from pointsman.engine.grammar.process import (
+    NICENESS,
+    SLOW_NICENESS,
     Cancelled,
     CompiledGrammar,
     GrammarLimits,
@@ -47,6 +60,7 @@ from pointsman.engine.grammar.process import (
     OutOfTime,
 )
 from pointsman.engine.params.structured_outputs import StructuredOutputsParams
+from pointsman.engine.turns import SHARE, Room, RoomError, Turn, Turns
 
 if TYPE_CHECKING:
     from pointsman.core import Request
@@ -56,13 +70,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NUM_THREADS, NUM_SLOW_THREADS = 2, 1
-"""Grammars compiled at a time, of the new ones and of the slow ones."""
-FIRST_SLICE, SLICE_PER_TOKEN = 0.5, 1e-5
-"""Seconds that a new grammar is compiled before others have their turn, and how many more for each token of the
-vocabulary: with 150,000 tokens, schemas of 4 to 80 properties took 1.5 to 2 s on an idle core, whatever their size."""
+NUM_THREADS, NUM_SLOW_THREADS = 3, 2
+"""Grammars compiled at a time, of the new ones and of the slow ones: at most five times `GrammarLimits.memory`."""
+MAX_OUT, MAX_SLOW_OUT = 2, 1
+"""The same of one tenant."""
+FIRST_SLICE, SLICE_PER_TOKEN = 0.15, 1.5e-5
+"""Seconds of processor time in which a new grammar is compiled before others have their turn, and how many more for
+each token of the vocabulary. Schemas of 2 to 80 properties took 0.01 to 0.08 s with 2,000 tokens, and up to 2 s with
+150,000, whatever their size."""
 MAX_WAITING, MAX_SLOW_WAITING = 256, 32
-"""Grammars in each queue. Slow ones take seconds each, so that a longer queue would mean minutes."""
+"""Grammars that one tenant alone may have in each queue; all tenants together may have a third more. Slow ones take
+seconds each, so that a longer queue would mean minutes."""
 CACHE_BYTES = 256 * 1024**2
 MAX_FAILURES = 256
 FAILURE_MEMORY = 60.0
@@ -72,65 +90,193 @@ Outcome: TypeAlias = CompiledGrammar | GrammarError
 
 
 class _Done(NamedTuple):
-    job: Job
+    job: _SharedJob
     outcome: Outcome
+    tenant: str | None = None
+    """Whose requests it is for; None: all that wait for the job."""
+
+
+class _SharedJob(Job):
+    """A compilation, and the requests that wait for it. The worker's lock guards what is below."""
+
+    def __init__(self, spec: GrammarSpec, stage: _Stage) -> None:
+        super().__init__(spec)
+        self.stage: _Stage = stage
+        """Where it waits, or is compiled."""
+        self.requests: dict[Request, None] = {}
+        self.num_requests = Counter[str]()
+        """By tenant."""
+        self.queued: set[str] = set()
+        """Tenants in whose queues it stands."""
+        self.is_out = False
+        """Whether it is being compiled, or has its outcome."""
+
+
+class _Stage:
+    """Jobs that wait, by tenant, for threads that give each as much time as the others. The worker's lock guards it.
+
+    Args:
+        lock: the worker's.
+        max_out: jobs of one tenant that are compiled at once.
+        max_waiting: jobs that one tenant alone may have waiting.
+        cpu_slice: seconds of processor time for each; 0: as many as the grammar's limit allows.
+        niceness: of the processes.
+        which: grammars these are, for an error.
+    """
+
+    def __init__(
+        self, lock: threading.RLock, max_out: int, max_waiting: int, cpu_slice: float, niceness: int, which: str
+    ) -> None:
+        self.cpu_slice = cpu_slice
+        self.niceness = niceness
+        self._which = which
+        self._turns = Turns[_SharedJob](max_out)
+        self._room = Room(-(-max_waiting * (SHARE + 1) // SHARE))
+        self._has_news = threading.Condition(lock)
+        self._is_closed = False
+
+    def put(self, tenant: str, job: _SharedJob) -> None:
+        """A job waits in the queue of this tenant, too.
+
+        Raises:
+            GrammarQueueFullError: it cannot.
+        """
+        try:
+            self._room.take(tenant, 1)
+        except RoomError as error:
+            most = SHARE * (error.size - error.total + error.held) // (SHARE + 1)
+            raise GrammarQueueFullError(
+                f"{TOO_MANY_GRAMMARS}{self._which} wait to be compiled: {error.held} of this tenant, of at most "
+                f"{most} now, and {error.total} of all, of at most {error.size}; try again later"
+            ) from None
+        self._turns.put(tenant, job)
+        job.queued.add(tenant)
+        job.stage = self
+        job.is_out = False
+        self._has_news.notify()
+
+    def remove(self, tenant: str, job: _SharedJob) -> None:
+        """A job does not wait in the queue of this tenant any more."""
+        self._turns.remove(tenant, job)
+        self._room.give_back(tenant, 1)
+        job.queued.discard(tenant)
+
+    def take(self) -> Turn[_SharedJob] | None:
+        """Wait for the next job, which has left all queues; None: the stage is closed."""
+        while not self._is_closed:
+            turn = self._turns.take()
+            if turn is not None:
+                job = turn.item
+                self._room.give_back(turn.tenant, 1)
+                job.queued.discard(turn.tenant)
+                for tenant in tuple(job.queued):
+                    self.remove(tenant, job)
+                job.is_out = True
+                return turn
+            self._has_news.wait()
+        return None
+
+    def end(self, turn: Turn[_SharedJob]) -> None:
+        """A job that was taken is not compiled any more."""
+        self._turns.end(turn)
+        self._has_news.notify()  # the tenant's next may be ready now
+
+    def close(self) -> None:
+        """Every `take` returns None from now on."""
+        self._is_closed = True
+        self._has_news.notify_all()
 
 
 class _Worker:
     """What the threads share with the compiler. They do not refer to the compiler itself, so that it can be
     collected."""
 
-    def __init__(self, process: GrammarProcess, timeout: float, first_slice: float) -> None:
+    def __init__(self, process: GrammarProcess, first_slice: float) -> None:
         self.process = process
-        self.timeout = timeout
-        self.first_slice = min(first_slice, timeout)
-        self.new: SimpleQueue[Job | None] = SimpleQueue()
-        self.slow: SimpleQueue[Job | None] = SimpleQueue()
+        self.lock = threading.RLock()  # `close` may run in any thread at any moment, by the garbage collector
+        self.new = _Stage(self.lock, MAX_OUT, MAX_WAITING, first_slice, NICENESS, "")
+        which = f" that take longer than {first_slice:.1f} s"
+        self.slow = _Stage(self.lock, MAX_SLOW_OUT, MAX_SLOW_WAITING, 0.0, SLOW_NICENESS, which)
         self.done: SimpleQueue[_Done] = SimpleQueue()
         self.notify: Callable[[], None] | None = None
 
-    def run(self, jobs: SimpleQueue[Job | None]) -> None:
-        """A thread: one job of that queue after the other, until there is a None in place of one."""
-        while (job := jobs.get()) is not None:
-            try:
-                done = self._compile(job, is_new=jobs is self.new)
-            except Cancelled:
-                continue
-            if done is not None:
-                self.put_done(done)
+    def run(self, stage: _Stage) -> None:
+        """A thread: one job of a stage after the other, until it is closed."""
+        while True:
+            with self.lock:
+                turn = stage.take()
+            if turn is None:
+                return
+            done = self._compile(turn.item)
+            with self.lock:
+                stage.end(turn)
+            for one in done:
+                self.put_done(one)
 
     def put_done(self, done: _Done) -> None:
         self.done.put(done)
         if self.notify is not None:
             self.notify()
 
-    def _compile(self, job: Job, is_new: bool) -> _Done | None:
-        """The outcome; None if the job was moved to the slow queue."""
-        timeout = self.first_slice if is_new else self.timeout
+    def join(self, job: _SharedJob, request: Request) -> None:
+        """A request waits for a job.
+
+        Raises:
+            GrammarQueueFullError: as for `_Stage.put`; the request is noted all the same.
+        """
+        tenant = request.tenant
+        with self.lock:
+            job.requests[request] = None
+            job.num_requests[tenant] += 1
+            if not job.is_out and tenant not in job.queued:
+                job.stage.put(tenant, job)
+
+    def leave(self, job: _SharedJob, request: Request) -> None:
+        """It does not any more."""
+        tenant = request.tenant
+        with self.lock:
+            del job.requests[request]
+            job.num_requests[tenant] -= 1
+            if not job.num_requests[tenant]:
+                del job.num_requests[tenant]
+                if tenant in job.queued:
+                    job.stage.remove(tenant, job)
+
+    def close(self) -> None:
+        """End the process and the threads."""
+        self.process.close()
+        with self.lock:
+            self.new.close()
+            self.slow.close()
+
+    def _compile(self, job: _SharedJob) -> list[_Done]:
+        """The outcome; none if the job was cancelled or is in the slow stage now."""
+        stage = job.stage
         try:
-            return _Done(job, self.process.compile(job, timeout))
+            return [_Done(job, self.process.compile(job, stage.cpu_slice, stage.niceness))]
         except Cancelled:
-            raise
+            return []
         except OutOfTime as error:
-            if timeout == self.timeout:
-                return _Done(job, error)
+            return [_Done(job, error)] if stage is self.slow else self._move_to_slow(job)
         except GrammarError as error:
-            return _Done(job, error)
+            return [_Done(job, error)]
         except Exception as error:  # whatever it is, it ends the job's requests and nothing else
             logger.exception("a grammar could not be compiled")
             why = f"the grammar could not be compiled: {type(error).__name__}: {first_line(error)}"
-            return _Done(job, GrammarError(why))
-        if self.slow.qsize() >= MAX_SLOW_WAITING:
-            which = f" that take longer than {timeout:.1f} s"
-            return _Done(job, _queue_full(MAX_SLOW_WAITING, which))
-        self.slow.put(job)
-        return None
+            return [_Done(job, GrammarError(why))]
 
-
-def _queue_full(limit: int, which: str = "") -> GrammarQueueFullError:
-    return GrammarQueueFullError(
-        f"too many grammars{which} wait to be compiled, and the limit is {limit}; try again later"
-    )
+    def _move_to_slow(self, job: _SharedJob) -> list[_Done]:
+        """The outcome for tenants that have no room there."""
+        refused = []
+        with self.lock:
+            for tenant in job.num_requests:
+                try:
+                    self.slow.put(tenant, job)
+                except GrammarQueueFullError as error:
+                    refused.append(_Done(job, error, tenant))
+            if not job.queued:  # the next that wants it tries there
+                job.stage, job.is_out = self.slow, False
+        return refused
 
 
 class GrammarCompiler:
@@ -164,15 +310,14 @@ class GrammarCompiler:
         self._stop_token_ids = [token_id for token_id in eos_token_ids if token_id < vocab_size]
         read = partial(_read_vocabulary, tokenizer, vocab_size, tuple(eos_token_ids))
         first_slice = FIRST_SLICE + SLICE_PER_TOKEN * vocab_size
-        self._worker = _Worker(GrammarProcess(read, limits), limits.timeout, first_slice)
+        self._worker = _Worker(GrammarProcess(read, limits), first_slice)
         self._cache = GrammarCache(cache_bytes)
         self._failures: OrderedDict[GrammarSpec, tuple[float, GrammarError]] = OrderedDict()
-        self._jobs: dict[GrammarSpec, Job] = {}
-        self._waiting: dict[Job, list[Request]] = {}
-        self._job_of: dict[Request, Job] = {}
+        self._jobs: dict[GrammarSpec, _SharedJob] = {}
+        self._job_of: dict[Request, _SharedJob] = {}
         self._taken: list[_Done] = []
-        self._has_threads = False
-        self._stop = weakref.finalize(self, _stop, self._worker)
+        self._threads_to_start = [self._worker.new] * NUM_THREADS + [self._worker.slow] * NUM_SLOW_THREADS
+        self._stop = weakref.finalize(self, self._worker.close)
 
     @property
     def notify(self) -> Callable[[], None] | None:
@@ -192,6 +337,11 @@ class GrammarCompiler:
     def pid(self) -> int | None:
         """The process that compiles; None before it is needed."""
         return self._worker.process.pid
+
+    @property
+    def num_restarts(self) -> int:
+        """How often the process was started again, because it had ended or did not answer."""
+        return self._worker.process.num_restarts
 
     def check(self, params: SamplingParams) -> None:
         """What an engine calls before it adds a request.
@@ -213,48 +363,49 @@ class GrammarCompiler:
         return None if params.structured_outputs is None else self._cache.get(params.structured_outputs.spec)
 
     def add(self, request: Request) -> None:
-        """Compile the grammar of a request; `take` will return the two together."""
+        """Compile the grammar of a request; `take` will return the two together.
+
+        Raises:
+            GrammarUnavailableError: the system has no room for threads; the request does not wait.
+        """
+        self._start_threads()
         spec: GrammarSpec = request.metadata.structured_outputs.spec
         job = self._jobs.get(spec)
         if job is None:
-            job = self._jobs[spec] = Job(spec)
-            self._waiting[job] = []
+            job = self._jobs[spec] = _SharedJob(spec, self._worker.new)
             failure = self._failure(spec)
             if failure is not None:
+                job.is_out = True
                 self._worker.put_done(_Done(job, failure))
-            elif self._worker.new.qsize() >= MAX_WAITING:
-                self._worker.put_done(_Done(job, _queue_full(MAX_WAITING)))
-            else:
-                self._start_threads()
-                self._worker.new.put(job)
-        self._waiting[job].append(request)
         self._job_of[request] = job
+        try:
+            self._worker.join(job, request)
+        except GrammarQueueFullError as error:
+            self._worker.put_done(_Done(job, error, request.tenant))
 
     def forget(self, request: Request) -> None:
         """A request has finished. A grammar that no other request waits for is not compiled any further."""
         job = self._job_of.pop(request, None)
         if job is None:
             return
-        waiting = self._waiting[job]
-        waiting.remove(request)
-        if not waiting:
-            del self._waiting[job]
+        self._worker.leave(job, request)
+        if not job.requests:
             del self._jobs[job.spec]
             job.cancel()
 
     def take(self) -> list[tuple[Request, Outcome]]:
         """Requests that need not wait any longer, each with its grammar or with the reason why there is none."""
         found: list[tuple[Request, Outcome]] = []
-        for job, outcome in (*self._taken, *self._drain()):
+        for job, outcome, tenant in (*self._taken, *self._drain()):
             if isinstance(outcome, CompiledGrammar):
                 self._cache.put(job.spec, outcome)
-            elif not isinstance(outcome, GrammarQueueFullError):  # which says nothing about the grammar
+            elif not isinstance(outcome, (GrammarQueueFullError, GrammarUnavailableError)):  # not the grammar's fault
                 self._note_failure(job.spec, outcome)
             if self._jobs.get(job.spec) is job:
-                del self._jobs[job.spec]
-                for request in self._waiting.pop(job):
-                    del self._job_of[request]
-                    found.append((request, outcome))
+                for request in tuple(job.requests):
+                    if tenant is None or request.tenant == tenant:
+                        found.append((request, outcome))
+                        self.forget(request)
         self._taken = []
         return found
 
@@ -281,7 +432,7 @@ class GrammarCompiler:
         if self._has_tokenizer and self._stop_token_ids and find_spec("xgrammar") is not None:
             threading.Thread(
                 target=_compile_first,
-                args=(self._worker.process, server, self._worker.timeout, grammar),
+                args=(self._worker.process, server, grammar),
                 name="pointsman-grammar-start",
                 daemon=True,
             ).start()
@@ -306,12 +457,15 @@ class GrammarCompiler:
         return done
 
     def _start_threads(self) -> None:
-        if self._has_threads:
-            return
-        self._has_threads = True
         worker = self._worker
-        for number, jobs in enumerate((worker.new,) * NUM_THREADS + (worker.slow,) * NUM_SLOW_THREADS, start=1):
-            threading.Thread(target=worker.run, args=(jobs,), name=f"pointsman-grammar-{number}", daemon=True).start()
+        while self._threads_to_start:
+            name = f"pointsman-grammar-{len(self._threads_to_start)}"
+            thread = threading.Thread(target=worker.run, args=self._threads_to_start[-1:], name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise GrammarUnavailableError(f"{NO_COMPILER}{first_line(error)}; try again later") from error
+            self._threads_to_start.pop()
 
     def _failure(self, spec: GrammarSpec) -> GrammarError | None:
         until, error = self._failures.get(spec, (0.0, None))
@@ -366,23 +520,15 @@ def _read_vocabulary(tokenizer: Any, vocab_size: int, eos_token_ids: tuple[int, 
 
 
 def _compile_first(
-    process: GrammarProcess, server: GrammarServer | None, timeout: float, grammar: Future[CompiledGrammar | None]
+    process: GrammarProcess, server: GrammarServer | None, grammar: Future[CompiledGrammar | None]
 ) -> None:
     compiled = None
     try:
         process.start(server)
-        compiled = process.compile(Job(StructuredOutputsParams(json_object=True).spec), timeout)
+        compiled = process.compile(Job(StructuredOutputsParams(json_object=True).spec))
     except Cancelled:
         return
     except Exception as error:  # whatever it is, it is reported again to the requests that meet it
         logger.warning("no grammar could be compiled at the start: %s", first_line(error))
     finally:
         grammar.set_result(compiled)
-
-
-def _stop(worker: _Worker) -> None:
-    worker.process.close()
-    for _ in range(NUM_THREADS):
-        worker.new.put(None)
-    for _ in range(NUM_SLOW_THREADS):
-        worker.slow.put(None)

@@ -2,6 +2,15 @@
 
 `GrammarProcess.compile` may be called from several threads, each of which waits for its own job: a socket pair whose
 other end goes to the process. Closing it, `Job.cancel`, ends the compilation at once.
+
+A process that is late is told apart from a grammar that takes long. The process forks a child for each job, and the
+child answers at once that it runs; the kernel ends it when the grammar's time is up. So it is the process that is late
+
+    if no child has begun                      within ACCEPT_TIMEOUT
+    if a child is neither done nor ended       GRACE after the grammar's time was up
+
+Then it is killed with all its children, another one is started, and the job is tried once more. If that fails too, the
+error is a `GrammarUnavailableError`, and for `RETRY_AFTER` seconds the next jobs get the same at once.
 """
 
 from __future__ import annotations
@@ -10,6 +19,7 @@ import json
 import logging
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -17,11 +27,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from pointsman.engine.errors import GrammarError, first_line
+from pointsman.engine.errors import NO_COMPILER, GrammarError, GrammarUnavailableError, first_line
 from pointsman.engine.params.structured_outputs import MAX_WHITESPACE, GrammarSpec
 
 if TYPE_CHECKING:
@@ -31,19 +42,30 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+AnswerT = TypeVar("AnswerT")
+
 DEFAULT_TIMEOUT = 10.0
 """Seconds that a grammar may take to compile, by default."""
-START_TIMEOUT = 120.0
+START_TIMEOUT = 30.0
 """Seconds in which the process must have imported xgrammar; some seconds, as a rule."""
-GRACE = 5.0
-"""Seconds beyond the time limit after which a child that does not answer is given up."""
+ACCEPT_TIMEOUT = 3.0
+"""Seconds in which a child must have begun with a job; some milliseconds, as a rule."""
+GRACE = 3.0
+"""Seconds from the end of the grammar's time to that of the child."""
+RETRY_AFTER = 5.0
+"""Seconds for which nothing is tried after the process could not be started again."""
+NICENESS, SLOW_NICENESS = 5, 10
+"""Of the child that compiles a grammar, and of one that is known to take long. The model's threads go first."""
+SECONDS_TO_END = 5.0
+"""In which a process that is killed must have ended; more than some milliseconds only where the kernel has trouble."""
 KILL_PATIENCE = 0.2
 """Seconds from the end of a child to that of its parent, if both were killed."""
 MAX_COMPILED_BYTES = 64 * 1024**2
 """The maximum length of a compiled grammar, as JSON. Reading one takes about a second per 100 MB."""
 
 _WORKER = Path(__file__).with_name("worker.py")
-_READY = b"R"
+_HAS_ENDED = "has ended"
+_READY, _ACCEPTED, _NO_ROOM = b"R", b"A", b"!"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +98,15 @@ class Cancelled(Exception):
 
 
 class OutOfTime(GrammarError):
-    """The grammar was not compiled within its time limit."""
+    """The grammar was not compiled within its time limit, or its slice of processor time."""
+
+
+class _Late(Exception):
+    """The process, or a child of it, does not answer."""
+
+
+class _Ended(Exception):
+    """The process has ended, or cannot be started."""
 
 
 class Job:
@@ -121,20 +151,24 @@ class GrammarProcess:
     """
 
     def __init__(self, read_vocabulary: Callable[[], GrammarVocabulary], limits: GrammarLimits) -> None:
+        self.num_restarts = 0
+        """How often the process was started again, because it had ended or did not answer."""
         self._read_vocabulary = read_vocabulary
         self._limits = limits
         self._lock = threading.Lock()
         self._vocabulary: GrammarVocabulary | None = None
         self._tokenizer_info: xgrammar.TokenizerInfo | None = None
         self._server: GrammarServer | None = None
+        self._is_ready = False  # whether `_server` has the vocabulary
         self._spare: GrammarServer | None = None
+        self._trouble: tuple[float, str] = (0.0, "")  # until when nothing is tried, and why
         self._is_closed = False
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None while there is none."""
+        """Of the process; None while there is none that can compile."""
         server = self._server
-        return None if server is None else server.pid
+        return server.pid if server is not None and self._is_ready else None
 
     def start(self, server: GrammarServer | None = None) -> None:
         """Start the process if it does not run, and wait until it can compile.
@@ -143,34 +177,67 @@ class GrammarProcess:
             server: one that was started before the vocabulary was known, to be used by no other; None: a new one.
 
         Raises:
-            GrammarError: it cannot be started, or the model's tokenizer cannot be read.
+            GrammarUnavailableError: it cannot be started.
+            GrammarError: the model's tokenizer cannot be read, or there is no xgrammar.
             Cancelled: `close` was called.
         """
-        with self._lock:
-            self._spare = server
-            try:
-                self._start()
-            finally:
-                self._spare = None
-                if server is not None and server is not self._server:
-                    server.close()
+        self._spare = server
+        try:
+            self._with_server(lambda _: None)
+        finally:
+            self._spare = None
+            if server is not None and server is not self._server:
+                server.close()
 
-    def compile(self, job: Job, timeout: float) -> CompiledGrammar:
-        """Compile a grammar, and wait for it, `timeout` seconds at most.
+    def compile(self, job: Job, cpu_slice: float = 0.0, niceness: int = NICENESS) -> CompiledGrammar:
+        """Compile a grammar, and wait for it.
+
+        Args:
+            job: which.
+            cpu_slice: seconds of processor time that it may take; 0: no limit but that of `GrammarLimits.timeout`.
+            niceness: of the child that compiles it.
 
         Raises:
             OutOfTime: it takes longer.
+            GrammarUnavailableError: the process does not answer, or cannot be started.
             GrammarError: it cannot be compiled, or exceeds another limit.
             Cancelled: the job was, or `close` was called.
         """
-        answer = self._ask(job, timeout)
+        limits = self._limits
+        content = {
+            **job.spec._asdict(),
+            "max_whitespace": MAX_WHITESPACE,
+            "timeout": limits.timeout,
+            "slice": cpu_slice,
+            "niceness": niceness,
+            "memory_limit": limits.memory,
+            "start_time": limits.start_time,
+            "token_time": limits.token_time,
+            "out_of_memory": f"it needs more than {limits.memory / 1024**3:g} GiB of memory to compile; simplify it",
+        }
+        encoded = json.dumps(content).encode()
+        started = 0.0
+
+        def ask(server: GrammarServer) -> bytes:
+            nonlocal started
+            started = time.monotonic()
+            return self._ask(server, job, encoded)
+
+        answer = self._with_server(ask)
+        if not answer.endswith(b"\0"):  # the kernel ended the child, and nothing else: the process lives
+            seconds = time.monotonic() - started
+            if cpu_slice or seconds >= limits.timeout:
+                why = f"it takes longer than {limits.timeout:g} s to compile; simplify it"
+                raise OutOfTime(_described(job.spec, why))
+            why = f"the compiler ended without an answer after {seconds:.1f} s; simplify it"
+            raise GrammarError(_described(job.spec, why))
         if answer[:1] != b"+":
             raise GrammarError(_described(job.spec, answer[1:-1].decode("utf-8", "replace")))
         import xgrammar
 
         assert self._tokenizer_info is not None and self._vocabulary is not None  # a job ran, so it has started
         compiled = xgrammar.CompiledGrammar.deserialize_json(answer[1:-1].decode(), self._tokenizer_info)
-        return CompiledGrammar(compiled, self._vocabulary, compiled.memory_size_bytes, self._limits)
+        return CompiledGrammar(compiled, self._vocabulary, compiled.memory_size_bytes, limits)
 
     def close(self) -> None:
         """End the process, and with it every compilation."""
@@ -181,49 +248,46 @@ class GrammarProcess:
 
     # ------------------------------------------------------------------ one job
 
-    def _ask(self, job: Job, timeout: float) -> bytes:
-        """The child's answer, whole; a second time, if the process was killed meanwhile."""
-        limits = self._limits
-        content = {
-            **job.spec._asdict(),
-            "max_whitespace": MAX_WHITESPACE,
-            "timeout": timeout,
-            "memory_limit": limits.memory,
-            "start_time": limits.start_time,
-            "token_time": limits.token_time,
-            "out_of_memory": f"it needs more than {limits.memory / 1024**3:g} GiB of memory to compile; simplify it",
-        }
-        for _ in range(2):
-            if job.is_cancelled:
-                raise Cancelled
-            ours, theirs = socket.socketpair()
-            with ours:
-                with theirs:
-                    server = self._hand_over(theirs)
-                started = time.monotonic()
-                job.begin(ours)
-                try:
-                    answer = self._exchange(ours, json.dumps(content).encode(), timeout + GRACE)
-                finally:
-                    job.end()
-            if job.is_cancelled or self._is_closed:
-                raise Cancelled
-            if answer.endswith(b"\0"):
-                return answer
-            seconds = time.monotonic() - started
-            if seconds >= timeout:
-                raise OutOfTime(_described(job.spec, f"it takes longer than {timeout:g} s to compile; simplify it"))
-            if not server.ends_within(KILL_PATIENCE):
-                break
-        raise GrammarError(
-            _described(job.spec, f"the compiler ended without an answer after {seconds:.1f} s; simplify it")
-        )
+    def _ask(self, server: GrammarServer, job: Job, content: bytes) -> bytes:
+        """The child's answer, cut short if the child was ended.
 
-    def _exchange(self, sock: socket.socket, content: bytes, patience: float) -> bytes:
-        """What the child answers; cut short if it was ended, or is silent for `patience` seconds."""
-        sock.settimeout(patience)
-        pieces, size = [], 0
+        Raises:
+            _Late, _Ended: it is the process that does not answer or has ended.
+            GrammarUnavailableError: the system has no room for a child.
+            Cancelled: the job was, or `close` was called.
+        """
+        if job.is_cancelled:
+            raise Cancelled
         try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise GrammarUnavailableError(f"{NO_COMPILER}{first_line(error)}; try again later") from error
+        with ours:
+            with theirs, self._lock:  # nobody closes the process's socket meanwhile
+                server.hand_over(theirs)
+            _wait_for_child(ours)  # also for a job that is cancelled, or impatient clients would hide a late process
+            job.begin(ours)
+            try:
+                answer = self._exchange(ours, content)
+            finally:
+                job.end()
+        if job.is_cancelled or self._is_closed:
+            raise Cancelled
+        if not answer.endswith(b"\0") and server.ends_within(KILL_PATIENCE):
+            raise _Ended(_HAS_ENDED)
+        return answer
+
+    def _exchange(self, sock: socket.socket, content: bytes) -> bytes:
+        """What the child answers; cut short if it was ended.
+
+        Raises:
+            _Late: it is silent after its time was up.
+        """
+        pieces, size = [], 0
+        patience = self._limits.timeout + GRACE
+        deadline = time.monotonic() + patience
+        try:
+            sock.settimeout(patience)
             sock.sendall(content)
             sock.shutdown(socket.SHUT_WR)
             while piece := sock.recv(1 << 20):
@@ -231,54 +295,88 @@ class GrammarProcess:
                 size += len(piece)
                 if size > MAX_COMPILED_BYTES:
                     return b"-it is too large once compiled; simplify it\0"
-        except OSError:  # it was ended, or does not answer
+                sock.settimeout(max(0.001, deadline - time.monotonic()))
+        except TimeoutError as error:
+            raise _Late(f"has not finished a job within {patience:.1f} s") from error
+        except OSError:  # the child was ended
             return b""
         return b"".join(pieces)
 
-    def _hand_over(self, theirs: socket.socket) -> GrammarServer:
-        """Give a job's socket to the process; to a new one, if it has ended since."""
-        with self._lock:
-            for attempt in range(2):
-                server = self._start()
-                try:
-                    socket.send_fds(server.sock, [b"j"], [theirs.fileno()])
-                    return server
-                except OSError as error:
-                    logger.warning("the process that compiles grammars has ended; starting another")
-                    server.close()
-                    self._server = None
-                    if attempt:
-                        raise GrammarError(f"grammars cannot be compiled: {first_line(error)}") from error
-        raise AssertionError  # unreachable: the second attempt returned or raised
-
     # ------------------------------------------------------------------ the process
 
-    def _start(self) -> GrammarServer:
-        self._check_open()
-        if self._server is None or not self._server.is_running:
-            started = time.monotonic()
-            server = self._spare or GrammarServer()  # which imports while the vocabulary is read here
+    def _with_server(self, use: Callable[[GrammarServer], AnswerT]) -> AnswerT:
+        """What `use` returns: with the process, or with a second one if the first is late or has ended.
+
+        Raises:
+            GrammarUnavailableError: the second is no better, or was none a moment ago.
+            GrammarError: there can be none.
+            Cancelled: `close` was called.
+        """
+        for is_last in (False, True):
+            server = None
             try:
-                if self._vocabulary is None:
-                    vocabulary = self._read_vocabulary()
-                    self._tokenizer_info = vocabulary.tokenizer_info()
-                    self._vocabulary = vocabulary
-                server.prepare(self._vocabulary)
-            except ImportError as error:
-                server.close()
+                server = self._started()
+                return use(server)
+            except (_Late, _Ended) as error:
+                self._check_open()
+                with self._lock:
+                    self._replace(server, error)
+                    if is_last:
+                        why = f"{NO_COMPILER}their compiler {error}, after it was started again; try again later"
+                        self._trouble = (time.monotonic() + RETRY_AFTER, why)
+                        raise GrammarUnavailableError(why) from error
+        raise AssertionError  # unreachable: the second attempt returned or raised
+
+    def _started(self) -> GrammarServer:
+        with self._lock:
+            self._check_open()
+            until, why = self._trouble
+            if time.monotonic() < until:
+                raise GrammarUnavailableError(why)
+            if self._server is not None and not self._server.is_running:
+                self._replace(self._server, _Ended(_HAS_ENDED))
+            if self._server is None:
+                self._start()
+            assert self._server is not None
+            return self._server
+
+    def _start(self) -> None:
+        started = time.monotonic()
+        server, self._spare = self._spare or GrammarServer(), None  # it imports while the vocabulary is read here
+        self._server = server
+        try:
+            self._check_open()  # `close` may have missed it
+            if self._vocabulary is None:
+                vocabulary = self._read_vocabulary()
+                self._tokenizer_info = vocabulary.tokenizer_info()
+                self._vocabulary = vocabulary
+            server.prepare(self._vocabulary)
+            self._is_ready = True
+        except (_Late, _Ended) as error:
+            self._replace(server, error)
+            raise
+        except BaseException as error:
+            server.close()
+            self._server = None
+            if isinstance(error, ImportError):
                 raise GrammarError(f"structured output needs the package xgrammar: {first_line(error)}") from error
-            except BaseException:
-                server.close()
-                raise
-            self._server = server
-            logger.info("grammars are compiled by process %d (%.1f s)", server.pid, time.monotonic() - started)
-            self._check_open()  # it may have been closed meanwhile
-        return self._server
+            raise
+        logger.info("grammars are compiled by process %d (%.1f s)", server.pid, time.monotonic() - started)
+
+    def _replace(self, server: GrammarServer | None, why: Exception) -> None:
+        """End the process, unless another job has done so; the next job starts another."""
+        if server is None or server is not self._server:
+            return
+        self._server, self._is_ready = None, False
+        self.num_restarts += 1
+        logger.warning("the process that compiles grammars (%d) %s; another is started", server.pid, why)
+        server.close()
 
     def _check_open(self) -> None:
         if self._is_closed:
-            if self._server is not None:
-                self._server.close()
+            server, self._server = self._server, None
+            if server is not None:
+                server.close()
             raise Cancelled
 
 
@@ -288,20 +386,25 @@ class GrammarServer:
     It begins to import at once, and can compile once it was given a vocabulary.
 
     Raises:
+        GrammarUnavailableError: the system has no room for a process.
         GrammarError: this system cannot limit such a process.
     """
 
     def __init__(self) -> None:
         if not (hasattr(socket, "AF_UNIX") and hasattr(os, "memfd_create")):
             raise GrammarError("structured output needs Linux, whose kernel limits the process that compiles grammars")
-        self.sock, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(_WORKER), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            )
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        try:
+            self.sock, theirs = socket.socketpair()
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", str(_WORKER), str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    env=env,
+                )
+        except OSError as error:
+            raise GrammarUnavailableError(f"{NO_COMPILER}{first_line(error)}; try again later") from error
         self.pid = self._process.pid
         self._end = weakref.finalize(self, _end, self._process, self.sock)
 
@@ -321,28 +424,69 @@ class GrammarServer:
         """Send the vocabulary, and wait until the process is ready.
 
         Raises:
-            GrammarError: it ended instead, or takes too long.
+            _Late, _Ended: it is not.
         """
         content = pickle.dumps((vocabulary.tokens, vocabulary.stop_token_ids))
         self.sock.settimeout(START_TIMEOUT)
         try:
             self.sock.sendall(len(content).to_bytes(8, "big") + content)
             ready = self.sock.recv(1)
+        except TimeoutError as error:
+            raise _Late(f"is not ready after {START_TIMEOUT:g} s") from error
         except OSError as error:
-            raise GrammarError(f"the process that compiles grammars does not start: {first_line(error)}") from error
+            raise _Ended(f"ended at its start: {first_line(error)}") from error
         if ready != _READY:
-            raise GrammarError("the process that compiles grammars ended at its start; the log says why")
-        self.sock.settimeout(GRACE)
+            raise _Ended("ended at its start; the log says why")
+        self.sock.settimeout(ACCEPT_TIMEOUT)
+
+    def hand_over(self, theirs: socket.socket) -> None:
+        """Give it the socket of a job.
+
+        Raises:
+            _Late, _Ended: it does not take it.
+        """
+        try:
+            socket.send_fds(self.sock, [b"j"], [theirs.fileno()])
+        except TimeoutError as error:
+            raise _Late(f"has taken no job for {ACCEPT_TIMEOUT:g} s") from error
+        except OSError as error:
+            raise _Ended(_HAS_ENDED) from error
 
     def close(self) -> None:
         """End the process."""
         self._end()
 
 
+def _wait_for_child(sock: socket.socket) -> None:
+    """Return when a child has begun with the job of this socket.
+
+    Raises:
+        _Late, _Ended: none has, in time or at all.
+        GrammarUnavailableError: the system has no room for one.
+    """
+    sock.settimeout(ACCEPT_TIMEOUT)
+    try:
+        first = sock.recv(1)
+        if first == _ACCEPTED:
+            return
+        why = sock.recv(200).decode("utf-8", "replace") if first == _NO_ROOM else ""
+    except TimeoutError as error:
+        raise _Late(f"has not begun with a job within {ACCEPT_TIMEOUT:.1f} s") from error
+    except OSError as error:
+        raise _Ended(_HAS_ENDED) from error
+    if first == _NO_ROOM:
+        raise GrammarUnavailableError(f"{NO_COMPILER}{why}; try again later")
+    raise _Ended(_HAS_ENDED)
+
+
 def _end(process: subprocess.Popen[bytes], sock: socket.socket) -> None:
     sock.close()
-    process.kill()  # it keeps nothing; its children end with their own sockets
-    process.wait()
+    if process.poll() is None:  # or its number may be that of another
+        with suppress(ProcessLookupError):  # it has not made itself a group yet
+            os.killpg(process.pid, signal.SIGKILL)  # also children that are stopped
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(SECONDS_TO_END)
 
 
 _NAMES = {"json": "JSON schema", "regex": "regular expression", "ebnf": "grammar"}

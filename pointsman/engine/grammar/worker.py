@@ -4,13 +4,19 @@ It imports xgrammar once, and then forks a child for each grammar, because compi
 amount of time and memory, and may crash. The kernel ends a child, whatever it is doing:
 
     its time is up                                             SIGALRM
+    its slice of processor time is used up                     SIGPROF
     it asks for more memory than the limit                     allocation fails
     the engine closes the job's socket, or no longer exists    SIGIO
 
-The engine sends the vocabulary first, once, and then a socket for each job; child and engine talk over that alone:
-a job as JSON; then b"+" and the compiled grammar as JSON, or b"-" and an error, and b"\\0" when all is there.
-The program ends when its own socket does. Of the package it imports the readers of grammars alone, so that
-starting it is quick.
+The engine sends the vocabulary first, once, and then a socket for each job. Child and engine talk over that alone:
+
+    child     b"A" as soon as it runs
+    engine    the job as JSON
+    child     b"+" and the compiled grammar as JSON, or b"-" and an error; b"\\0" when all is there
+
+Where the system has no room for a child, this process sends b"!" and the reason. The program ends when its own
+socket does, and its children with it: the program leads a process group. Of the package it imports the readers of
+grammars alone, so that starting it is quick.
 """
 
 from __future__ import annotations
@@ -38,11 +44,9 @@ from pointsman.engine.grammar.regex import read_regex
 from pointsman.engine.grammar.schema import schema_tree
 from pointsman.engine.grammar.tree import GrammarTree
 
-NICENESS = 5
-"""The model's threads go first."""
 PROBE_STEPS = 192
 """Tokens of a text that is written on trial: a grammar may compile at once, and then be too slow to use."""
-READY = b"R"
+READY, ACCEPTED, NO_ROOM = b"R", b"A", b"!"
 
 _PLACE_IN_SOURCE = re.compile(r"^\[\d+:\d+:\d+\] \S+:\d+: ")
 _WARNING = re.compile(r"warning:?\s*", re.IGNORECASE)
@@ -50,6 +54,7 @@ _WARNING = re.compile(r"warning:?\s*", re.IGNORECASE)
 
 def main(descriptor: int) -> None:
     """Serve jobs until the socket ends."""
+    os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which ends this process
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave nothing behind
     with socket.socket(fileno=descriptor) as sock:
@@ -70,11 +75,10 @@ def main(descriptor: int) -> None:
         while True:
             data, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
             if not data:
-                return
+                break
             for one in descriptors:
-                if os.fork() == 0:
-                    _run_child(sock, one, compiler)
-                os.close(one)
+                _fork_child(sock, one, compiler)
+    os.killpg(0, signal.SIGKILL)  # SIGIO does not end a child that is stopped
 
 
 def _receive(sock: socket.socket, size: int) -> bytes:
@@ -89,6 +93,18 @@ def _receive(sock: socket.socket, size: int) -> bytes:
 
 
 # ------------------------------------------------------------------------------------------------------- a child
+
+
+def _fork_child(server: socket.socket, descriptor: int, compiler: xgrammar.GrammarCompiler) -> None:
+    try:
+        is_child = os.fork() == 0
+    except OSError as error:  # no room for another process: this one goes on
+        with socket.socket(fileno=descriptor) as sock, suppress(OSError):
+            sock.sendall(NO_ROOM + str(error).encode())
+        return
+    if is_child:
+        _run_child(server, descriptor, compiler)
+    os.close(descriptor)
 
 
 def _run_child(server: socket.socket, descriptor: int, compiler: xgrammar.GrammarCompiler) -> None:
@@ -107,11 +123,13 @@ def _run_child(server: socket.socket, descriptor: int, compiler: xgrammar.Gramma
 
 
 def _answer(sock: socket.socket, compiler: xgrammar.GrammarCompiler) -> None:
+    with suppress(BrokenPipeError):  # it was cancelled before it began
+        sock.sendall(ACCEPTED)
     pieces = []
     while piece := sock.recv(1 << 16):
         pieces.append(piece)
     if not pieces:
-        return  # it was cancelled before it began
+        return
     job = json.loads(b"".join(pieces))
     _limit(job)
     _die_with(sock)
@@ -121,7 +139,8 @@ def _answer(sock: socket.socket, compiler: xgrammar.GrammarCompiler) -> None:
         answer = b"-" + job["out_of_memory"].encode()
     except Exception as error:
         answer = b"-" + _message(error, job).encode()
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    for timer in (signal.ITIMER_REAL, signal.ITIMER_PROF):
+        signal.setitimer(timer, 0)
     fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) & ~os.O_ASYNC)  # a read, too, is news of a socket
     with suppress(BrokenPipeError):
         sock.sendall(answer + b"\0")
@@ -129,7 +148,7 @@ def _answer(sock: socket.socket, compiler: xgrammar.GrammarCompiler) -> None:
 
 def _limit(job: dict[str, Any]) -> None:
     """The kernel's limits for this process."""
-    os.nice(NICENESS)
+    os.nice(job["niceness"])
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # where memory runs out, this process goes first
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -138,6 +157,7 @@ def _limit(job: dict[str, Any]) -> None:
         most = in_use + job["memory_limit"]
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     signal.setitimer(signal.ITIMER_REAL, job["timeout"])
+    signal.setitimer(signal.ITIMER_PROF, job["slice"])  # 0: never
 
 
 def _die_with(sock: socket.socket) -> None:

@@ -103,6 +103,15 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
     ),
     (
         Definition(
+            "pointsman:grammar_process_restarts_total",
+            "counter",
+            "restarts",
+            "How often the process that compiles grammars was replaced, because it had ended or did not answer.",
+        ),
+        lambda stats: stats.num_grammar_restarts,
+    ),
+    (
+        Definition(
             "vllm:kv_cache_usage_perc",
             "gauge",
             "ratio, 0 to 1",

@@ -12,18 +12,23 @@ from contextlib import contextmanager
 
 from pointsman.engine.errors import (
     GRAMMAR_TOO_SLOW,
+    NO_COMPILER,
     NOTHING_LEFT,
+    TOO_MANY_GRAMMARS,
     EngineDeadError,
     GrammarQueueFullError,
+    GrammarUnavailableError,
     first_line,
 )
-from pointsman.engine.grammar.process import DEFAULT_TIMEOUT
+from pointsman.engine.grammar.process import DEFAULT_TIMEOUT, RETRY_AFTER
 from pointsman.server.service.engine_client import EngineStalledError
 from pointsman.server.service.fleet import NONE_LIVES, EngineFleet
 from pointsman.server.wire.errors import ApiError, one_line
 
 GRAMMAR_RETRY_AFTER = round(DEFAULT_TIMEOUT)
 """Seconds after which a client may try again that found the queue of grammars full: a grammar takes at most as long."""
+COMPILER_RETRY_AFTER = round(RETRY_AFTER)
+"""The same where the process that compiles grammars does not answer: until then it is not started again."""
 
 
 class Gate:
@@ -136,10 +141,16 @@ def from_engine(error: Exception) -> ApiError:
     if isinstance(error, EngineStalledError):
         return ApiError(503, first_line(error), headers={"retry-after": "1"}, reason="other")
     if isinstance(error, GrammarQueueFullError):
-        return ApiError(503, one_line(str(error)), headers={"retry-after": str(GRAMMAR_RETRY_AFTER)}, reason="other")
+        return _try_again(str(error), GRAMMAR_RETRY_AFTER)
+    if isinstance(error, GrammarUnavailableError):
+        return _try_again(str(error), COMPILER_RETRY_AFTER)
     if isinstance(error, ValueError):
         return ApiError(400, one_line(str(error)))
     raise error
+
+
+def _try_again(why: str, retry_after: int) -> ApiError:
+    return ApiError(503, one_line(why), headers={"retry-after": str(retry_after)}, reason="other")
 
 
 def too_late() -> ApiError:
@@ -156,10 +167,14 @@ def check_finish(finish_reason: str | None, detail: str) -> None:
     """Accept every finish reason but "error".
 
     Raises:
-        ApiError: the request failed on its own; 400 if what it asks for contradicts itself or takes too long, else
-            500.
+        ApiError: the request failed on its own; 400 if what it asks for contradicts itself or takes too long, 503 if
+            its grammar could not be compiled for no fault of its own, else 500.
     """
     if finish_reason == "error":
+        if detail.startswith(TOO_MANY_GRAMMARS):
+            raise _try_again(detail, GRAMMAR_RETRY_AFTER)
+        if detail.startswith(NO_COMPILER):
+            raise _try_again(detail, COMPILER_RETRY_AFTER)
         is_own_fault = detail == NOTHING_LEFT or detail.startswith(GRAMMAR_TOO_SLOW)
         status = 400 if is_own_fault else 500
         raise ApiError(status, f"the request failed: {detail or 'the engine does not say why'}")

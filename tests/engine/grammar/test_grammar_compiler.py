@@ -60,9 +60,9 @@ def shared(tokenizer: Any) -> Iterator[GrammarCompiler]:
     compiler.close()
 
 
-def request_with(**options: Any) -> Request:
+def request_with(tenant: str = "", **options: Any) -> Request:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(**options))
-    return Request(str(id(params)), [1], arrival_time=0.0, max_tokens=9, metadata=params)
+    return Request(str(id(params)), [1], arrival_time=0.0, max_tokens=9, metadata=params, tenant=tenant)
 
 
 def take(compiler: GrammarCompiler, count: int = 1) -> list[tuple[Request, CompiledGrammar | GrammarError]]:
@@ -205,7 +205,10 @@ def test_the_queue_of_new_grammars_is_bounded(
     compiler.add(request_with(regex="late"))
     ((_, error),) = take(compiler)
     assert isinstance(error, GrammarQueueFullError)
-    assert str(error) == "too many grammars wait to be compiled, and the limit is 3; try again later"
+    assert str(error) == (
+        "too many grammars wait to be compiled: 3 of this tenant, of at most 3 now, and 3 of all, of at most 4; "
+        "try again later"
+    )
     assert {request for request, _ in take(compiler, 3)} == set(accepted)
     assert isinstance(outcome(compiler, regex="late"), CompiledGrammar)  # the refusal was not kept
     for request in hopeless:
@@ -222,7 +225,10 @@ def test_the_queue_of_slow_grammars_is_bounded(
     for request in requests:
         compiler.add(request)
     errors = [error for _, error in take(compiler, 2)]  # one is compiled, one waits
-    words = "too many grammars that take longer than 0.1 s wait to be compiled, and the limit is 1; try again later"
+    words = (
+        "too many grammars that take longer than 0.1 s wait to be compiled: 1 of this tenant, of at most 1 now, and "
+        "1 of all, of at most 2; try again later"
+    )
     assert [(type(error), str(error)) for error in errors] == [(GrammarQueueFullError, words)] * 2
     assert isinstance(outcome(compiler, regex="quick"), CompiledGrammar)
     assert compiler.num_waiting == 2
@@ -246,7 +252,10 @@ def test_memory_is_limited(make: Callable[..., GrammarCompiler], monkeypatch: py
     assert isinstance(outcome(compiler, regex="a"), CompiledGrammar)
 
 
-def test_what_nobody_waits_for_is_not_compiled_further(make: Callable[..., GrammarCompiler]) -> None:
+def test_what_nobody_waits_for_is_not_compiled_further(
+    make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_compiler, "FIRST_SLICE", 30.0)
     compiler = make(timeout=30.0)
     assert isinstance(outcome(compiler, regex="a"), CompiledGrammar)
     requests = [request_with(grammar=HOPELESS), request_with(grammar=HOPELESS + '"b"'), request_with(regex="c")]

@@ -10,8 +10,16 @@ from typing import Any, cast
 import pytest
 
 from pointsman.core.errors import RequestRefused
-from pointsman.engine.errors import EngineDeadError, GrammarError, GrammarQueueFullError
-from pointsman.server.service.gate import Gate, from_engine
+from pointsman.engine.errors import (
+    NO_COMPILER,
+    NOTHING_LEFT,
+    TOO_MANY_GRAMMARS,
+    EngineDeadError,
+    GrammarError,
+    GrammarQueueFullError,
+    GrammarUnavailableError,
+)
+from pointsman.server.service.gate import Gate, check_finish, from_engine
 from pointsman.server.wire.errors import ApiError
 from pointsman.server.wire.messages import portable
 
@@ -88,6 +96,25 @@ def test_what_the_engine_says_has_a_status() -> None:
     assert bad_grammar.status_code == 400
     overload = from_engine(portable(GrammarQueueFullError("too many grammars wait")))
     assert overload.status_code == 503 and int((overload.headers or {})["retry-after"]) >= 1
+    hung = from_engine(portable(GrammarUnavailableError("grammars cannot be compiled now")))
+    assert hung.status_code == 503 and int((hung.headers or {})["retry-after"]) >= 1
     assert from_engine(refused) is refused
     with pytest.raises(KeyError):  # a fault of ours stays one
         from_engine(KeyError("x"))
+
+
+@pytest.mark.parametrize(
+    ("detail", "status"),
+    [
+        (NOTHING_LEFT, 400),
+        ("the grammar took 0.31 s of processor time for 9 tokens; simplify it", 400),
+        (f"{TOO_MANY_GRAMMARS} wait to be compiled", 503),
+        (f"{NO_COMPILER}their compiler has ended", 503),
+        ("", 500),
+    ],
+)
+def test_a_request_that_finished_with_an_error_has_a_status(detail: str, status: int) -> None:
+    with pytest.raises(ApiError) as caught:
+        check_finish("error", detail)
+    assert caught.value.status_code == status
+    assert ("retry-after" in (caught.value.headers or {})) == (status == 503)

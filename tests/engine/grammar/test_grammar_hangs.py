@@ -1,0 +1,330 @@
+"""A process that compiles grammars and hangs, ends or cannot be started: it is replaced, and no grammar is at fault."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from pointsman.core import Request
+from pointsman.engine import GrammarError, GrammarUnavailableError, SamplingParams, StructuredOutputsParams
+from pointsman.engine.grammar import compiler as grammar_compiler
+from pointsman.engine.grammar import process as grammar_process
+from pointsman.engine.grammar import worker
+from pointsman.engine.grammar.compiler import GrammarCompiler, Outcome
+from pointsman.engine.grammar.process import CompiledGrammar, GrammarLimits, GrammarServer
+from tests.engine.hopeless_grammar import HOPELESS, PATIENCE, wait_until
+from tests.engine.text_tokenizers import byte_tokenizer
+
+pytestmark = pytest.mark.e2e
+
+VOCAB_SIZE, EOS = 199, 2
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., GrammarCompiler]]:
+    """Compilers that find out within a second that a process is late."""
+    monkeypatch.setattr(grammar_process, "ACCEPT_TIMEOUT", 1.0)
+    monkeypatch.setattr(grammar_process, "GRACE", 0.5)
+    made: list[GrammarCompiler] = []
+
+    def one(**limits: Any) -> GrammarCompiler:
+        compiler = GrammarCompiler(byte_tokenizer(VOCAB_SIZE), VOCAB_SIZE, (EOS,), limits=GrammarLimits(**limits))
+        made.append(compiler)
+        return compiler
+
+    yield one
+    for compiler in made:
+        compiler.close()
+
+
+def add(compiler: GrammarCompiler, **options: Any) -> Request:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**options))
+    request = Request(str(id(params)), [1], arrival_time=0.0, max_tokens=9, metadata=params)
+    compiler.add(request)
+    return request
+
+
+def take(compiler: GrammarCompiler, count: int = 1) -> list[Outcome]:
+    found: list[Outcome] = []
+    deadline = time.monotonic() + PATIENCE
+    while len(found) < count and time.monotonic() < deadline:
+        compiler.wait(1.0)
+        found += [outcome for _, outcome in compiler.take()]
+    assert len(found) == count
+    return found
+
+
+def outcome(compiler: GrammarCompiler, **options: Any) -> Outcome:
+    add(compiler, **options)
+    (found,) = take(compiler)
+    return found
+
+
+def started(compiler: GrammarCompiler) -> int:
+    """Start the process, which has no child then; its id."""
+    assert isinstance(outcome(compiler, regex="start"), CompiledGrammar)
+    pid = compiler.pid
+    assert pid is not None
+    wait_until(lambda: not children_of(pid))
+    return pid
+
+
+def children_of(pid: int) -> list[int]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(one) for one in file.read().split()]
+
+
+def child_of(pid: int) -> int:
+    """The one child of a process, once it is there."""
+    wait_until(lambda: bool(children_of(pid)))
+    (child,) = children_of(pid)
+    return child
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, or is left for its parent to read."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+class Stopper:
+    """Stops each process of a compiler as soon as it can compile."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._is_over:
+            if (pid := self._compiler.pid) is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.001)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        self._thread.join()
+
+
+def test_a_stopped_process_is_replaced(make: Callable[..., GrammarCompiler], caplog: pytest.LogCaptureFixture) -> None:
+    compiler = make()
+    before = started(compiler)
+    os.kill(before, signal.SIGSTOP)
+    for number in range(6):
+        add(compiler, regex=f"next{number}")
+    with caplog.at_level(logging.WARNING):
+        assert all(isinstance(found, CompiledGrammar) for found in take(compiler, 6))
+    assert compiler.pid not in (None, before) and is_gone(before)
+    assert compiler.num_restarts == 1
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert (
+        line
+        == f"the process that compiles grammars ({before}) has not begun with a job within 1.0 s; another is started"
+    )
+
+
+def test_a_process_that_hangs_again_is_no_fault_of_the_grammar(make: Callable[..., GrammarCompiler]) -> None:
+    compiler = make()
+    started(compiler)
+    with Stopper(compiler):
+        for number in range(20):
+            add(compiler, regex=f"next{number}")
+        began = time.monotonic()
+        for found in take(compiler, 20):
+            assert isinstance(found, GrammarUnavailableError)
+            assert "grammars cannot be compiled now: their compiler has not begun with a job" in str(found)
+        assert time.monotonic() - began < 25.0  # two hangs and two starts, and not those of each job
+    assert compiler.num_restarts <= 4
+
+
+def test_the_failure_of_a_process_is_not_kept(
+    make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_process, "RETRY_AFTER", 0.5)
+    compiler = make()
+    started(compiler)
+    with Stopper(compiler):
+        assert isinstance(outcome(compiler, regex="again"), GrammarUnavailableError)
+        assert isinstance(outcome(compiler, regex="again"), GrammarUnavailableError)  # at once, from the last
+    time.sleep(0.6)
+    assert isinstance(outcome(compiler, regex="again"), CompiledGrammar)
+
+
+def test_a_stopped_child_is_killed_and_its_job_tried_again(
+    make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_compiler, "FIRST_SLICE", 60.0)
+    compiler = make(timeout=2.0)
+    before = started(compiler)
+    add(compiler, grammar=HOPELESS)
+    child = child_of(before)
+    os.kill(child, signal.SIGSTOP)
+    (found,) = take(compiler)
+    assert isinstance(found, GrammarError) and "takes longer than 2 s to compile" in str(found)  # of the second try
+    assert is_gone(child) and is_gone(before)
+    assert compiler.num_restarts == 1
+
+
+def test_a_process_that_hangs_before_it_forks_is_replaced(
+    make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = make()
+    before = started(compiler)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:  # a job nobody reads: its socket is silent, as of a process that does nothing with it
+        hand_over = GrammarServer.hand_over
+
+        def lose(self: GrammarServer, sock: socket.socket) -> None:
+            hand_over(self, sock if self.pid != before else theirs)
+            if self.pid == before:
+                kept.append(os.dup(sock.fileno()))
+
+        kept: list[int] = []
+        monkeypatch.setattr(GrammarServer, "hand_over", lose)
+        assert isinstance(outcome(compiler, regex="next"), CompiledGrammar)
+    for descriptor in kept:
+        os.close(descriptor)
+    assert is_gone(before) and compiler.num_restarts == 1
+
+
+@pytest.mark.parametrize("moment", ["idle", "with a job", "with a slow job"])
+def test_a_killed_process_costs_no_request_its_grammar(make: Callable[..., GrammarCompiler], moment: str) -> None:
+    compiler = make(timeout=60.0)
+    before = started(compiler)
+    if moment != "idle":
+        slow = add(compiler, grammar=HOPELESS)
+        child_of(before)
+        if moment == "with a slow job":
+            wait_until(lambda: compiler._worker.slow._turns._num_out == 1)
+    os.kill(before, signal.SIGKILL)
+    assert isinstance(outcome(compiler, regex="next"), CompiledGrammar)
+    assert compiler.pid not in (None, before) and compiler.num_restarts == 1
+    if moment != "idle":
+        assert compiler.num_waiting == 1
+        compiler.forget(slow)
+
+
+def test_clients_that_give_up_early_do_not_hide_a_hang(make: Callable[..., GrammarCompiler]) -> None:
+    compiler = make()
+    before = started(compiler)
+    os.kill(before, signal.SIGSTOP)
+    for number in range(8):
+        request = add(compiler, regex=f"given up {number}")
+        time.sleep(0.2)
+        compiler.forget(request)
+    assert isinstance(outcome(compiler, regex="next"), CompiledGrammar)
+    assert compiler.num_restarts == 1
+
+
+def test_closing_ends_a_process_that_does_not_start(
+    make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers: list[GrammarServer] = []
+
+    def stopped() -> GrammarServer:
+        servers.append(GrammarServer())
+        os.kill(servers[-1].pid, signal.SIGSTOP)
+        return servers[-1]
+
+    monkeypatch.setattr(grammar_process, "GrammarServer", stopped)
+    compiler = make()
+    grammar = compiler.warm_up()
+    wait_until(lambda: bool(servers))
+    compiler.close()
+    assert grammar.result(PATIENCE) is None
+    wait_until(lambda: is_gone(servers[0].pid))
+    assert len(servers) == 1
+
+
+def test_a_process_that_never_starts_is_tried_twice(
+    make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_process, "START_TIMEOUT", 0.5)
+    servers: list[GrammarServer] = []
+
+    def stopped() -> GrammarServer:
+        servers.append(GrammarServer())
+        os.kill(servers[-1].pid, signal.SIGSTOP)
+        return servers[-1]
+
+    monkeypatch.setattr(grammar_process, "GrammarServer", stopped)
+    compiler = make()
+    for number in range(10):
+        add(compiler, regex=f"next{number}")
+    for found in take(compiler, 10):
+        assert isinstance(found, GrammarUnavailableError) and "is not ready after 0.5 s" in str(found)
+    assert len(servers) == 2 and all(is_gone(server.pid) for server in servers)
+
+
+def test_no_room_for_a_process_is_no_fault_of_the_grammar(
+    make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_process, "RETRY_AFTER", 0.2)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    compiler = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_process.subprocess, "Popen", refuse)
+        found = outcome(compiler, regex="next")
+    assert isinstance(found, GrammarUnavailableError) and "Resource temporarily unavailable" in str(found)
+    assert isinstance(outcome(compiler, regex="next"), CompiledGrammar)
+
+
+def test_no_room_for_a_child_is_no_fault_of_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("os.fork", refuse)
+    ours, theirs = socket.socketpair()
+    server: Any = None
+    with ours:
+        worker._fork_child(server, theirs.detach(), server)
+        with pytest.raises(GrammarUnavailableError, match="Resource temporarily unavailable; try again later"):
+            grammar_process._wait_for_child(ours)
+
+
+def test_a_stopped_child_ends_with_its_engine(
+    make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_compiler, "FIRST_SLICE", 60.0)
+    compiler = make()
+    before = started(compiler)
+    add(compiler, grammar=HOPELESS)
+    child = child_of(before)
+    os.kill(child, signal.SIGSTOP)
+    server = compiler._worker.process._server
+    assert server is not None
+    server.sock.shutdown(socket.SHUT_RDWR)  # as if the engine had ended
+    wait_until(lambda: is_gone(child))
+
+
+def test_many_different_grammars_are_all_answered(
+    make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_compiler, "MAX_WAITING", 40)
+    compiler = make()
+    started(compiler)
+    for number in range(60):
+        add(compiler, regex=f"number {number}")
+    found = take(compiler, 60)
+    refused = [one for one in found if not isinstance(one, CompiledGrammar)]
+    assert 15 <= len(refused) <= 20 and all(type(one).__name__ == "GrammarQueueFullError" for one in refused)
