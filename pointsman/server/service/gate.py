@@ -14,11 +14,11 @@ from pointsman.engine.errors import (
     GRAMMAR_TOO_SLOW,
     NOTHING_LEFT,
     EngineDeadError,
+    EngineStalledError,
     GrammarQueueFullError,
     first_line,
 )
 from pointsman.engine.grammar.process import DEFAULT_TIMEOUT
-from pointsman.server.service.engine_client import EngineStalledError
 from pointsman.server.service.fleet import NONE_LIVES, EngineFleet
 from pointsman.server.wire.errors import ApiError, one_line
 
