@@ -45,8 +45,8 @@ class Pulse:
 
     def __init__(self, on_beat: Callable[[float], None] | None = None) -> None:
         self._on_beat = on_beat
-        self._began = self._last = self._next_report = 0.0
-        self._patience = 0.0
+        self._began = self._next_report = self._patience = 0.0
+        self._last: float | None = None  # there is no step
         self._longest = self._step_seconds = 0.0
         self._num_steps = 0
 
@@ -74,10 +74,12 @@ class Pulse:
         """The step is over."""
         self._step_seconds += self._note() - self._began
         self._num_steps += 1
-        self._patience = 0.0
+        self._last, self._patience = None, 0.0
 
     def _note(self) -> float:
         now = time.perf_counter()
+        if self._last is None:
+            return now
         if not self._patience:
             self._longest = max(self._longest, now - self._last)
         self._last = now

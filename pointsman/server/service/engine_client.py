@@ -493,14 +493,16 @@ class EngineClient:
 
     async def _note_death(self) -> None:
         """The connection is closed: wait for the process, and fail all that is open, unless it counts as dead."""
-        code = await self._exit_code()
+        try:
+            code = await self._exit_code()
+        finally:
+            self._gone.set()
         if self._death is None:
             why = _describe_end(code)
             if not self._is_stopping:
                 named = f"{self._name}, process {self.info.pid}," if self._name and self.info else "the engine process"
                 logger.critical("%s %s", named, why)
             self._die(f"the engine process {why}")
-        self._gone.set()
 
     def _look(self) -> None:
         """Look for signs of life, every `INTERVAL`, and ask for one."""
