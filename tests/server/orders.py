@@ -32,6 +32,7 @@ class HeldUp(FirstComeFirstServed):
     name = "held-up"
 
     def __init__(self) -> None:
+        super().__init__()
         self._seen: set[str] = set()
 
     def key(self, request: Request) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Engines that hang: real engine processes that are stopped, or held up in a step, and what becomes of their requests."""
+"""Engines that hang: real processes that are stopped, or held up in a step, and what becomes of their requests."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_with_one_engine_clients_get_an_error_or_its_successor(max_restarts: int
         if max_restarts:
             assert all(isinstance(one, Delta) and len(one.token_ids) == GREEDY.max_tokens for one in found)
             return
-        why = r"the engine \(process [0-9]+\)|engine 0 \(process [0-9]+\) has given no sign of life for [0-9]+ s, since 20"
+        why = r"engine 0 \(process [0-9]+\) has given no sign of life for [0-9]+ s, since 20"
         for error in found:
             with pytest.raises(EngineDeadError, match=why):
                 raise error  # type: ignore[misc]
@@ -209,7 +209,7 @@ def test_an_api_process_that_was_stopped_takes_no_engine_for_late() -> None:
         reading = asyncio.ensure_future(texts_of(streams))
         await until(lambda: all(one.num_output_tokens for one in streams.values()))
         for _ in range(3):
-            time.sleep(2 * LIMIT)  # noqa: ASYNC251 - the event loop does not run
+            time.sleep(2 * LIMIT)
             await asyncio.sleep(0.01)
         await reading
         assert fleet.num_hangs == [0, 0]
