@@ -15,6 +15,8 @@ Each scenario has a server of its own, on the demo model:
   event loop of the API process is never held for long, and the stream waits hardly longer than beside a plain request
   of as many tokens;
 - **crowds**: thousands of requests or of idle connections at once, and readers that stop: the stream goes on;
+- **hung engine, hung single engine** (SIGSTOP, under load): the engine counts as dead after a limit; with a second one
+  no request is lost, alone every client gets an error (`_faults_engines.py`);
 - **large bodies**: connections that send most of a body and stop cost bounded memory, which comes back; a body that is
   too large ends its connection;
 - **slow grammars** and **hung grammars**: grammars of one tenant that take the whole time limit keep no other tenant's
@@ -37,6 +39,7 @@ from time import monotonic
 from typing import Any
 
 from _common import Targets, argument_parser, finish, note, print_table, run
+from _faults_engines import hung_engine, hung_single_engine
 from _faults_grammars import hung_grammars, slow_grammars
 from _server_beside import attacks, crowds, large_bodies
 from _server_client import HOST, Address, BrokenAnswer, Exchange, Stream, get, post, send, start
@@ -418,6 +421,8 @@ SCENARIOS: dict[str, Scenario] = {
     "large-bodies": lambda sizes, targets: large_bodies(sizes.unfinished_bodies, targets),
     "slow-grammars": lambda sizes, targets: slow_grammars(targets, is_quick=sizes is QUICK),
     "hung-grammars": lambda sizes, targets: hung_grammars(targets, is_quick=sizes is QUICK),
+    "hung-engine": lambda sizes, targets: hung_engine(targets, is_quick=sizes is QUICK),
+    "hung-single-engine": lambda sizes, targets: hung_single_engine(targets, is_quick=sizes is QUICK),
 }
 QUICK_SCENARIOS = ["engine-killed", "attacks"]
 

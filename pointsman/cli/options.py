@@ -473,6 +473,12 @@ SERVER: dict[str, Any] = {
         int | None,
         typer.Option(help="How often a request goes on in another engine after a death; then it fails [default: 3]."),
     ],
+    "engine_timeout": Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds without a sign of life after which an engine counts as dead; 0: never [default: 30]."
+        ),
+    ],
     "warm_up": Annotated[
         bool | None,
         typer.Option(
@@ -631,6 +637,7 @@ SERVE_HELP: Panels = {
         "data_parallel_size",
         "max_engine_restarts",
         "max_resumes",
+        "engine_timeout",
         "max_step_retries",
         "warm_up",
     ),

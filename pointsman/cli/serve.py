@@ -17,6 +17,7 @@ from pointsman.cli.config_file import read_config
 from pointsman.cli.errors import CommandError
 from pointsman.cli.knobs import engine_arguments, size
 from pointsman.server.config import ServerConfig
+from pointsman.server.service.heartbeat import LEAST_TIMEOUT
 
 API_KEY_VARIABLE = "POINTSMAN_API_KEY"
 OPERATOR_KEY_VARIABLE = "POINTSMAN_OPERATOR_KEY"
@@ -24,6 +25,7 @@ FILE_OPTIONS = {"preset": options.Preset, **options.SERVER, **options.KNOBS}
 """Options that a configuration file may set, beside secrets."""
 RUN_OPTIONS = (
     "data_parallel_size",
+    "engine_timeout",
     "log_stats_interval",
     "max_engine_restarts",
     "max_resumes",
@@ -90,6 +92,10 @@ def _check_run_options(values: dict[str, Any]) -> None:
         raise ValueError(f"--max-engine-restarts is {restarts}; it must be 0 (a dead engine stays dead) or more")
     if (resumes := values.get("max_resumes")) is not None and resumes < 0:
         raise ValueError(f"--max-resumes is {resumes}; it must be 0 (a death ends its requests) or more")
+    if (timeout := values.get("engine_timeout")) and not LEAST_TIMEOUT <= timeout < float("inf"):
+        raise ValueError(
+            f"--engine-timeout is {timeout:g}; it must be {LEAST_TIMEOUT:g} seconds or more, or 0 (no engine is ended)"
+        )
     if record is not None:
         _check_writable(record)
 

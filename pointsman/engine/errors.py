@@ -35,6 +35,10 @@ class EngineDeadError(PointsmanError, RuntimeError):
     """
 
 
+class EngineStalledError(PointsmanError, RuntimeError):
+    """The engine lives, in a process of its own, and does not read what it is sent, or gives no sign of life."""
+
+
 class GrammarError(PointsmanError, ValueError):
     """A grammar that cannot be compiled or used: malformed, beyond a limit, or not for this model. Only the requests
     that ask for it are concerned."""

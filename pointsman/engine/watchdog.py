@@ -1,7 +1,7 @@
 """Reports requests that make no progress: a line in the log for each stall, and a number for the metrics.
 
 It looks at the scheduler four times in `watchdog_seconds`, between steps or while the engine has nothing to run. A step
-that hangs keeps it from looking, too: then it is silent, and the server responds with 503 to questions about requests.
+that hangs keeps it from looking, too: then the server notices that the engine gives no sign of life (`pulse.py`).
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ from pointsman.engine.errors import EngineDeadError, GrammarError, first_line
 from pointsman.engine.grammar.process import GrammarServer
 from pointsman.engine.machine import keep_freed_pages
 from pointsman.engine.pausing import PauseChoice
+from pointsman.engine.pulse import PulseReading
 from pointsman.engine.stats import read_stats
 from pointsman.engine.warming import warm_up
 from pointsman.server.outbox import RemoteMailbox, RemotePort
@@ -45,6 +46,7 @@ from pointsman.server.wire.messages import (
     Add,
     Answer,
     Ask,
+    Beat,
     EngineInfo,
     EngineRequest,
     Failed,
@@ -90,6 +92,7 @@ class EngineProcess:
             max_step_retries=start.max_step_retries,
             log_stats_interval=start.log_stats_interval,
             on_step=self._note_step,
+            on_beat=self._note_beat,
         )
 
     def run(self, unpacker: Unpacker) -> int:
@@ -225,6 +228,9 @@ class EngineProcess:
     def _leave_film(self, watcher: int, _: Engine) -> None:
         self._live.leave(watcher)
 
+    def _pulse(self, _: None, __: Engine) -> PulseReading:
+        return self._thread.pulse.take()
+
     def _explain(self, request_id: str, engine: Engine) -> RequestExplanation:
         for mailbox in list(self._port.mailboxes.values()):
             if mailbox.request.request_id == request_id:
@@ -237,6 +243,10 @@ class EngineProcess:
             for mailbox in list(self._port.mailboxes.values())
             if engine.scheduler.get_request(mailbox.request.request_id) is not None
         ]
+
+    def _note_beat(self, patience: float) -> None:
+        if patience or self._port.outbox.is_clear:  # beats are not kept for an API process that does not read
+            self._port.outbox.put(Beat(patience))
 
     def _note_step(self, output: SchedulerOutput) -> None:
         counters = self._engine.counters

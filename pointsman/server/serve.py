@@ -40,6 +40,7 @@ from pointsman.engine.text.tokenizer import (
 from pointsman.server.config import ServerConfig
 from pointsman.server.service.engine_client import EngineClient, EngineStartError
 from pointsman.server.service.fleet import DEFAULT_RESUMES, EngineFleet, start_fleet
+from pointsman.server.service.heartbeat import DEFAULT_TIMEOUT
 from pointsman.server.shares import share_out
 from pointsman.server.startup import startup_lines
 from pointsman.server.wire.connections import KEEP_ALIVE, Connections, raise_file_limit, size_for
@@ -75,6 +76,7 @@ def run(
     data_parallel_size: int = 1,
     max_engine_restarts: int | None = None,
     max_resumes: int = DEFAULT_RESUMES,
+    engine_timeout: float = DEFAULT_TIMEOUT,
 ) -> int:
     """Serve until a signal or the last engine's death; the exit code.
 
@@ -89,6 +91,7 @@ def run(
         max_engine_restarts: failures of an engine, one after the other, after which it is not started again; None: 0
             for a single engine, whose death ends the server, otherwise `DEFAULT_RESTARTS`.
         max_resumes: how often a request goes on in another engine, or in the restarted one, after a death.
+        engine_timeout: seconds without a sign of life after which an engine counts as dead; 0: never.
 
     Raises:
         ValueError: the model cannot be run, a knob is out of range, the machine is too small for that number of
@@ -120,6 +123,7 @@ def run(
                 name=share.name,
                 cores=share.cores,
                 tokenizer=tokenizer,
+                timeout=engine_timeout,
             )
 
         start = partial(start_fleet, start_engine, len(shares), max_engine_restarts, max_resumes)

@@ -179,6 +179,7 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
         "data_parallel_size": "1",
         "max_engine_restarts": "2",
         "max_resumes": "4",
+        "engine_timeout": "60",
         "dtype": "bfloat16",
         "kv_cache_dtype": "float32",
         "quantization": "int8",
@@ -257,7 +258,7 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
         log_requests=True,
     )
     run = {"log_stats_interval": None, "max_step_retries": 3, "record": str(tmp_path / "run.jsonl"), "warm_up": False}
-    run |= {"data_parallel_size": 1, "max_engine_restarts": 2, "max_resumes": 4}
+    run |= {"data_parallel_size": 1, "max_engine_restarts": 2, "max_resumes": 4, "engine_timeout": 60.0}
     assert found.options == run
     expected = {"model": "/models/a", "seed": 7, "num_threads": 2, "kv_cache_bytes": 64 * 2**20, "fuse": False}
     assert expected.items() <= found.engine.items()

@@ -1,12 +1,14 @@
-"""An order that reads everything a client may say of its urgency, for tests of how that reaches the scheduler."""
+"""Orders for tests: one reads everything that a client may say of its urgency, one holds up the engine's thread."""
 
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 from pointsman.core import Request
 from pointsman.core.policy.order import FirstComeFirstServed
+from pointsman.engine.pulse import beat
 
 
 class ByUrgency(FirstComeFirstServed):
@@ -21,3 +23,29 @@ class ByUrgency(FirstComeFirstServed):
 
 BY_URGENCY = ByUrgency()
 """Crosses into an engine process by name of its class."""
+
+
+class HeldUp(FirstComeFirstServed):
+    """Holds the engine's thread up once for each request, as its id says: "hang" for a minute, "long" for 6 s with
+    beats, "announced" for 5 s that are announced."""
+
+    name = "held-up"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[str] = set()
+
+    def key(self, request: Request) -> tuple[Any, ...]:
+        if request.request_id not in self._seen:
+            self._seen.add(request.request_id)
+            kind = request.request_id.partition("-")[0]
+            if kind == "hang":
+                time.sleep(60)
+            elif kind == "long":
+                for _ in range(60):
+                    beat()
+                    time.sleep(0.1)
+            elif kind == "announced":
+                beat(60.0)
+                time.sleep(5)
+        return super().key(request)

@@ -221,6 +221,52 @@ def test_a_second_signal_ends_an_engine_that_hangs() -> None:
         assert server.wait(15) == 0 and time.monotonic() - started < 5
 
 
+def test_the_only_engine_hangs_and_clients_health_and_the_supervisor_hear_of_it() -> None:
+    with start_server(*SMALL, "--engine-timeout", "2") as server, httpx.Client(base_url=server.url) as http:
+        clients = [Client(server, 1500, stream=number % 2 == 0) for number in range(4)]
+        wait_until(lambda: num_running(server) == 4, 20, "four requests are there")
+        stopped = time.monotonic()
+        os.kill(server.engine_pid, signal.SIGSTOP)
+        wait_until(lambda: http.get("/health").status_code == 503, 15, "the hang is noticed")
+        said = http.get("/health").json()["error"]["message"]
+        assert "has given no sign of life for" in said and "--engine-timeout" in said
+        assert server.wait(20) == 1
+        for client in clients:
+            client.join(10)
+            assert client.failure is None and client.ended - stopped < 15
+            assert client.status in (200, 500) and "no sign of life" in client.text
+
+
+def test_a_drain_beside_an_engine_that_hangs_ends_in_time() -> None:
+    with start_server(*SMALL, "--engine-timeout", "60", "--drain-timeout", "1") as server:
+        client = Client(server, 1500)
+        wait_until(lambda: num_running(server) == 1, 20, "the request is there")
+        os.kill(server.engine_pid, signal.SIGSTOP)
+        started = time.monotonic()
+        server.signal(signal.SIGTERM)
+        assert server.wait(30) == 0 and time.monotonic() - started < 20
+        client.join(10)
+        assert client.ended
+
+
+def test_a_server_that_was_stopped_keeps_its_engine() -> None:
+    """As Ctrl-Z does, or a machine that sleeps, whichever process goes on first."""
+    with start_server(*SMALL, "--engine-timeout", "2") as server:
+        for first in ("server", "engine"):
+            client = Client(server, 200)
+            wait_until(lambda: num_running(server) == 1, 20, "the request is there")
+            pids = {"server": server.pid, "engine": server.engine_pid}
+            for pid in pids.values():
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(5)
+            os.kill(pids.pop(first), signal.SIGCONT)
+            time.sleep(0.5)
+            os.kill(pids.popitem()[1], signal.SIGCONT)
+            client.join(30)
+            assert client.finish_reason == "length"
+        assert "no sign of life" not in server.log()
+
+
 def test_a_slow_reader_gets_its_whole_answer_in_a_drain() -> None:
     """Complete for the server is not yet complete for the client: the last megabytes are in its buffers."""
     body = {"prompt": [5] * 1500, "max_tokens": 4, "prompt_logprobs": 20, "n": 4}

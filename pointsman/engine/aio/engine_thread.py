@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -30,6 +31,7 @@ from pointsman.engine.aio.readers import Readers
 from pointsman.engine.errors import EngineDeadError, EngineStepError
 from pointsman.engine.kv.worker import EXIT_PATIENCE  # its thread ends after the one here, which may wait for it
 from pointsman.engine.machine import give_back_freed_pages
+from pointsman.engine.pulse import Pulse
 from pointsman.engine.stats import StatsLogger
 from pointsman.engine.threads import release_helper_threads
 
@@ -121,6 +123,7 @@ class EngineThread:
         max_step_retries: how often in a row a failed step is tried again.
         log_stats_interval: seconds between lines of statistics; None: none.
         on_step: called in the thread after every step, with what ran in it.
+        on_beat: called in the thread while a step goes on; see `Pulse`.
     """
 
     def __init__(
@@ -130,6 +133,7 @@ class EngineThread:
         max_step_retries: int,
         log_stats_interval: float | None,
         on_step: Callable[[SchedulerOutput], None] | None = None,
+        on_beat: Callable[[float], None] | None = None,
     ) -> None:
         self._engine = engine
         self._readers = Readers(engine.abort)
@@ -141,11 +145,13 @@ class EngineThread:
             engine.kv_connector.notify = self._note_transfer
         self._max_step_retries = max_step_retries
         self._on_step = on_step
+        self.pulse = Pulse(on_beat)
+        """What the thread's steps take."""
         self._stats_log = None if log_stats_interval is None else StatsLogger(engine, log_stats_interval)
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._adding: Mailbox | None = None
         self._num_failures = 0  # in a row
-        self._has_computed = False  # since freed memory was last given back
+        self._computed_at: float | None = None  # the last step, unless freed memory was given back since
         self._stop: Stop | None = None
         self._gate = threading.RLock()  # a message is sent, or the inbox is closed; held for no longer than that
         self._is_draining = False
@@ -230,6 +236,7 @@ class EngineThread:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
+        self.pulse.install()
         try:
             while not self._is_over():
                 self._handle_messages()
@@ -273,7 +280,7 @@ class EngineThread:
         too many.
         """
         engine = self._engine
-        self._has_computed = True
+        self.pulse.begin()
         try:
             engine.steps.run()
         except (EngineStepError, PolicyError) as error:  # of both the scheduler is as it was before the step
@@ -282,6 +289,9 @@ class EngineThread:
                 raise
             logger.warning("%s; retry %d of %d", error, self._num_failures, self._max_step_retries)
             return False
+        finally:
+            self.pulse.end()
+            self._computed_at = time.monotonic()
         self._num_failures = 0
         return True
 
@@ -316,8 +326,8 @@ class EngineThread:
             try:
                 message = self._inbox.get(timeout=self._patience())
             except Empty:
-                if self._has_computed:
-                    self._has_computed = False
+                if self._seconds_to_idle == 0:
+                    self._computed_at = None
                     give_back_freed_pages()
                 self._readers.check_ports()
                 self._engine.end_overdue()  # of those that are parked or paused
@@ -337,9 +347,16 @@ class EngineThread:
             if self._readers.are_following and deadline is not None:
                 left = max(0.0, deadline - self._engine.clock())
                 wait = left if wait is None else min(wait, left)
-        if self._has_computed:
-            wait = SECONDS_TO_IDLE if wait is None else min(wait, SECONDS_TO_IDLE)
+        if (idle := self._seconds_to_idle) is not None:
+            wait = idle if wait is None else min(wait, idle)
         return None if wait is None else min(wait, threading.TIMEOUT_MAX)
+
+    @property
+    def _seconds_to_idle(self) -> float | None:
+        """Until freed memory is to be given back; None: there is none."""
+        if self._computed_at is None:
+            return None
+        return max(0.0, self._computed_at + SECONDS_TO_IDLE - time.monotonic())
 
     def _poll(self) -> Message | None:
         try:

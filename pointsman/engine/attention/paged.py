@@ -35,6 +35,7 @@ from transformers import AttentionInterface
 from pointsman.engine.arrays import Int64Array
 from pointsman.engine.kv.layout import LayerShape
 from pointsman.engine.kv.pool import KVPool
+from pointsman.engine.pulse import beat
 
 ATTENTION_NAME = "pointsman_paged"
 _HANDLER = "pointsman_attention"  # the key under which a module's __dict__ carries its handler
@@ -275,6 +276,7 @@ class PagedLayer:
         Raises:
             RuntimeError: there is no current step.
         """
+        beat()
         context, index = self.context, self.index
         if not context.plans or context.pool is None or context.backend is None:
             raise RuntimeError("a model in paged mode ran outside ModelRunner.execute; use the runner")

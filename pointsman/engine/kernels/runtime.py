@@ -32,6 +32,7 @@ from numba.extending import intrinsic, overload
 
 from pointsman.engine.arrays import Int64Array
 from pointsman.engine.machine import num_cores
+from pointsman.engine.pulse import SECONDS_TO_COMPILE, beat
 from pointsman.engine.threads import openmp_library
 
 logger = logging.getLogger(__name__)
@@ -198,7 +199,9 @@ class Kernel:
     __slots__ = ("_call", "_compiled", "address", "name")
 
     def __init__(self, body: Callable[[Any], None]) -> None:
+        beat(SECONDS_TO_COMPILE)
         self._compiled = _compile(body)
+        beat()
         self.name = body.__name__
         self.address: int = self._compiled.address
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)

@@ -34,6 +34,7 @@ from pointsman.engine.arrays import Float32Array, Int64Array
 from pointsman.engine.errors import GrammarError, first_line, row_failure
 from pointsman.engine.grammar.matcher import RequestGrammar
 from pointsman.engine.params.sampling import SamplingParams
+from pointsman.engine.pulse import SECONDS_TO_COMPILE, beat
 from pointsman.engine.sampling.batch import SamplingBatch, SamplingColumns
 from pointsman.engine.sampling.logit_edits import EditedRow, LogitEdits, bad_word_sequences
 from pointsman.engine.sampling.logprobs import TokenLogprobs, token_logprobs
@@ -226,6 +227,7 @@ def compiled_draw() -> Callable[..., None] | None:
     except (ImportError, RuntimeError) as error:
         logger.info("tokens are drawn without compiled code, which is slower: %s", error)
         return None
+    beat(SECONDS_TO_COMPILE)  # by its first call
     compiled: Callable[..., None] = draw_rows
     return compiled
 

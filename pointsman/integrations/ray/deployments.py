@@ -29,6 +29,7 @@ from pointsman.integrations.ray.status import StatusWatch, is_scaled_down
 from pointsman.server.serve import DEFAULT_RESTARTS, check_chat_template, log_to_stderr, warm_tokenizer
 from pointsman.server.service.engine_client import EngineStartError
 from pointsman.server.service.fleet import DEFAULT_RESUMES, EngineFleet, start_fleet
+from pointsman.server.service.heartbeat import DEFAULT_TIMEOUT
 from pointsman.server.service.remote import EngineListener, HostLostError, Invitation, host_engine
 from pointsman.server.shares import share_out
 from pointsman.server.wire.messages import Start
@@ -88,7 +89,8 @@ class Api:
             options.get("max_step_retries", 0),
             options.get("warm_up", True),
         )
-        self._listener = await EngineListener.open(ray.util.get_node_ip_address(), self._launch, start)
+        timeout = options.get("engine_timeout", DEFAULT_TIMEOUT)
+        self._listener = await EngineListener.open(ray.util.get_node_ip_address(), self._launch, start, timeout)
         max_resumes = options.get("max_resumes", DEFAULT_RESUMES)
         try:
             self._fleet = await start_fleet(

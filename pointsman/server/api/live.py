@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import APIRouter, Depends, Query
 from starlette.responses import HTMLResponse, Response
 
-from pointsman.engine.errors import EngineDeadError
+from pointsman.engine.errors import EngineDeadError, EngineStalledError
 from pointsman.server.api.access import OperatorRules
-from pointsman.server.service.engine_client import EngineStalledError
 from pointsman.server.service.service import Service, WatchedResponse
 from pointsman.server.wire.errors import ApiError
 from pointsman.web.live import SECONDS_BETWEEN_PARTS, TooManyWatchers

@@ -32,7 +32,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 import pointsman
-from pointsman.engine.errors import EngineDeadError
+from pointsman.engine.errors import EngineDeadError, EngineStalledError
 from pointsman.server.metrics.observations import EngineObservations, Observations
 from pointsman.server.metrics.readings import SCRAPED
 from pointsman.server.metrics.table import (
@@ -40,6 +40,7 @@ from pointsman.server.metrics.table import (
     BASE_LABELS,
     CACHE_CONFIG_INFO,
     CONNECTIONS_CLOSED,
+    ENGINE_HANGS,
     ENGINE_INFO,
     ENGINE_RESTARTS,
     ENGINE_UP,
@@ -81,7 +82,12 @@ class MeasuredClient(Protocol):
         """Whether the engine process runs."""
 
     async def stats(self) -> EngineStats:
-        """Counters and gauges at one moment. Raises EngineDeadError: the process has ended."""
+        """Counters and gauges at one moment.
+
+        Raises:
+            EngineDeadError: the process has ended.
+            EngineStalledError: it gives no sign of life.
+        """
 
 
 class MeasuredFleet(Protocol):
@@ -106,6 +112,10 @@ class MeasuredFleet(Protocol):
     @property
     def num_resumed(self) -> Sequence[int]:
         """How many requests of each engine went on when it had died."""
+
+    @property
+    def num_hangs(self) -> Sequence[int]:
+        """How often each engine counted as dead because it gave no sign of life."""
 
     def observe(self, observations: Sequence[EngineObservations]) -> None:
         """Report steps and finished requests of each engine from now on."""
@@ -143,7 +153,7 @@ class MeasuredEngine:
         # Also where no scrape waits any more: the next one asks again, and takes no old answer for a new one.
         self._asking = None
         if not asked.cancelled():
-            with contextlib.suppress(EngineDeadError):  # of a dead engine, the last reading is shown
+            with contextlib.suppress(EngineDeadError, EngineStalledError):  # then the last reading is shown
                 self.stats = asked.result()
 
     @property
@@ -265,6 +275,7 @@ class _ServerCollector(Collector):
         up = [(self._bases[index], float(clients[index].is_alive)) for index in expected]
         yield self._family(ENGINE_UP, up)
         yield self._of_engines(ENGINE_RESTARTS, self._metrics.fleet.num_restarts)
+        yield self._of_engines(ENGINE_HANGS, self._metrics.fleet.num_hangs)
         yield self._of_engines(REQUESTS_RESUMED, self._metrics.fleet.num_resumed)
         yield self._info(CACHE_CONFIG_INFO, [cache_labels(client.info) for client in clients])
         yield self._info(ENGINE_INFO, [engine_labels(client.info) for client in clients])

@@ -273,14 +273,20 @@ ENGINE_UP = Definition(
     "pointsman:engine_up",
     "gauge",
     "0 or 1",
-    "Whether the engine's process is alive. If it is not, the engine's counters are the last that were read, and its "
-    "gauges 0. Engines that autoscaling may start and does not want now are left out.",
+    "Whether the engine's process is alive and gives signs of life. If not, the engine's counters are the last that "
+    "were read, and its gauges 0. Engines that autoscaling may start and does not want now are left out.",
 )
 ENGINE_RESTARTS = Definition(
     "pointsman:engine_restarts_total",
     "counter",
     "restarts",
     "Times that the engine was started again after a death, or after a start that failed.",
+)
+ENGINE_HANGS = Definition(
+    "pointsman:engine_hangs_total",
+    "counter",
+    "deaths",
+    "Times that the engine gave no sign of life for longer than --engine-timeout, and was ended.",
 )
 REQUESTS_RESUMED = Definition(
     "pointsman:requests_resumed_total",

@@ -7,7 +7,8 @@
         print(delta.text)
     await client.shutdown()
 
-Everything here runs in one event loop. What the process sends back arrives in `inbox.py`.
+Everything here runs in one event loop. What the process sends back arrives in `inbox.py`. A process that gives no sign
+of life for too long (`heartbeat.py`) counts as dead from then on, and is killed; nothing waits for its exit.
 """
 
 from __future__ import annotations
@@ -19,21 +20,25 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
+from pathlib import Path
 from typing import Any, Protocol
 
-from pointsman.engine.errors import EngineDeadError, ModelLoadError
+from pointsman.engine.errors import EngineDeadError, EngineStalledError, ModelLoadError
 from pointsman.engine.pausing import PauseChoice
 from pointsman.engine.stats import DEFAULT_INTERVAL, EngineStats
 from pointsman.engine.text.tokenizer import model_directory, read_tokenizer
+from pointsman.server.service.heartbeat import DEFAULT_TIMEOUT, INTERVAL, Heartbeat
 from pointsman.server.service.inbox import ClientStream, Inbox
 from pointsman.server.wire.messages import (
     Abandon,
     Add,
     Answer,
     Ask,
+    Beat,
     Delta,
     EngineInfo,
     EngineRequest,
@@ -50,16 +55,13 @@ logger = logging.getLogger(__name__)
 ENGINE_PROCESS = "pointsman.server.engine_process"
 """The module that the engine process runs. Programs find the process by this name in its command line."""
 SECONDS_TO_DIE = 10.0
-"""Time for the engine process to exit after `Stop`, draining aside; then it is killed."""
+"""Time for the engine process to exit after `Stop`, draining aside; then it is killed, and has as long to be gone."""
+SECONDS_BETWEEN_POLLS = 0.01
 MAX_UNREAD_BYTES = 16 * 1024 * 1024
 """Bytes that may wait for an engine process that does not read; with more, requests are refused."""
 MAX_SENT_TOGETHER = 64
 """Requests in one message; the next message follows when these are queued. Queuing a long prompt takes 0.2 ms, between
 two steps, so that a thousand requests at once would delay the tokens and the requests of all other clients."""
-
-
-class EngineStalledError(RuntimeError):
-    """The engine process lives and does not read what it is sent."""
 
 
 class EngineStartError(RuntimeError):
@@ -72,11 +74,8 @@ class Process(Protocol):
     def poll(self) -> int | None:
         """Its exit code; None while it runs."""
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, once it has ended."""
-
     def kill(self) -> None:
-        """End it at once."""
+        """End it at once, as far as the system can."""
 
 
 class NoProcess:
@@ -84,10 +83,6 @@ class NoProcess:
 
     def poll(self) -> int | None:
         """0: it has ended."""
-        return 0
-
-    def wait(self, timeout: float | None = None) -> int:
-        """0, at once."""
         return 0
 
     def kill(self) -> None:
@@ -102,15 +97,19 @@ class EngineClient:
         tokenizer: of the model, in this process; None if it has none.
         inbox: the streams of unfinished requests; reports steps and finished requests.
         is_here: whether the engine process runs on this machine, as far as is known.
-        dead: set when the engine process has ended, for whatever reason.
+        is_hung: whether it counts as dead because it gave no sign of life.
+        dead: set when the engine process has ended, for whatever reason, or counts as dead.
         on_death: gets the streams of unfinished requests when it has ended by itself, and why; None: they fail.
+        heartbeat: its signs of life.
     """
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, timeout: float = DEFAULT_TIMEOUT) -> None:
         self.info: EngineInfo = None  # type: ignore[assignment]  # `connect` returns no client without
         self.tokenizer: Any | None = None
-        self.inbox = Inbox(self._handle, self._on_close)
+        self.heartbeat = Heartbeat(timeout)
+        self.inbox = Inbox(self._handle, self._on_close, self.heartbeat)
         self.is_here = True
+        self.is_hung = False
         self.dead = asyncio.Event()
         self.on_death: Callable[[list[ClientStream], str], None] | None = None
         self._process = process
@@ -119,6 +118,9 @@ class EngineClient:
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._transport: asyncio.WriteTransport | None = None
         self._ending: asyncio.Task[None] | None = None  # after the socket was closed
+        self._gone = asyncio.Event()  # the process, or all has been done to end it
+        self._pulse_key: int | None = None  # of the question that the heartbeat waits for
+        self._is_excused = False  # it is late, and a debugger is attached to it
         self._is_stopping = False
         self._death: str | None = None
         self._failed: Failed | None = None
@@ -136,6 +138,7 @@ class EngineClient:
         name: str = "",
         cores: Sequence[int] | None = None,
         tokenizer: Any | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
     ) -> EngineClient:
         """Start an engine process and wait until its model is loaded, and warm where that is asked for.
 
@@ -148,6 +151,8 @@ class EngineClient:
             name: what its lines in the log begin with, beside the program's.
             cores: the only processors that it may run on, where the system can bind it to them; None: all.
             tokenizer: of the model, if it was read before; None: it is read here.
+            timeout: seconds without a sign of life after which it counts as dead, once it has loaded its model; 0:
+                never.
 
         Raises:
             ValueError: the model cannot be run, or a knob is out of range; the message says which.
@@ -157,11 +162,16 @@ class EngineClient:
         with theirs:
             process = start_process(theirs, cores)
         start = Start(dict(options), record, log_stats_interval, max_step_retries, warm_up, name)
-        return await cls.connect(process, ours, start, tokenizer)
+        return await cls.connect(process, ours, start, tokenizer, timeout)
 
     @classmethod
     async def connect(
-        cls, process: Process, sock: socket.socket, start: Start, tokenizer: Any | None = None
+        cls,
+        process: Process,
+        sock: socket.socket,
+        start: Start,
+        tokenizer: Any | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
     ) -> EngineClient:
         """Make the engine of a process, and wait until its model is loaded.
 
@@ -170,11 +180,12 @@ class EngineClient:
             sock: connected to it; nothing has been sent yet.
             start: what to make.
             tokenizer: of the model, if it was read before; None: it is read here.
+            timeout: as for `start`.
 
         Raises:
             ValueError, EngineStartError: as for `start`.
         """
-        client = cls(process)
+        client = cls(process, timeout)
         client._name = start.name
         try:
             sock.setblocking(False)
@@ -204,6 +215,7 @@ class EngineClient:
         client.info, client.tokenizer, client.is_here = other.info, other.tokenizer, other.is_here
         client._death = "the engine has not been started yet"
         client.dead.set()
+        client._gone.set()
         return client
 
     # ------------------------------------------------------------------ requests
@@ -330,6 +342,7 @@ class EngineClient:
 
     async def _ask(self, question: Question, argument: Any = None) -> Any:
         self.check_health()
+        self.check_answers()
         key = next(self._keys)
         self._questions[key] = future = asyncio.get_running_loop().create_future()
         self._send(Ask(key, question, argument))
@@ -342,8 +355,13 @@ class EngineClient:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine process runs."""
+        """Whether the engine process runs, and gives signs of life."""
         return self._death is None
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it gives no sign of life at the moment, so that other engines should get the requests."""
+        return self.heartbeat.is_slow
 
     @property
     def takes_requests(self) -> bool:
@@ -367,6 +385,24 @@ class EngineClient:
         """Raises EngineStalledError: the engine process does not read, and `MAX_UNREAD_BYTES` wait for it."""
         if self._death is None and not self.takes_requests:
             raise EngineStalledError("the engine takes nothing in at the moment; try again later")
+
+    def check_answers(self) -> None:
+        """Raises EngineStalledError: the engine has given no sign of life for so long that no question is worth it."""
+        if self._death is None and self.heartbeat.is_stalled:
+            raise EngineStalledError(
+                f"{self._named} has given no sign of life for {self._silent_since()}: it is in a long step, or stuck; "
+                "try again later"
+            )
+
+    @property
+    def _named(self) -> str:
+        name = self._name or "the engine"
+        return f"{name} (process {self.info.pid})" if self.info else name
+
+    def _silent_since(self) -> str:
+        silence = self.heartbeat.silence
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(time.time() - silence))
+        return f"{silence:.0f} s, since {since}"
 
     async def shutdown(self, drain: bool = False, timeout: float | None = None) -> None:
         """End the engine process. May be called again, in any state.
@@ -399,15 +435,30 @@ class EngineClient:
         is_ours = self._process.poll() is None and self._death is None
         self._is_stopping = self._is_stopping or is_ours
         if self._transport is not None:
-            self._transport.close()
+            self._transport.abort()
         if is_ours:
             self._process.kill()
-        loop = asyncio.get_running_loop()
-        try:
-            await asyncio.wait_for(loop.run_in_executor(None, self._process.wait), SECONDS_TO_DIE)
-        except TimeoutError:
-            self._process.kill()
-            await loop.run_in_executor(None, self._process.wait)
+        if self._transport is None:
+            await self._exit_code()
+        else:
+            await self._gone.wait()
+
+    async def wait_gone(self) -> None:
+        """Return when the process of a dead engine is gone, so that what it held is free, or cannot be ended."""
+        await self._gone.wait()
+
+    async def _exit_code(self) -> int | None:
+        """Of the process, which has time to end by itself and is killed then; None: it cannot be ended."""
+        for kills in (True, False):
+            limit = time.monotonic() + SECONDS_TO_DIE
+            while (code := self._process.poll()) is None and time.monotonic() < limit:
+                await asyncio.sleep(SECONDS_BETWEEN_POLLS)
+            if code is not None:
+                return code
+            if kills:
+                self._process.kill()
+        logger.error("%s does not end, though it was killed; what it holds is not free", self._named)
+        return None
 
     # ------------------------------------------------------------------ the connection
 
@@ -415,8 +466,11 @@ class EngineClient:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(pack(message))
 
-    def _handle(self, message: Answer | EngineInfo | Failed) -> None:
+    def _handle(self, message: Answer | Beat | EngineInfo | Failed) -> None:
         match message:
+            case Answer(key, value) if key == self._pulse_key:
+                self._pulse_key = None
+                self.heartbeat.note_answer(value)
             case Answer(key, value, error):
                 question = self._questions.pop(key, None)
                 if question is not None and not question.done():
@@ -424,9 +478,12 @@ class EngineClient:
                         question.set_result(value)
                     else:
                         question.set_exception(error)
+            case Beat(patience):
+                self.heartbeat.hear(patience)
             case EngineInfo():
                 self.info = message
                 self._ready.set()
+                self._look()
             case Failed():
                 self._failed = message
                 self._ready.set()
@@ -435,18 +492,57 @@ class EngineClient:
         self._ending = asyncio.get_running_loop().create_task(self._note_death())
 
     async def _note_death(self) -> None:
-        """The connection is closed: wait for the process, and fail all that is open."""
-        loop = asyncio.get_running_loop()
+        """The connection is closed: wait for the process, and fail all that is open, unless it counts as dead."""
         try:
-            code = await asyncio.wait_for(loop.run_in_executor(None, self._process.wait), SECONDS_TO_DIE)
-        except TimeoutError:
-            self._process.kill()
-            code = await loop.run_in_executor(None, self._process.wait)
-        why = _describe_end(code)
-        self._death = "the engine has been shut down" if self._is_stopping else f"the engine process {why}"
-        if self.death is not None:
-            named = f"{self._name}, process {self.info.pid}," if self._name and self.info else "the engine process"
-            logger.critical("%s %s", named, why)
+            code = await self._exit_code()
+        finally:
+            self._gone.set()
+        if self._death is None:
+            why = _describe_end(code)
+            if not self._is_stopping:
+                named = f"{self._name}, process {self.info.pid}," if self._name and self.info else "the engine process"
+                logger.critical("%s %s", named, why)
+            self._die(f"the engine process {why}")
+
+    def _look(self) -> None:
+        """Look for signs of life, every `INTERVAL`, and ask for one."""
+        if self._death is not None:
+            return
+        if self.heartbeat.is_late and not self._excuse():
+            self._end_hung()
+            return
+        asyncio.get_running_loop().call_later(INTERVAL, self._look)
+        if self.heartbeat.ask():
+            self._pulse_key = next(self._keys)
+            self._send(Ask(self._pulse_key, "pulse"))
+
+    def _excuse(self) -> bool:
+        """Whether an engine that is late may live, as a debugger may hold it."""
+        was_excused, self._is_excused = self._is_excused, self.is_here and is_traced(self.info.pid)
+        if self._is_excused and not was_excused:
+            logger.warning(
+                "%s has given no sign of life for %s; a debugger is attached to it, so it is left alone",
+                self._named,
+                self._silent_since(),
+            )
+        return self._is_excused
+
+    def _end_hung(self) -> None:
+        """It is late: it counts as dead from now on, whenever its process ends."""
+        self.is_hung = True
+        why = (
+            f"{self._named} has given no sign of life for {self._silent_since()} (the limit is "
+            f"{self.heartbeat.limit:.0f} s; --engine-timeout sets it): it hangs, and is ended"
+        )
+        logger.critical("%s", why)
+        self._process.kill()
+        if self._transport is not None:
+            self._transport.abort()
+        self._die(why)
+
+    def _die(self, why: str) -> None:
+        """Fail all that is open. Once."""
+        self._death = "the engine has been shut down" if self._is_stopping else why
         orphans = self.inbox.take_all()
         why = self.inbox.last_words or self._death
         if self.on_death is not None and not self._is_stopping:
@@ -459,6 +555,15 @@ class EngineClient:
                 question.set_exception(EngineDeadError(self._death))
         self._ready.set()
         self.dead.set()
+
+
+def is_traced(pid: int) -> bool:
+    """Whether a debugger, or strace, is attached to a process of this machine; False where that cannot be seen."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    return any(line.startswith("TracerPid:") and int(line.split()[1]) for line in status.splitlines())
 
 
 def start_process(sock: socket.socket, cores: Sequence[int] | None = None) -> subprocess.Popen[bytes]:
@@ -489,7 +594,9 @@ def _start_error(failed: Failed) -> Exception:
     return ModelLoadError(failed.message) if failed.is_usage_error else EngineStartError(failed.message)
 
 
-def _describe_end(code: int) -> str:
+def _describe_end(code: int | None) -> str:
+    if code is None:
+        return "has closed its connection and does not end"
     if code >= 0:
         return f"ended with exit code {code}; its log says why"
     try:

@@ -10,6 +10,9 @@ were received stay output, and what is drawn depends on the engines' seed, the r
 the answer is the one that it would have been. A request that was in more than `max_resumes` engines when they died may
 be what killed them, and fails.
 
+An engine that gives no sign of life (`heartbeat.py`) is avoided while others take requests, and counts as dead when it
+is late.
+
 An engine that died is started again at once, and if it dies again, or does not start, with a delay that doubles. After
 `max_restarts` failures one after the other it stays dead. The new one has the pause state and the limits of the others
 before it gets a request. While no engine lives, requests wait for the one that is being started. When none lives and
@@ -28,10 +31,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from pointsman.engine.errors import EngineDeadError
+from pointsman.engine.errors import EngineDeadError, EngineStalledError
 from pointsman.engine.pausing import PauseChoice
 from pointsman.routing import Router
-from pointsman.server.service.engine_client import EngineClient, EngineStalledError, EngineStartError, queue_in_turns
+from pointsman.server.service.engine_client import EngineClient, EngineStartError, queue_in_turns
 from pointsman.server.service.inbox import ClientStream
 from pointsman.server.wire.messages import Delta, EngineInfo, EngineRequest, RequestExplanation
 
@@ -100,6 +103,7 @@ class EngineFleet:
         self._num_failures = [0] * count  # one after the other
         self._num_restarts = [0] * count
         self._num_resumed = [0] * count
+        self._num_hangs = [0] * count
         now = asyncio.get_running_loop().time()
         self._born = [now] * count
         self._is_stopping = False
@@ -136,6 +140,11 @@ class EngineFleet:
     def num_resumed(self) -> list[int]:
         """How many requests of each engine went on when it had died."""
         return self._num_resumed
+
+    @property
+    def num_hangs(self) -> list[int]:
+        """How often each engine counted as dead because it gave no sign of life."""
+        return self._num_hangs
 
     def observe(self, observations: Sequence[EngineObservations]) -> None:
         """Report steps and finished requests of each engine from now on, of restarted ones as well."""
@@ -177,7 +186,7 @@ class EngineFleet:
         self._send(streams)
 
     def _send(self, streams: Sequence[ClientStream]) -> None:
-        """To an engine that reads what it is sent, to any that lives, or to the next that will."""
+        """To an engine that reads what it is sent and answers, to any that lives, or to the next that will."""
         if not any(engine.is_alive for engine in self.engines):
             for stream in streams:
                 stream.note_sent()
@@ -190,9 +199,7 @@ class EngineFleet:
         """The streams by the engine that each is sent to, in order."""
         if self._router is None:
             return {0: streams}
-        loads = [len(engine.inbox.streams) if engine.takes_requests else None for engine in self.engines]
-        if loads.count(None) == len(loads):
-            loads = [len(engine.inbox.streams) if engine.is_alive else None for engine in self.engines]
+        loads = self._loads()
         groups: dict[int, list[ClientStream]] = {}
         for stream in streams:
             request = stream.request
@@ -201,6 +208,14 @@ class EngineFleet:
             stream.engine = index
             groups.setdefault(index, []).append(stream)
         return dict(groups)
+
+    def _loads(self) -> list[int | None]:
+        """The number of open requests of each engine; None: it should get none. One that lives has a number."""
+        takes = [engine.takes_requests for engine in self.engines]
+        answers = [taken and not engine.is_slow for taken, engine in zip(takes, self.engines, strict=True)]
+        lives = [engine.is_alive for engine in self.engines]
+        chosen = next(some for some in (answers, takes, lives) if any(some))
+        return [len(engine.inbox.streams) if one else None for one, engine in zip(chosen, self.engines, strict=True)]
 
     def _abandon(self, stream: ClientStream) -> None:
         if stream in self._waiting:
@@ -306,10 +321,12 @@ class EngineFleet:
 
         Raises:
             EngineDeadError: no engine lives, and none will.
-            EngineStalledError: none lives now.
+            EngineStalledError: none lives now, or one gives no sign of life; then none is asked.
             Exception: what one of them raised.
         """
         self.check_health()
+        for engine in self.engines:
+            engine.check_answers()
         asked = {index: ask(engine) for index, engine in enumerate(self.engines) if engine.is_alive}
         answers = await asyncio.gather(*asked.values(), return_exceptions=True)
         found: dict[int, AnswerT] = {}
@@ -326,7 +343,8 @@ class EngineFleet:
     # ------------------------------------------------------------------ deaths and restarts
 
     def _on_death(self, index: int, orphans: list[ClientStream], why: str) -> None:
-        """The engine process of this number has ended by itself."""
+        """The engine process of this number has ended by itself, or counts as dead."""
+        self._num_hangs[index] += self.engines[index].is_hung
         if self._router is not None:
             self._router.forget(index)
         if self._is_stopping:
@@ -342,6 +360,10 @@ class EngineFleet:
         else:
             self._give_up(index, why)
         self._resume(index, orphans, why)
+
+    def note_death(self, index: int, why: str) -> None:
+        """The engine of this number has died before it was in the fleet: start it again."""
+        self._on_death(index, [], why)
 
     def _resume(self, index: int, orphans: list[ClientStream], why: str) -> None:
         """Let the requests of the engine of this number, which is dead, go on."""
@@ -396,6 +418,7 @@ class EngineFleet:
         assert self._restart is not None
         delay = min(LONGEST_DELAY, 2.0 ** min(self._num_failures[index] - 1, 10) - 1.0)
         logger.warning("starting engine %d again%s", index, f" in {delay:g} s" if delay else "")
+        await self.engines[index].wait_gone()
         await asyncio.sleep(delay)
         self._num_restarts[index] += 1
         return await self._restart(index, self._num_restarts[index])
@@ -543,4 +566,6 @@ async def start_fleet(
     for index, task in enumerate(tasks):
         if there[index] is None:
             fleet.expect(index, task)
+        elif (why := engines[index].death) is not None:  # while others were being started
+            fleet.note_death(index, why)
     return fleet

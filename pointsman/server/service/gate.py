@@ -16,12 +16,12 @@ from pointsman.engine.errors import (
     NOTHING_LEFT,
     TOO_MANY_GRAMMARS,
     EngineDeadError,
+    EngineStalledError,
     GrammarQueueFullError,
     GrammarUnavailableError,
     first_line,
 )
 from pointsman.engine.grammar.process import DEFAULT_TIMEOUT, RETRY_AFTER
-from pointsman.server.service.engine_client import EngineStalledError
 from pointsman.server.service.fleet import NONE_LIVES, EngineFleet
 from pointsman.server.wire.errors import ApiError, one_line
 

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 from pointsman.engine.aio.mailbox import Waiter
 from pointsman.engine.errors import EngineDeadError
 from pointsman.engine.outputs.request_output import Resumed
+from pointsman.server.service.heartbeat import Heartbeat
 from pointsman.server.wire.messages import Delta, EngineOutputs, EngineRequest, StepNote, Unpacker
 
 Shortcut: TypeAlias = Callable[[str, list[int], int], bool]
@@ -32,6 +33,7 @@ class Inbox(asyncio.Protocol):
     Args:
         on_other: called with each message that is not an `EngineOutputs`.
         on_close: called when the socket is closed.
+        heartbeat: of the engine, for which all that arrives is a sign of life.
 
     Attributes:
         streams: of requests that were sent and have not finished, by their keys.
@@ -41,17 +43,19 @@ class Inbox(asyncio.Protocol):
             abandoned) and its number of output tokens.
     """
 
-    def __init__(self, on_other: Callable[[Any], None], on_close: Callable[[], None]) -> None:
+    def __init__(self, on_other: Callable[[Any], None], on_close: Callable[[], None], heartbeat: Heartbeat) -> None:
         self.streams: dict[int, ClientStream] = {}
         self.last_words = ""
         self.on_steps: Callable[[list[StepNote]], None] | None = None
         self.on_end: Callable[[EngineRequest, Delta, int], None] | None = None
         self._on_other = on_other
         self._on_close = on_close
+        self._heartbeat = heartbeat
         self._unpacker = Unpacker()
 
     def data_received(self, data: bytes) -> None:
         """Take bytes from the engine process, in pieces of any length."""
+        self._heartbeat.hear()
         for message in self._unpacker.feed(data):
             if isinstance(message, EngineOutputs):
                 self._take(message)

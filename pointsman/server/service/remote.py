@@ -27,7 +27,6 @@ import secrets
 import signal
 import socket
 import struct
-import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -37,6 +36,7 @@ from typing import Any, NamedTuple
 
 from pointsman.engine.errors import first_line
 from pointsman.server.service.engine_client import EngineClient, EngineStartError, start_process
+from pointsman.server.service.heartbeat import DEFAULT_TIMEOUT
 from pointsman.server.wire.messages import Start
 
 logger = logging.getLogger(__name__)
@@ -79,21 +79,23 @@ class EngineListener:
         sock: listens.
         launch: hosts an engine somewhere.
         template: what to make; the host adds options of its own, and the engine's number is in its name.
+        timeout: seconds without a sign of life after which an engine counts as dead; 0: never.
 
     There are as many invitations that no engine has accepted as engines that are waited for.
     """
 
-    def __init__(self, sock: socket.socket, launch: Launch, template: Start) -> None:
+    def __init__(self, sock: socket.socket, launch: Launch, template: Start, timeout: float) -> None:
         self._sock = sock
         self._launch = launch
         self._template = template
+        self._timeout = timeout
         self._invited: dict[bytes, asyncio.Future[int]] = {}  # the calls that will host an engine, by token
         self._waited_for: dict[int, asyncio.Future[_Arrival]] = {}  # by the engine's number
         self._greeting: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.get_running_loop().create_task(self._accept())
 
     @classmethod
-    async def open(cls, host: str, launch: Launch, template: Start) -> EngineListener:
+    async def open(cls, host: str, launch: Launch, template: Start, timeout: float = DEFAULT_TIMEOUT) -> EngineListener:
         """Listen on any free port of an address of this machine, which other machines reach it by.
 
         Raises:
@@ -108,7 +110,7 @@ class EngineListener:
         except BaseException:
             sock.close()
             raise
-        return cls(sock, launch, template)
+        return cls(sock, launch, template, timeout)
 
     async def close(self) -> None:
         """Accept no more connections. Engines that are connected are not touched."""
@@ -145,7 +147,7 @@ class EngineListener:
             clock_offset=arrival.clock_offset,
         )
         process = RemoteProcess(index, arrival.hosting, arrival.sock)
-        return await EngineClient.connect(process, arrival.sock, start, tokenizer)
+        return await EngineClient.connect(process, arrival.sock, start, tokenizer, self._timeout)
 
     def _invite(self) -> None:
         """Have one more engine hosted."""
@@ -237,22 +239,10 @@ class RemoteProcess:
         self._hosting = hosting
         self._sock = sock
         self._code: int | None = None
-        self._ended = threading.Event()
         hosting.add_done_callback(self._note_end)
 
     def poll(self) -> int | None:
         """Its exit code; None while it runs."""
-        return self._code
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, once it has ended; for a thread other than the event loop's.
-
-        Raises:
-            TimeoutError: it has not ended in time.
-        """
-        if not self._ended.wait(timeout):
-            raise TimeoutError
-        assert self._code is not None
         return self._code
 
     def kill(self) -> None:
@@ -273,7 +263,6 @@ class RemoteProcess:
     def _end(self, code: int) -> None:
         if self._code is None:
             self._code = code
-            self._ended.set()
             with suppress(OSError):  # it is closed
                 self._sock.shutdown(socket.SHUT_RDWR)
 

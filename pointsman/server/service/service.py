@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from starlette.responses import Response
 
-from pointsman.engine.errors import EngineDeadError
+from pointsman.engine.errors import EngineDeadError, EngineStalledError
 from pointsman.server.service.backlog import Backlog, Ticket
 from pointsman.server.service.delivery import Delivery
-from pointsman.server.service.engine_client import EngineStalledError
 from pointsman.server.service.gate import too_late
 from pointsman.server.service.names import OWNER, RequestNames
 from pointsman.server.service.prompts import PromptReader

@@ -103,6 +103,7 @@ Question: TypeAlias = Literal[
     "is_paused",
     "film",
     "leave_film",
+    "pulse",
 ]
 
 
@@ -257,6 +258,14 @@ class Answer:
     key: int
     value: Any = None
     error: Exception | None = None
+
+
+@dataclass(slots=True)
+class Beat:
+    """The engine's thread goes on, in a step that takes long."""
+
+    patience: float
+    """Seconds for which it may be silent now; 0: for no longer than usual."""
 
 
 @dataclass(frozen=True, slots=True)

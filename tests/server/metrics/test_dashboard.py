@@ -133,13 +133,16 @@ tests:
       - {series: 'pointsman:stats_age_seconds{engine="0"}', values: '0+15x80'}
       - {series: 'pointsman:stats_age_seconds{engine="1"}', values: '0x80'}
       - {series: 'pointsman:engine_restarts_total{engine="1"}', values: '0x20 1x60'}
+      - {series: 'pointsman:engine_hangs_total{engine="1"}', values: '0x20 1x60'}
     alert_rule_test:
       - {eval_time: 4m, alertname: EngineDown, exp_alerts: []}
       - {eval_time: 4m, alertname: EngineStuck, exp_alerts: []}
       - {eval_time: 4m, alertname: EngineMissing, exp_alerts: []}
       - {eval_time: 4m, alertname: EngineRestarted, exp_alerts: []}
+      - {eval_time: 4m, alertname: EngineHung, exp_alerts: []}
       - {eval_time: 12m, alertname: EngineMissing, exp_alerts: [{}]}
       - {eval_time: 12m, alertname: EngineRestarted, exp_alerts: [{exp_labels: {engine: "1"}}]}
+      - {eval_time: 12m, alertname: EngineHung, exp_alerts: [{exp_labels: {engine: "1"}}]}
   - name: no engine, one that hangs, and no server
     interval: 15s
     input_series:

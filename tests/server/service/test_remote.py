@@ -68,11 +68,13 @@ class Hosts:
         self.codes.append(await hosting)
 
 
-def with_listener(test: Callable[[EngineListener, Hosts], Awaitable[None]], hosts: Callable[[], Hosts] = Hosts) -> None:
+def with_listener(
+    test: Callable[[EngineListener, Hosts], Awaitable[None]], hosts: Callable[[], Hosts] = Hosts, timeout: float = 30.0
+) -> None:
     async def run() -> None:
         others = asyncio.all_tasks()
         there = hosts()
-        listener = await EngineListener.open(HOST, there.launch, Start(OPTIONS, None, None, 0, False))
+        listener = await EngineListener.open(HOST, there.launch, Start(OPTIONS, None, None, 0, False), timeout)
         try:
             async with asyncio.timeout(150):
                 await test(listener, there)
@@ -136,6 +138,26 @@ def test_a_fleet_begins_with_its_first_engine_and_loses_no_request_with_a_host_o
         assert sum(fleet.num_restarts) == 2
 
     with_listener(test, lambda: Hosts(num_free=1))
+
+
+def test_an_engine_elsewhere_that_hangs_is_ended_and_loses_no_request() -> None:
+    async def test(listener: EngineListener, hosts: Hosts) -> None:
+        fleet = await start_fleet(listener.start, 2, 100)
+        try:
+            expected = [await read(stream_of(fleet, name)) for name in ("a", "bb")]
+            streams = [stream_of(fleet, name) for name in ("a", "bb")]
+            reading = asyncio.gather(*map(read, streams))
+            await until(lambda: all(one.num_output_tokens > 20 for one in streams))
+            hung = fleet.engines[streams[0].engine]
+            os.kill(hung.info.pid, signal.SIGSTOP)
+            assert await reading == expected
+            await until(lambda: fleet.num_alive == 2)
+            assert sum(fleet.num_hangs) == 1 and hung.is_hung
+            await until(lambda: not Path(f"/proc/{hung.info.pid}").exists())
+        finally:
+            await fleet.shutdown()
+
+    with_listener(test, timeout=2.0)
 
 
 def kill_engine(engine: EngineClient, hosts: Hosts) -> None:
