@@ -15,6 +15,7 @@ Each scenario has a server of its own, on the demo model:
   event loop of the API process is never held for long, and the stream waits hardly longer than beside a plain request
   of as many tokens;
 - **crowds**: thousands of requests or of idle connections at once, and readers that stop: the stream goes on;
+- **long prompt gap**: streams run, and a prompt of 8,000 tokens arrives: the longest gap of a stream;
 - **large bodies**: connections that send most of a body and stop cost bounded memory, which comes back; a body that is
   too large ends its connection.
 
@@ -35,6 +36,7 @@ from time import monotonic
 from typing import Any
 
 from _common import Targets, argument_parser, finish, note, print_table, run
+from _faults_gap import long_prompt_gap
 from _server_beside import attacks, crowds, large_bodies
 from _server_client import HOST, Address, BrokenAnswer, Exchange, Stream, get, post, send, start
 from _server_probe import MIB, is_running, open_requests, run_async, wait_until_idle
@@ -412,6 +414,7 @@ SCENARIOS: dict[str, Scenario] = {
     "slow-readers": slow_readers,
     "attacks": lambda sizes, targets: attacks(sizes.attack_rounds, targets, is_quick=sizes is QUICK),
     "crowds": lambda sizes, targets: crowds(sizes.attack_rounds, sizes.crowd, sizes.stopped_readers, targets),
+    "long-prompt-gap": lambda sizes, targets: long_prompt_gap(targets, is_quick=sizes is QUICK),
     "large-bodies": lambda sizes, targets: large_bodies(sizes.unfinished_bodies, targets),
 }
 QUICK_SCENARIOS = ["engine-killed", "attacks"]
