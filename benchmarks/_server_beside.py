@@ -77,8 +77,12 @@ class WatchedServer:
     def address(self) -> Address:
         return HOST, self.server.port
 
-    async def beside(self, event: Callable[[], Awaitable[Any]]) -> tuple[Any, Disturbance]:
+    async def beside(
+        self, event: Callable[[], Awaitable[Any]], *, waits_until_idle: bool = True
+    ) -> tuple[Any, Disturbance]:
         """What `event` returns, and what happened to a stream and the loop from its beginning to just after its end.
+
+        `waits_until_idle`: return when the server has no request; not where others run on.
 
         Raises:
             RuntimeError: the stream did not begin or ended too early, or the loop never wrote.
@@ -92,7 +96,8 @@ class WatchedServer:
         held = self._loop.longest_gap(begin, end)
         if not self._loop.count:
             raise RuntimeError("the server's event loop writes no times: is it made by another function now?")
-        await wait_until_idle(self.address, SECONDS_TO_CALM)
+        if waits_until_idle:
+            await wait_until_idle(self.address, SECONDS_TO_CALM)
         late = max(0.0, held.seconds - SECONDS_BETWEEN_BEATS)
         return result, Disturbance(late, held.cpu_seconds, gap.seconds)
 

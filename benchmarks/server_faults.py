@@ -17,6 +17,7 @@ Each scenario has a server of its own, on the demo model:
 - **crowds**: thousands of requests or of idle connections at once, and readers that stop: the stream goes on;
 - **hung engine, hung single engine** (SIGSTOP, under load): the engine counts as dead after a limit; with a second one
   no request is lost, alone every client gets an error (`_faults_engines.py`);
+- **long prompt gap**: streams run, and a prompt of 8,000 tokens arrives: the longest gap of a stream;
 - **large bodies**: connections that send most of a body and stop cost bounded memory, which comes back; a body that is
   too large ends its connection;
 - **slow grammars** and **hung grammars**: grammars of one tenant that take the whole time limit keep no other tenant's
@@ -41,6 +42,7 @@ from typing import Any
 from _common import Targets, argument_parser, finish, note, print_table, run
 from _faults_engines import hung_engine, hung_single_engine
 from _faults_grammars import hung_grammars, slow_grammars
+from _faults_gap import long_prompt_gap
 from _server_beside import attacks, crowds, large_bodies
 from _server_client import HOST, Address, BrokenAnswer, Exchange, Stream, get, post, send, start
 from _server_probe import MIB, is_running, open_requests, run_async, wait_until_idle
@@ -418,6 +420,7 @@ SCENARIOS: dict[str, Scenario] = {
     "slow-readers": slow_readers,
     "attacks": lambda sizes, targets: attacks(sizes.attack_rounds, targets, is_quick=sizes is QUICK),
     "crowds": lambda sizes, targets: crowds(sizes.attack_rounds, sizes.crowd, sizes.stopped_readers, targets),
+    "long-prompt-gap": lambda sizes, targets: long_prompt_gap(targets, is_quick=sizes is QUICK),
     "large-bodies": lambda sizes, targets: large_bodies(sizes.unfinished_bodies, targets),
     "slow-grammars": lambda sizes, targets: slow_grammars(targets, is_quick=sizes is QUICK),
     "hung-grammars": lambda sizes, targets: hung_grammars(targets, is_quick=sizes is QUICK),

@@ -8,9 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
+from pointsman.cli.knobs import NO_LIMITS
 from pointsman.cli.options import KNOBS
 from pointsman.core import SchedulerConfig
 from pointsman.core.presets import SYSTEMS
+from pointsman.engine.params.engine_args import with_prefill_gap
 from pointsman.integrations.vllm.settings import FLAGS
 from pointsman.integrations.vllm.settings import KNOBS as ADDITIONAL
 
@@ -28,11 +30,16 @@ def serve_command(model: str, config: SchedulerConfig, names: Iterable[str], oth
         others: options beside them, by name.
     """
     plain = SchedulerConfig(num_blocks=1, max_model_len=1)
-    knobs = {"max_num_batched_tokens": config.max_num_batched_tokens, "max_num_seqs": config.max_num_seqs}
+    knobs: dict[str, Any] = {
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_num_seqs": config.max_num_seqs,
+    }
     for name in names:
         value = getattr(config, name)
         if name in KNOBS and name not in knobs and value is not None and value != getattr(plain, name):
             knobs[name] = value
+    if not config.token_limits and "token_limits" in with_prefill_gap(knobs):
+        knobs["token_limits"] = (NO_LIMITS,)
     size = ["--num-blocks", str(config.num_blocks), "--block-size", str(config.block_size)]
     return shlex.join(["pointsman", "serve", "--model", model, *size, *_flags(others), *_flags(knobs)])
 
@@ -60,6 +67,8 @@ def change_commands(model: str, config: SchedulerConfig, base: SchedulerConfig) 
     names = [field.name for field in fields(config) if getattr(config, field.name) != getattr(base, field.name)]
     changed = {name: getattr(config, name) for name in names}
     ours = {name: value for name, value in changed.items() if value is not None and (name in KNOBS or name in _SIZES)}
+    if changed.get("token_limits") == ():
+        ours["token_limits"] = (NO_LIMITS,)
     native = {FLAGS[name]: value for name, value in changed.items() if FLAGS.get(name)}
     if "num_blocks" in changed:
         native[FLAGS["num_blocks"]] = config.num_usable_blocks + 1  # vLLM keeps one for itself

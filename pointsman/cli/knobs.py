@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -24,6 +24,8 @@ from pointsman.engine.params.engine_args import (
 
 SIZES = {"kv_cache_bytes", "kv_offload_bytes", "kv_store_bytes"}
 """Knobs that may be given like 64MiB."""
+NO_LIMITS = "none"
+"""In place of a token limit: that there is none."""
 _UNITS = {"": 1, "b": 1}
 for _power, _prefix in enumerate("kmgt", start=1):
     _UNITS |= {f"{_prefix}ib": 1024**_power, _prefix: 1024**_power, f"{_prefix}b": 1000**_power}
@@ -58,6 +60,8 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
         raise ValueError("--num-blocks and --kv-cache-bytes both set the size of the pool; give one of them")
     if "draft_table" in arguments:
         arguments["draft_table"] = draft_table(arguments["draft_table"])
+    if "token_limits" in arguments:
+        arguments["token_limits"] = token_limits(arguments["token_limits"])
     for name in NUMBERS_OR_WORDS & arguments.keys():
         arguments[name] = number_or_word(arguments[name])
     own = {name: value for name, value in arguments.items() if name in SCHEDULER_NAMES}
@@ -116,6 +120,20 @@ def draft_table(text: str) -> tuple[tuple[int, ...], ...]:
     if not pairs or any(len(pair) != 2 for pair in pairs):
         raise ValueError(f"draft_table is {text!r}; give pairs of running requests and drafts, like 16:2,64:0")
     return pairs
+
+
+def token_limits(names: Sequence[str]) -> list[str]:
+    """The limits that are named; "none" alone stands for an empty list, which an option cannot give.
+
+    Raises:
+        ValueError: "none" stands beside others.
+    """
+    if NO_LIMITS not in names:
+        return list(names)
+    if len(names) > 1:
+        others = ", ".join(name for name in names if name != NO_LIMITS) or NO_LIMITS
+        raise ValueError(f"--token-limit {NO_LIMITS} leaves no limit, and {others} is given too; give one of them")
+    return []
 
 
 def number_or_word(value: int | str) -> int | str:

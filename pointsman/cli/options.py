@@ -250,7 +250,7 @@ KNOBS: dict[str, Any] = {
             "--token-limit",
             metavar="POLICY",
             help="What else limits the tokens of a request or a step, such as prefill-threshold:tokens=512; may be "
-            "repeated.",
+            "repeated [default: none; of serve: prefill-gap, none turns it off].",
         ),
     ],
     "preemption_mode": Annotated[

@@ -19,7 +19,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Short steps: few requests share a step, and a prompt's chunk delays the next token of the others little.
     "low-latency": {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "enable_chunked_prefill": True},
     # Full steps: weights are read once for many tokens, and each request waits longer for its next token.
-    "high-throughput": {"max_num_seqs": 256, "max_num_batched_tokens": 16384, "enable_chunked_prefill": True},
+    "high-throughput": {
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 16384,
+        "enable_chunked_prefill": True,
+        "token_limits": (),
+    },
     # Few sequence slots, so that long sequences fit the pool together; chunks large enough to get through a prompt.
     "long-context": {"max_num_seqs": 128, "max_num_batched_tokens": 8192, "enable_chunked_prefill": True},
     # Many small requests: each prompt is computed in one step or waits, so that there are no partial prefills.

@@ -36,6 +36,7 @@ from pointsman.engine.engine import Engine
 from pointsman.engine.errors import EngineDeadError, GrammarError, first_line
 from pointsman.engine.grammar.process import GrammarServer
 from pointsman.engine.machine import keep_freed_pages
+from pointsman.engine.params.engine_args import with_prefill_gap
 from pointsman.engine.pausing import PauseChoice
 from pointsman.engine.pulse import PulseReading
 from pointsman.engine.stats import read_stats
@@ -327,7 +328,8 @@ def main(descriptor: int) -> int:
                 recorder = Recorder(files.enter_context(Path(start.record).open("w", encoding="utf-8")))
             keep_freed_pages(one_heap=True)
             grammars = start_compiler(files) if start.warm_up else None
-            engine = Engine(recorder=recorder, clock=clock_with(start.clock_offset), **start.options)
+            arguments = with_prefill_gap(start.options)
+            engine = Engine(recorder=recorder, clock=clock_with(start.clock_offset), **arguments)
             engine.kv_pool.take_memory()
             if start.warm_up:
                 warm_up(engine, grammars)

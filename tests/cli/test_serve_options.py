@@ -130,6 +130,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_preset(tmp_pa
         "max_num_seqs": 100,
         "max_num_batched_tokens": PRESETS["high-throughput"]["max_num_batched_tokens"],
         "enable_chunked_prefill": True,
+        "token_limits": (),
         "order": "fcfs",
     }
     assert (found.server.host, found.server.port) == ("localhost", 2)

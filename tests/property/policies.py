@@ -22,6 +22,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "growth": ("growth:scale=8",),
     "least-cost": ("least-cost:max_preemptions=1", "least-cost:max_preemptions=4"),
     "longest-prefix": ("longest-prefix:ageing=2",),
+    "prefill-gap": ("prefill-gap:seconds=3,least=2",),
     "prefill-threshold": ("prefill-threshold:tokens=2",),
     "shortest-prefill": ("shortest-prefill:ageing=2",),
     "target-itl": ("target-itl:seconds=3,least=2",),

@@ -34,6 +34,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bypass": {**FEW_BLOCKS, "reserves": ("bypass:bound=3",)},
     "least cost": {**FEW_BLOCKS, "victim": "least-cost"},
     "reuse": {**FEW_BLOCKS, "eviction": "reuse:share=0.4"},
+    "steps within a target": {"token_limits": ("target-itl:seconds=3,least=2",)},
+    "prompts within a gap": {"token_limits": ("prefill-gap:seconds=3,least=2",)},
+    "prompts within a gap, few blocks": {**FEW_BLOCKS, "token_limits": ("prefill-gap:seconds=3,least=2",)},
     "drafts": {"num_draft_tokens": 2},
     "logged": {"log_request_events": True},
 }

@@ -20,6 +20,7 @@ from pointsman.core.kv.cache import KVCache
 from pointsman.core.policy.budget import StepBudget
 from pointsman.core.policy.gate import Limit
 from pointsman.core.policy.policy import Parameter
+from pointsman.core.policy.prefill_gap import PrefillGap
 from pointsman.core.policy.target_itl import TargetItl
 from pointsman.core.policy.view import SchedulerView
 from pointsman.core.state.batch import NOT_AHEAD, PREFILLING, Batch
@@ -121,7 +122,7 @@ class ChunkEnds(Limit):
         return allowed or Deferral(Reason.BUDGET, self._kv.cut(request, start, lacks, most) - want)
 
 
-LIMITS: dict[str, type[Limit]] = {limit.name: limit for limit in (LongPrefillThreshold, TargetItl)}
+LIMITS: dict[str, type[Limit]] = {limit.name: limit for limit in (LongPrefillThreshold, TargetItl, PrefillGap)}
 
 
 def limits_of(config: SchedulerConfig, ends: Limit | None, encoder: Limit | None) -> list[Any]:

@@ -63,7 +63,7 @@ class TargetItl(Limit):
     """
 
     name = "target-itl"
-    version = 3
+    version = 4
     is_shared = True
     parameters: ClassVar[tuple[Parameter, ...]] = (
         Parameter("seconds", 0.05, 1e-4, 60.0, tried=(0.025, 0.05, 0.1), doc="target of a step, so of gaps (ITL)"),
@@ -140,20 +140,10 @@ class TargetItl(Limit):
         num_context = int(np.add.reduce(computed)) + num_requests
         alone = times.decode_seconds(num_requests, num_context)
         beside = times.share * alone
-        left = limit - beside
+        left = self._for_prompts(limit - beside, alone - beside, view)
+        is_spread = left < limit - beside
         num_prefilling = view.num_prefilling
         has_queue = view.num_waiting > 0
-        if has_queue and self._had_queue and not (self._was_asked or self._is_head_long):
-            self._scarce = SCARCE_STEPS
-        elif self._scarce:
-            self._scarce -= 1
-        is_spread = False
-        if has_queue and self._scarce and num_requests > 2 * num_prefilling:
-            num_even = max(SPREAD * times.mean_tokens, self._least) + 0.5  # no whole number, so that none is lost
-            hidden = alone - beside
-            even = max(hidden, times.prefill_seconds(num_even, 0), LEAST_SPREAD * left)
-            is_spread = even < left
-            left = even if is_spread else left
         self._had_queue, self._was_asked = has_queue, False
         self._left = self._left_at_first = left
         self._held = KEPT_FOR_QUEUE * left if num_prefilling and has_queue and not self._is_head_long else 0.0
@@ -186,12 +176,37 @@ class TargetItl(Limit):
         self.revision += 1
         return self._tokens
 
+    def _for_prompts(self, left: float, hidden: float, view: View) -> float:
+        """Of the `left` seconds beside decoding, those for prompt tokens: fewer where these are spread.
+
+        Args:
+            hidden: seconds that prompt tokens take no longer, since reading for decode overlaps with them.
+        """
+        has_queue = view.num_waiting > 0
+        if has_queue and self._had_queue and not (self._was_asked or self._is_head_long):
+            self._scarce = SCARCE_STEPS
+        elif self._scarce:
+            self._scarce -= 1
+        if not (has_queue and self._scarce and len(view.rows) > 2 * view.num_prefilling):
+            return left
+        num_even = max(SPREAD * self.times.mean_tokens, self._least) + 0.5  # no whole number, so that none is lost
+        return min(left, max(hidden, self.times.prefill_seconds(num_even, 0), LEAST_SPREAD * left))
+
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
         if batch.num_prefilling == 0:
             return
-        # The budget is shared out in admission order: a prompt must leave those behind it their token.
-        prefilling = (batch.flags[rows] & PREFILLING).nonzero()[0]
+        # The budget is shared out in admission order: a prompt must leave those behind it their token, and drafts must
+        # leave the prompt the least.
+        is_prefilling = (batch.flags[rows] & PREFILLING) != 0
+        prefilling = is_prefilling.nonzero()[0]
+        num_decoding = len(rows) - len(prefilling)
         num_others = int(np.add.reduce(want)) - int(np.add.reduce(want[prefilling]))
+        if num_others > num_decoding:
+            most_drafts = max(self._tokens - len(rows) - self._least, 0)
+            if num_others - num_decoding > most_drafts:
+                decoding = (~is_prefilling).nonzero()[0]
+                want[decoding] = np.minimum(want[decoding], 1 + most_drafts // num_decoding)
+                num_others = int(np.add.reduce(want[decoding]))
         left = min(self._most_running, max(self._tokens - num_others - len(prefilling), 0))
         for index in prefilling.tolist():
             more = want.item(index) - 1
@@ -215,7 +230,10 @@ class TargetItl(Limit):
                 return min(want, max(fitting, self._least))
             self._has_deferred = True
             return Deferral(Reason.STEP_TIME, 0)
-        fitting = min(want, fitting)
+        return self._fitting(request, start, min(want, fitting))
+
+    def _fitting(self, request: Request, start: int, fitting: int) -> int | Deferral:
+        """The `fitting` tokens, unless the request must wait: beside a prefill that goes on it starts whole."""
         lack = request._state.num_tokens - start if self._is_cut else 1
         if fitting >= lack:
             return fitting

@@ -165,7 +165,7 @@ def assemble(
         config, batch, kv, table, steps, running, drafts, transfers, admission, displacement, emission, update, events
     )
     plain_steps = None
-    if own is not None and _has_plain_steps(config, own, running, admission, budget, displacement, encoder, transfers):
+    if own is not None and _has_plain_steps(config, own, running, admission, displacement, encoder, transfers):
         plain_steps = PlainSteps(batch, own, table, steps, running, admission, emission)
     has_others = any(part is not None for part in (displacement, encoder, transfers, swap))
     openings = Openings(
@@ -205,7 +205,6 @@ def _has_plain_steps(
     kv: KVCacheManager,
     running: Running,
     admission: Admission,
-    budget: StepBudget,
     *others: object,
 ) -> bool:
     """Whether a step of a configuration may be plain: see `plain.py`. `others` are parts that such a step lacks."""
@@ -215,7 +214,6 @@ def _has_plain_steps(
         and not config.count_common_prefix
         and running.steady_allowed
         and not admission.searches
-        and not budget.policies
         and kv.saves is None
         and all(other is None for other in others)
     )

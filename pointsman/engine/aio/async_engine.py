@@ -34,6 +34,7 @@ from pointsman.engine.engine import Engine
 from pointsman.engine.errors import EngineDeadError
 from pointsman.engine.outputs.embedding import EmbeddingRequestOutput
 from pointsman.engine.outputs.request_output import RequestOutput
+from pointsman.engine.params.engine_args import with_prefill_gap
 from pointsman.engine.params.pooling import PoolingParams
 from pointsman.engine.params.requests import check_request_id
 from pointsman.engine.params.sampling import RequestOutputKind, SamplingParams
@@ -56,7 +57,8 @@ class AsyncEngine:
         max_step_retries: how often in a row a failed step is tried again. The scheduler is rewound each time, so
             nothing is lost; after that, the engine is dead.
         log_stats_interval: seconds between lines of statistics (see `stats.py`); None: none.
-        **knobs: as for `Engine`.
+        **knobs: as for `Engine`; where they name no `token_limits` and do not say how prompts are cut, the token limit
+            "prefill-gap" holds (`params/engine_args.py`).
 
     Raises:
         ModelLoadError, ConfigError, ValueError: see `Engine`.
@@ -70,7 +72,7 @@ class AsyncEngine:
         log_stats_interval: float | None = DEFAULT_INTERVAL,
         **knobs: Any,
     ) -> None:
-        self._own(Engine(model, **knobs), max_step_retries, log_stats_interval)
+        self._own(Engine(model, **with_prefill_gap(knobs)), max_step_retries, log_stats_interval)
 
     @classmethod
     def from_engine(

@@ -2,7 +2,7 @@
 
 | arguments | checked by |
 | --- | --- |
-| fields of `SchedulerConfig` | `with_defaults` |
+| fields of `SchedulerConfig` | `with_defaults`; of an engine that streams, after `with_prefill_gap` |
 | `kv_offload_bytes`, `kv_store`, `kv_store_role`, `kv_store_bytes` | `KVKnobs.check` |
 | `disable_hybrid_kv_cache_manager` | `what_needs_one_group` |
 | `speculative_config`, in vLLM's form | `speculation_knobs`: the arguments that it stands for |
@@ -24,6 +24,18 @@ from pointsman.core import ConfigError, SchedulerConfig
 
 SCHEDULER_DEFAULTS: Mapping[str, Any] = {"block_size": 32, "max_num_seqs": 64, "max_num_batched_tokens": 512}
 """Where an engine's defaults differ from those of `SchedulerConfig`: for small models on a CPU."""
+
+PREFILL_GAP = "prefill-gap"
+"""The token limit of an engine that streams: prompts are cut so that requests which decode see no long gap."""
+CHUNK_KNOBS = (
+    "enable_chunked_prefill",
+    "first_chunk_only",
+    "batching",
+    "long_prefill_token_threshold",
+    "max_num_partial_prefills",
+    "max_long_partial_prefills",
+)
+"""Knobs that say how prompts are cut. Where one differs from its default, that stands alone."""
 
 _NOT_TAKEN = {
     "num_reserved_blocks": "the engine's KV pool has no reserved blocks",
@@ -51,6 +63,14 @@ def with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         if name not in SCHEDULER_NAMES:
             raise TypeError(f"Engine has no argument {name!r}, and SchedulerConfig has no such field")
     return {**SCHEDULER_DEFAULTS, **given}
+
+
+def with_prefill_gap(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of an engine that streams: those that were given, and `PREFILL_GAP`, unless they name token limits (an
+    empty list of them too) or say how prompts are cut."""
+    defaults = {field.name: field.default for field in fields(SchedulerConfig)}
+    has_own = "token_limits" in given or any(given.get(name, defaults[name]) != defaults[name] for name in CHUNK_KNOBS)
+    return dict(given) if has_own else {**given, "token_limits": (PREFILL_GAP,)}
 
 
 # ------------------------------------------------------------------------------------------- KV outside the pool

@@ -1,0 +1,87 @@
+"""How many prompt tokens may a step compute beside requests that decode? As many as keep the gap between their tokens.
+
+The limit of an engine that streams: it only cuts prompts. `TargetItl` also keeps requests waiting.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pointsman.core.policy.gate import Int64Array
+from pointsman.core.policy.policy import Parameter
+from pointsman.core.policy.target_itl import TargetItl
+from pointsman.core.state.batch import Batch
+from pointsman.core.state.interfaces import View
+from pointsman.core.state.numbers import MAX_INT
+from pointsman.core.state.reason import Deferral
+from pointsman.core.state.request import Request
+
+LEAST_SECONDS = 1e-9
+"""For the least prompt tokens of a step, where nothing is known of what they take."""
+
+
+class PrefillGap(TargetItl):
+    """A step in which requests decode computes as many prompt tokens as fit `seconds`, learned from step times.
+
+    The tokens that fit are those of `TargetItl`, and so is the half of the time for short prompts. Three things differ.
+    A step without a request that decodes has the whole budget, since no gap is made. Where the whole budget fits,
+    nothing is limited. No request waits for step time: where decoding alone takes longer than the target, each step
+    computes `least` prompt tokens beside it.
+
+    Of use where outputs are streamed on a device that may be slow. On a fast one it decides as without.
+
+    Bounds: every running request advances at least one token. The oldest prefill advances at least `least` tokens a
+    step, and half as many where a short prompt waits, as far as `max_num_batched_tokens` leaves so many.
+    """
+
+    name = "prefill-gap"
+    version = 1
+    parameters: ClassVar[tuple[Parameter, ...]] = (
+        Parameter("seconds", 0.12, 1e-4, 60.0, doc="target of a step in which requests decode, so of gaps"),
+        Parameter("least", 64, 1, MAX_INT, doc="prompt tokens that a step computes even if it takes longer"),
+    )
+
+    def __init__(self, seconds: float = 0.12, least: int = 64) -> None:
+        super().__init__(seconds, least)
+        self._is_open = False
+        """Whether no request decodes in the step, so that it has the whole budget."""
+
+    def step_budget(self, most: int, view: View) -> int:
+        num_prefilling = view.num_prefilling
+        self._is_open = num_prefilling == len(view.rows) and (num_prefilling > 0 or view.num_waiting > 0)
+        if self._is_open:
+            self._key = None
+            return most
+        return super().step_budget(most, view)
+
+    def _decide(self, most: int, view: View) -> int:
+        tokens = super()._decide(most, view)
+        if not self._held:
+            return tokens
+        rest = most - self._num_requests
+        deepest = int(view.num_computed_tokens.max())
+        if tokens == most and self.times.fitting_tokens(self._left_at_first, deepest) >= rest:
+            self._held, self._is_cut, self._most_running = 0.0, False, rest
+        elif self._most_running == self._least:
+            self._most_running = (self._least + 1) // 2
+        return tokens
+
+    def _for_prompts(self, left: float, hidden: float, view: View) -> float:
+        return max(left, self.times.prefill_seconds(self._least + 0.5, 0), LEAST_SECONDS)
+
+    def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
+        if not self._is_open:
+            super().clip(batch, rows, want)
+
+    def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
+        if self._is_open:
+            return want
+        if not self._is_decided:  # nothing waited when the step began: the request was preempted in it
+            self._decide(view.budget, view)
+        fitting = self.times.fitting_tokens(self._left, start)
+        if self._left >= self._left_at_first:  # no prompt tokens yet
+            fitting = max(fitting, self._least)
+        return self._fitting(request, start, min(want, fitting))
+
+    def lacks_step_time(self, request: Request, num_running: int, num_tokens: int) -> bool:
+        return False
