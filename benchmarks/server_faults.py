@@ -41,8 +41,8 @@ from typing import Any
 
 from _common import Targets, argument_parser, finish, note, print_table, run
 from _faults_engines import hung_engine, hung_single_engine
-from _faults_grammars import hung_grammars, slow_grammars
 from _faults_gap import long_prompt_gap
+from _faults_grammars import hung_grammars, slow_grammars
 from _server_beside import attacks, crowds, large_bodies
 from _server_client import HOST, Address, BrokenAnswer, Exchange, Stream, get, post, send, start
 from _server_probe import MIB, is_running, open_requests, run_async, wait_until_idle
