@@ -48,7 +48,7 @@ WITH_FEW_FILES = (
 
 HEAD = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n".encode()
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
-LINE = b"X-Name: " + b"x" * 1014 + b"\r\n"
+LINE = b"X-Name: " + b"x" * 22 + b"\r\n"
 ENDLESS = {
     "trailers": (CHUNKED + b"0\r\n", LINE),
     "headers": (HEAD, LINE),
@@ -175,7 +175,9 @@ async def _ask_in_crowd(address: Address, count: int, sent: bytes) -> dict[str, 
         same, _ = await _ask(address, plain(24, 8), HOST)
         other, seconds = await _ask(address, plain(24, 8), OTHER_HOST)
         operator, _ = await _ask(address, get("/is_paused"), HOST)
-        metrics = await read_metrics(address)
+        metrics = {}
+        with suppress(OSError, BrokenAnswer):
+            metrics = await read_metrics(address)
     return {
         "health": min(status for status, _ in checks),
         "health_seconds": round(median(seconds for _, seconds in checks), 3),
