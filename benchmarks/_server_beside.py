@@ -127,11 +127,16 @@ class WatchedServer:
 
 
 @contextmanager
-def watched_server(*options: str) -> Iterator[WatchedServer]:
-    """A server on the demo model at its full length; a prompt that is repeated is computed every time."""
+def watched_server(*options: str, before: tuple[str, ...] = ()) -> Iterator[WatchedServer]:
+    """A server on the demo model at its full length; a prompt that is repeated is computed every time.
+
+    Args:
+        options: of `pointsman serve`.
+        before: what Python runs first; it runs Python again with the arguments that follow.
+    """
     sizes = ("--model", MODEL, "--num-blocks", "2304", "--no-enable-prefix-caching")
     with tempfile.TemporaryDirectory() as folder:
-        program = (str(LAUNCHER), "serve", f"{folder}/loop")
+        program = (*before, str(LAUNCHER), "serve", f"{folder}/loop")
         with start_server(*sizes, *options, program=program) as server:
             watched = WatchedServer(server, Path(folder))
             run_async(_warm_up(watched.address))

@@ -21,7 +21,9 @@ Each scenario has a server of its own, on the demo model:
 - **large bodies**: connections that send most of a body and stop cost bounded memory, which comes back; a body that is
   too large ends its connection;
 - **slow grammars** and **hung grammars**: grammars of one tenant that take the whole time limit keep no other tenant's
-  schema waiting; a grammar process that hangs is replaced, and its requests are answered.
+  schema waiting; a grammar process that hangs is replaced, and its requests are answered;
+- **unbounded input**: 100 MB of trailers, headers or chunk extensions, fast and slowly, cost 16 MiB at most;
+- **idle connections**: 2,000 of them, with 1,024 files: health checks, operators and new clients are answered.
 
     python benchmarks/server_faults.py --check
 """
@@ -40,6 +42,7 @@ from time import monotonic
 from typing import Any
 
 from _common import Targets, argument_parser, finish, note, print_table, run
+from _faults_connections import idle_connections, unbounded_input
 from _faults_engines import hung_engine, hung_single_engine
 from _faults_gap import long_prompt_gap
 from _faults_grammars import hung_grammars, slow_grammars
@@ -426,6 +429,8 @@ SCENARIOS: dict[str, Scenario] = {
     "hung-grammars": lambda sizes, targets: hung_grammars(targets, is_quick=sizes is QUICK),
     "hung-engine": lambda sizes, targets: hung_engine(targets, is_quick=sizes is QUICK),
     "hung-single-engine": lambda sizes, targets: hung_single_engine(targets, is_quick=sizes is QUICK),
+    "unbounded-input": lambda sizes, targets: unbounded_input(targets, is_quick=sizes is QUICK),
+    "idle-connections": lambda sizes, targets: idle_connections(targets, is_quick=sizes is QUICK),
 }
 QUICK_SCENARIOS = ["engine-killed", "attacks"]
 

@@ -51,6 +51,7 @@ _TOO_LARGE_STATUS = b"431 Request Header Fields Too Large"
 _TOO_LARGE = b"the request line and headers are too large"
 _TOO_MANY = b"the request has more than %d headers; send fewer" % MAX_HEADERS
 _TOO_MUCH_OVERHEAD = b"the body's chunks are too small, or their extensions and trailers too large; send larger chunks"
+_ENDING = b"the server is shutting down; try another one"
 _NO_PLACE = b"all connections of the server are in use; try again in 1 s"
 
 
@@ -108,6 +109,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._is_whole = True  # no request is incomplete
         self._num_received = self._num_body = 0  # bytes of the request, and of these the body's
         self._ignores_input = False  # nothing more is read of what the client sends
+        self._is_refused = False  # the last response came from here
         self._num_ignored = 0
 
     # ------------------------------------------------------------------------------------------- called by the loop
@@ -145,6 +147,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """It has read most of it."""
         super().resume_writing()
         self._wait()
+
+    def shutdown(self) -> None:
+        """The server ends: a request that is still incomplete is not waited for."""
+        if self._is_whole or self._is_in_headers or self.transport.is_closing() or self.cycle.response_started:
+            super().shutdown()
+        else:
+            self._refuse(b"503 Service Unavailable", _ENDING)
 
     # ----------------------------------------------------------------------------------------- called by the parser
 
@@ -207,6 +216,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """The parser has stopped."""
         if not self._ignores_input:  # otherwise this class stopped it, and a response is on its way
+            self._is_refused = True
             super().send_400_response(msg)
 
     def has_output(self) -> bool:
@@ -248,7 +258,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: bytes, message: bytes) -> None:
         """Respond in place of the app, which is told that the client is gone, and end the connection."""
-        self._ignores_input = True
+        self._ignores_input = self._is_refused = True
         head = b"HTTP/1.1 %s\r\ncontent-type: text/plain\r\nconnection: close\r\n" % status
         self._socket.write(head + b"content-length: %d\r\n\r\n%s" % (len(message), message))
         if self.cycle is not None and not self.cycle.response_complete:
@@ -264,7 +274,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """
         if self._socket.is_closing():
             return
-        if self._is_whole or self.transport.is_closing():
+        has_response = self._is_refused or (not self._is_in_headers and self.cycle.response_started)
+        if self._is_whole or not has_response or self.transport.is_closing():
             self._all.wait(self, Wait.READER)  # if there is none, the loop closes it in its next turn
             self._socket.close()
             return

@@ -325,6 +325,22 @@ def test_a_crowd_of_connections_does_not_stop_a_stream(narrow: ServerProcess) ->
         assert read_all(stream).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
+def test_requests_that_are_incomplete_do_not_hold_up_the_end() -> None:
+    small = ("--model", "demo", "--num-blocks", "64", "--no-warm-up", "--drain-timeout", "60")
+    with start_server(*small) as server, ExitStack() as stack:
+        begun = [b"", b"GET / HT", HEAD, HEAD + b"Content-Length: 10\r\n\r\n{", CHUNKED + b"1\r\n{\r\n0\r\nX"]
+        socks = [stack.enter_context(connect(server)) for _ in begun]
+        for sock, sent in zip(socks, begun, strict=True):
+            sock.sendall(sent)
+        time.sleep(0.3)
+        started = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - started < 15
+        answers = [read_all(sock) for sock in socks]
+        assert [answer[9:12] for answer in answers] == [b"", b"", b"", b"503", b"503"]
+        assert "Traceback" not in server.log()
+
+
 # ------------------------------------------------------------------------------------------------- in this process
 
 
