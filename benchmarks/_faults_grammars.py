@@ -24,7 +24,7 @@ SECONDS_TO_BEGIN, SECONDS_OF_OWN = 0.5, 10.0
 MOST_GAP = 0.5
 """Seconds between two tokens of the steady stream."""
 SECONDS_BETWEEN = 1.0
-SECONDS_AFTER_HANG, SECONDS_FOR_GOOD = 15.0, 45.0
+SECONDS_AFTER_HANG, SECONDS_FOR_GOOD = 15.0, 75.0
 """Until the next schemas are answered when the grammar process hangs, and when the next one hangs as well."""
 
 

@@ -121,6 +121,28 @@ def test_all_come_out_once_and_each_tenants_in_order(steps: list[tuple[str, int]
     assert taken == put and not len(turns)
 
 
+def test_what_is_removed_does_not_come_and_costs_nothing() -> None:
+    turns = Turns[int]()
+    for item in range(50):
+        turns.put("a", item)
+    for item in (0, *range(10, 49)):
+        turns.remove("a", item)
+    for item in range(100, 110):
+        turns.put("b", item)
+    turns.put("a", 50)
+    taken = drain(turns)
+    assert [turn.item for turn in taken if turn.tenant == "a"] == [*range(1, 10), 49, 50]
+    assert [turn.tenant for turn in taken[:20]].count("b") in (9, 10)
+
+
+def test_tenants_whose_items_are_removed_are_forgotten() -> None:
+    turns = Turns[int]()
+    for item in range(5000):
+        turns.put(f"tenant {item}", item)
+        turns.remove(f"tenant {item}", item)
+    assert not turns._tenants and not len(turns)
+
+
 # ----------------------------------------------------------------------------------------------------- rooms
 
 

@@ -46,7 +46,7 @@ AnswerT = TypeVar("AnswerT")
 
 DEFAULT_TIMEOUT = 10.0
 """Seconds that a grammar may take to compile, by default."""
-START_TIMEOUT = 30.0
+START_TIMEOUT = 60.0
 """Seconds in which the process must have imported xgrammar; some seconds, as a rule."""
 ACCEPT_TIMEOUT = 3.0
 """Seconds in which a child must have begun with a job; some milliseconds, as a rule."""
