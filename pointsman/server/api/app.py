@@ -31,6 +31,7 @@ from pointsman.server.metrics.exposition import ServerMetrics
 from pointsman.server.service.fleet import EngineFleet
 from pointsman.server.service.gate import Gate
 from pointsman.server.service.service import Service
+from pointsman.server.stages import Rooms
 from pointsman.server.wire.errors import ErrorAnswers
 
 DESCRIPTION = "Completions of one model, with the fields of OpenAI's API and of vLLM's."
@@ -43,9 +44,11 @@ def create_app(client: EngineFleet, config: ServerConfig) -> FastAPI:
         client: engines that have loaded their model.
         config: the operator's settings.
     """
-    metrics = ServerMetrics(client, (config.served_model_name or (client.info.model,))[0], config.tenants)
+    rooms = Rooms(config, client.max_num_running)
+    model_name = (config.served_model_name or (client.info.model,))[0]
+    metrics = ServerMetrics(client, model_name, config.tenants, rooms.all())
     gate = Gate(client, config.drain_timeout)
-    service = Service(client, config, metrics.observations, gate)
+    service = Service(client, config, metrics.observations, gate, rooms)
     operators = OperatorRules(config)
     answer = ErrorAnswers(metrics.observations.refusal)
     app = FastAPI(title="Pointsman", version=pointsman.__version__, description=DESCRIPTION)
@@ -60,8 +63,14 @@ def create_app(client: EngineFleet, config: ServerConfig) -> FastAPI:
     app.include_router(tokenization_router(service))
     app.include_router(health_router(client, gate, metrics))
     answer.install(app)
-    budget = BodyBudget(config.body_budget)
-    app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_request_bytes, budget=budget, answer=answer)
+    app.add_middleware(
+        BodyLimitMiddleware,
+        max_bytes=config.max_request_bytes,
+        max_prompt_tokens=client.info.max_model_len,
+        budget=BodyBudget(rooms.bodies),
+        tenant_of=service.tenants.of,
+        answer=answer,
+    )
     if config.api_keys:
         # The outermost: it checks first.
         app.add_middleware(ApiKeyMiddleware, keys=config.api_keys, operator_keys=config.operator_keys, answer=answer)

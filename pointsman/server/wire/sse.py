@@ -58,12 +58,11 @@ class EventStream:
         await self._send({"type": "http.response.body", "body": last + DONE, "more_body": False})
 
 
-async def send_json(send: Send, body: str, headers: Mapping[str, str]) -> None:
+async def send_json(send: Send, body: bytes, headers: Mapping[str, str] | None = None) -> None:
     """Send an answer that is not streamed: its JSON."""
-    data = body.encode()
-    facts = {**headers, "content-type": "application/json", "content-length": str(len(data))}
+    facts = {**(headers or {}), "content-type": "application/json", "content-length": str(len(body))}
     await send({"type": "http.response.start", "status": 200, "headers": _raw(facts)})
-    await send({"type": "http.response.body", "body": data, "more_body": False})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
