@@ -110,7 +110,7 @@ GRAMMARS = Stage(
     name="grammars",
     unit="requests",
     meaning="With structured output, from their sending to the engine until their grammar is compiled.",
-    bound="256",
+    bound="1,024",
     option=None,
     bounded_by="tenant",
     status=429,
@@ -141,8 +141,8 @@ RETAINED = Stage(
 STAGES = (CONNECTIONS, BODIES, TEXTS, REQUESTS, PROMPT_TOKENS, GRAMMARS, RUNNING, RETAINED)
 """In the order in which a request passes them."""
 
-MAX_WAITING_GRAMMARS = 256
-"""Requests, as the engine has it for distinct grammars."""
+MAX_WAITING_GRAMMARS = 1024
+"""Clients' requests. Many may have the same grammar; the engine bounds the grammars that wait."""
 
 
 class StageRoom:
