@@ -69,9 +69,11 @@ def tokenizing(targets: Targets, *, is_quick: bool) -> dict[str, Any]:
     """Texts of 2 MB of emoji from one tenant, and short texts of two."""
     num_texts = NUM_TEXTS // 4 if is_quick else NUM_TEXTS
     text = (EMOJI * (TEXT_BYTES // len(EMOJI.encode()) + 1)).encode()[:TEXT_BYTES].decode()
-    long = post("/v1/completions", json.dumps({"prompt": text, "max_tokens": 1}).encode(), {TENANT: "a"})
-    body = json.dumps({"prompt": text, "return_token_strs": True}, ensure_ascii=False).encode()
-    names = post("/tokenize", body, {TENANT: "a"})
+
+    def request(path: str, **fields: Any) -> bytes:
+        return post(path, json.dumps({"prompt": text, **fields}, ensure_ascii=False).encode(), {TENANT: "a"})
+
+    long, names = request("/v1/completions", max_tokens=1), request("/tokenize", return_token_strs=True)
     figures = {}
     with watched_server(*BY_HEADER) as server:
         for name, request in (("completions", long), ("tokenize with names", names)):
@@ -102,6 +104,7 @@ async def _tokenize(server: WatchedServer, request: bytes, count: int) -> dict[s
         "another's": round(max(seconds["b"]), 3),
         "its own": round(max(seconds["a"]), 3),
         "held": round(disturbance.held, 3),
+        "held cpu": round(disturbance.held_cpu, 3),
         "gap": round(disturbance.gap, 3),
     }
 
@@ -138,7 +141,11 @@ def _key(tenant: str) -> str:
 
 
 def _request(tenant: str, number: int, *, stream: bool = False) -> bytes:
-    body: dict[str, Any] = {"prompt": f"{number} requests of {tenant}", "max_tokens": NUM_TOKENS[tenant], "ignore_eos": True}
+    body: dict[str, Any] = {
+        "prompt": f"{number} requests of {tenant}",
+        "max_tokens": NUM_TOKENS[tenant],
+        "ignore_eos": True,
+    }
     body["stream"] = stream
     return post("/v1/completions", body, {"Authorization": f"Bearer {_key(tenant)}"})
 

@@ -24,16 +24,16 @@ def tokenization_router(service: Service) -> APIRouter:
     """The two routes. They use the same threads as prompts, in the same turns."""
     router = APIRouter(route_class=StrictRoute, tags=["tokens"])
 
-    def respond(make: Callable[[str], Awaitable[bytes]]) -> WatchedResponse:
+    def respond(make: Callable[[str], Awaitable[list[bytes]]]) -> WatchedResponse:
         """The response whose JSON is made for a tenant, while the client is connected."""
 
         async def work(scope: Scope, send: Send) -> None:
             with service.gate.inside():
                 try:
-                    body = await make(service.tenants.of(scope))
+                    pieces = await make(service.tenants.of(scope))
                 except ValueError as error:
                     raise from_engine(error) from error
-                await send_json(send, body)
+                await send_json(send, pieces)
 
         return WatchedResponse(work)
 

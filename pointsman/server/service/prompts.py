@@ -36,7 +36,7 @@ CHARACTERS_PER_TEXT = 64
 CHARACTERS_PER_TOKEN = 4
 """What a token counts as whose text or name is looked up."""
 TOKENS_AT_ONCE = 16 * 1024
-"""Tokens of a piece of JSON: whoever makes one keeps the event loop from its next task, for 1 ms."""
+"""Tokens of a piece of JSON. Whatever makes one keeps the event loop waiting, for 1 ms."""
 SHOWN_CHARACTERS, SHOWN_TOKENS = 10_000, 2048
 """Of a prompt in the log, at most: the event loop writes it."""
 
@@ -132,6 +132,8 @@ class PromptReader:
         self._reserved_names = RESERVED_TEMPLATE_NAMES.union(own)
         self._longest_token = max(map(len, vocabulary), default=0)
         """Characters. A text has at most this many per token: in vocabularies of bytes, these are bytes."""
+        self._known_names: dict[int, str] = {}
+        """Of tokens, as JSON: a hundred bytes for each of the vocabulary at most, once it was asked for."""
 
     async def read(self, source: TextPrompts | ChatPrompt, tenant: str = "") -> list[Prompt]:
         """The prompts of a request, in order.
@@ -172,36 +174,41 @@ class PromptReader:
 
     async def tokens_as_json(
         self, source: TextPrompts | ChatPrompt, facts: Mapping[str, Any], tenant: str = "", *, has_names: bool
-    ) -> bytes:
+    ) -> list[bytes]:
         """The JSON of a prompt's tokens: `count` and `tokens`, what `facts` says, and `token_strs`, or null.
 
-        There may be a million, so that JSON is made in pieces, each of which is a turn of the tenant.
+        There may be a million, so the JSON is in pieces, each of which is a turn of the tenant.
 
         Raises:
             ValueError, ApiError: as for `read`.
         """
-        tokenizer = self._required()
+        self._required()
         size, ((cost, job),) = self._prepare(source)
         with self._work.admit(tenant, size) as text:
             ids = (await text.run(cost, job)).token_ids
+            parts = [ids[start : start + TOKENS_AT_ONCE] for start in range(0, len(ids), TOKENS_AT_ONCE)]
 
-            def ids_of(piece: list[int]) -> str:
-                return _json(piece)[1:-1]
+            async def json_of(write: Callable[[list[int]], str]) -> list[bytes]:
+                found = []
+                for number, part in enumerate(parts):
+                    comma = "," if number else ""
+                    found.append(await text.run(len(part), lambda: f"{comma}{write(part)}".encode()))  # noqa: B023
+                return found
 
-            def names_of(piece: list[int]) -> str:
-                return _json(list(tokenizer.convert_ids_to_tokens(piece)))[1:-1]
+            tokens = await json_of(lambda part: _json(part)[1:-1])
+            names = [b"[", *await json_of(self._names), b"]"] if has_names else [b"null"]
+        head = _json({"count": len(ids), **facts})[:-1].encode()
+        return [head, b',"tokens":[', *tokens, b'],"token_strs":', *names, b"}"]
 
-            async def in_pieces(make: Callable[[list[int]], str]) -> str:
-                pieces = [ids[start : start + TOKENS_AT_ONCE] for start in range(0, len(ids), TOKENS_AT_ONCE)]
-                made = [await text.run(CHARACTERS_PER_TOKEN * len(piece), partial(make, piece)) for piece in pieces]
-                return f"[{','.join(made)}]"
+    def _names(self, token_ids: list[int]) -> str:
+        """The vocabulary's names of tokens, as JSON with commas between them."""
+        known = self._known_names
+        new = [token_id for token_id in set(token_ids) if token_id not in known]
+        names = self._required().convert_ids_to_tokens(new)
+        known.update({token_id: _json(name) for token_id, name in zip(new, names, strict=True)})
+        return ",".join(map(known.__getitem__, token_ids))
 
-            tokens = await in_pieces(ids_of)
-            names = await in_pieces(names_of) if has_names else "null"
-            head = _json({"count": len(ids), **facts})[:-1]
-            return await text.run(len(tokens), f'{head},"tokens":{tokens},"token_strs":{names}}}'.encode)
-
-    async def text_as_json(self, token_ids: Sequence[int], tenant: str = "") -> bytes:
+    async def text_as_json(self, token_ids: Sequence[int], tenant: str = "") -> list[bytes]:
         """The JSON of the tokens' text, special tokens included.
 
         Raises:
@@ -216,7 +223,7 @@ class PromptReader:
 
         size = CHARACTERS_PER_TOKEN * len(token_ids)
         with self._work.admit(tenant, size) as text:
-            return await text.run(size, decode)
+            return [await text.run(size, decode)]
 
     def shown(self, prompt: Prompt) -> str:
         """The beginning of a prompt's text, or of its ids where the model has no tokenizer, for the log."""

@@ -51,7 +51,7 @@ def test_chat_templates_and_text(tokenizer: Any) -> None:
         return prompt.token_ids
 
     async def text(token_ids: list[int]) -> str:
-        found: str = json.loads(await reader_of(tokenizer).text_as_json(token_ids))["prompt"]
+        found: str = json.loads(b"".join(await reader_of(tokenizer).text_as_json(token_ids)))["prompt"]
         return found
 
     async def run() -> None:
@@ -76,7 +76,7 @@ def test_tokens_as_json_are_whole_however_many_pieces(tokenizer: Any, monkeypatc
     async def made(source: str, has_names: bool) -> Any:
         reader = reader_of(tokenizer)
         prompt = TextPrompts("prompt", source)
-        return json.loads(await reader.tokens_as_json(prompt, {"max_model_len": 9}, has_names=has_names))
+        return json.loads(b"".join(await reader.tokens_as_json(prompt, {"max_model_len": 9}, has_names=has_names)))
 
     names = tokenizer.convert_ids_to_tokens(ids)
     expected = {"count": len(ids), "max_model_len": 9, "tokens": ids, "token_strs": names}
