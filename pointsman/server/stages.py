@@ -187,7 +187,8 @@ class StageRoom:
                 taken.
         """
         try:
-            self._room.take(tenant, amount, own)
+            if amount:
+                self._room.take(tenant, amount, own)
         except RoomError as error:
             raise self._refusal(error, amount, retry_after()) from None
 
