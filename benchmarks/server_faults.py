@@ -23,7 +23,8 @@ Each scenario has a server of its own, on the demo model:
 - **slow grammars** and **hung grammars**: grammars of one tenant that take the whole time limit keep no other tenant's
   schema waiting; a grammar process that hangs is replaced, and its requests are answered;
 - **unbounded input**: 100 MB of trailers, headers or chunk extensions, fast and slowly, cost 16 MiB at most;
-- **idle connections**: 2,000 of them, with 1,024 files: health checks, operators and new clients are answered.
+- **idle connections**: 2,000 of them, with 1,024 files: health checks, operators and new clients are answered;
+- **tokenizing**, **fair-door**, **long-prompts**: what one tenant waits for another, see `_faults_tenants.py`.
 
     python benchmarks/server_faults.py --check
 """
@@ -46,6 +47,7 @@ from _faults_connections import idle_connections, unbounded_input
 from _faults_engines import hung_engine, hung_single_engine
 from _faults_gap import long_prompt_gap
 from _faults_grammars import hung_grammars, slow_grammars
+from _faults_tenants import fair_door, long_prompts, tokenizing
 from _server_beside import attacks, crowds, large_bodies
 from _server_client import HOST, Address, BrokenAnswer, Exchange, Stream, get, post, send, start
 from _server_probe import MIB, is_running, open_requests, run_async, wait_until_idle
@@ -431,6 +433,9 @@ SCENARIOS: dict[str, Scenario] = {
     "hung-single-engine": lambda sizes, targets: hung_single_engine(targets, is_quick=sizes is QUICK),
     "unbounded-input": lambda sizes, targets: unbounded_input(targets, is_quick=sizes is QUICK),
     "idle-connections": lambda sizes, targets: idle_connections(targets, is_quick=sizes is QUICK),
+    "tokenizing": lambda sizes, targets: tokenizing(targets, is_quick=sizes is QUICK),
+    "fair-door": lambda sizes, targets: fair_door(targets, is_quick=sizes is QUICK),
+    "long-prompts": lambda sizes, targets: long_prompts(targets, is_quick=sizes is QUICK),
 }
 QUICK_SCENARIOS = ["engine-killed", "attacks"]
 

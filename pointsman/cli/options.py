@@ -402,7 +402,14 @@ SERVER: dict[str, Any] = {
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Maximum size of all bodies that arrive or are not parsed yet; then 503 [default: 16 of the largest].",
+            help="Maximum size of all bodies that arrive or are not parsed yet; then 429 [default: 16 of the largest].",
+        ),
+    ],
+    "max_waiting_characters": Annotated[
+        int | None,
+        typer.Option(
+            help="Maximum characters of requests that wait to be tokenized; then 429 [default: 4 times "
+            "--max-request-bytes]."
         ),
     ],
     "max_tokens_limit": Annotated[
@@ -429,6 +436,13 @@ SERVER: dict[str, Any] = {
             metavar="SOURCE",
             help="What names the tenant: key, the API key's name; user, the field of that name; or header:NAME. "
             "The last two only behind a trusted proxy, as clients may send what they like [default: key].",
+        ),
+    ],
+    "isolate_prefixes": Annotated[
+        bool | None,
+        typer.Option(
+            "--isolate-prefixes/--no-isolate-prefixes",
+            help="Whether tenants share no cached prefixes, so that none can find out what another asks [default: no].",
         ),
     ],
     "drain_delay": Annotated[
@@ -614,6 +628,7 @@ SERVE_HELP: Panels = {
         "max_waiting_prompt_tokens",
         "max_request_bytes",
         "max_total_request_bytes",
+        "max_waiting_characters",
         "max_tokens_limit",
         "max_n",
         "max_logprobs",
@@ -622,6 +637,7 @@ SERVE_HELP: Panels = {
         "min_ttft_target",
         "max_retention",
         "tenant_from",
+        "isolate_prefixes",
         "seed",
     ),
     "Server": (

@@ -64,15 +64,20 @@ class Room:
         self.held: dict[str, int] = {}
         """By each tenant that holds something."""
 
-    def take(self, tenant: str, amount: int) -> None:
-        """Hold more. A tenant that holds nothing gets one unit's worth of anything that fits at all.
+    def take(self, tenant: str, amount: int, own: int = 0) -> None:
+        """Hold more. A tenant that holds nothing, or nothing but parts of this item, gets all that fits.
+
+        Args:
+            tenant: whose it is.
+            amount: to hold.
+            own: what the tenant holds of the same item already, where an item comes in parts.
 
         Raises:
             RoomError: it is more than there is room for, or than the tenant may hold.
         """
         held, left = self.held.get(tenant, 0), self.size - self.total - amount
         most = self.size if not self.is_shared else min(self.size, SHARE * max(0, left))
-        if left < 0 or (held and held + amount > most):
+        if left < 0 or (held > own and held + amount > most):
             raise RoomError(held, most, self.total, self.size)
         self.held[tenant] = held + amount
         self.total += amount
@@ -91,19 +96,23 @@ class Turn(Generic[ItemT]):
 
     tenant: str
     item: ItemT
+    cost: float
 
 
 class _Tenant(Generic[ItemT]):
     """A tenant's queue."""
 
-    __slots__ = ("finish", "num_out", "queue")
+    __slots__ = ("discount", "finish", "num_out", "queue")
 
     def __init__(self) -> None:
         self.finish = 0.0
-        """Virtual time at which all that it has put so far is served."""
+        """Virtual time at which all that it has put so far is served, without the discount."""
         self.num_out = 0
         """Items that were taken and have not ended."""
-        self.queue: deque[tuple[float, int, ItemT]] = deque()
+        self.queue: deque[tuple[float, int, float, ItemT]] = deque()
+        """Virtual start, the number in the order of `put`, cost and item."""
+        self.discount = 0.0
+        """Of the starts in the queue: the cost of items before them that were dropped."""
 
 
 class Turns(Generic[ItemT]):
@@ -142,9 +151,9 @@ class Turns(Generic[ItemT]):
         own = self._tenants.get(tenant)
         if own is None:
             own = self._tenants[tenant] = _Tenant()
-        start = max(self._now, own.finish)
+        start = max(self._now + own.discount, own.finish)
         own.finish = start + cost
-        own.queue.append((start, next(self._number), item))
+        own.queue.append((start, next(self._number), cost, item))
         self._len += 1
 
     def remove(self, tenant: str, item: ItemT) -> None:
@@ -168,20 +177,26 @@ class Turns(Generic[ItemT]):
     def take(self) -> Turn[ItemT] | None:
         """The next item; None: none waits, or the tenants of all that wait have as many out as they may."""
         ready = (
-            (own.queue[0][:2], tenant)
+            (own.queue[0][0] - own.discount, own.queue[0][1], tenant)
             for tenant, own in self._tenants.items()
             if own.queue and (self._most_out is None or own.num_out < self._most_out)
         )
         found = min(ready, default=None)
         if found is None:
             return None
-        _, tenant = found
+        start, _, tenant = found
         own = self._tenants[tenant]
-        self._now, _, item = own.queue.popleft()
+        _, _, cost, item = own.queue.popleft()
+        self._now = max(self._now, start)
         own.num_out += 1
         self._num_out += 1
         self._len -= 1
-        return Turn(tenant, item)
+        return Turn(tenant, item, cost)
+
+    def drop(self, turn: Turn[ItemT]) -> None:
+        """What was taken is not wanted any more: it is done, and costs the tenant nothing."""
+        self._tenants[turn.tenant].discount += turn.cost
+        self.end(turn)
 
     def end(self, turn: Turn[ItemT]) -> None:
         """What was taken is done."""
@@ -193,6 +208,6 @@ class Turns(Generic[ItemT]):
             self._tenants = {
                 tenant: own
                 for tenant, own in self._tenants.items()
-                if own.queue or own.num_out or own.finish > self._now
+                if own.queue or own.num_out or own.finish - own.discount > self._now
             }
             self._prune_at = max(_LEAST_KEPT, 2 * len(self._tenants))

@@ -51,7 +51,11 @@ class ServerConfig:
     max_request_bytes: int = 4 * MIB
     """Size of a request's body; larger ones get 413."""
     max_total_request_bytes: int | None = None
-    """Size of all bodies together that arrive, or are not parsed yet; beyond it 503. None: of 16 of the largest."""
+    """Size of all bodies together that arrive, or are not parsed yet; beyond it 429. None: of 16 of the largest."""
+    max_waiting_characters: int | None = None
+    """Characters of requests that wait to be tokenized; beyond it 429. None: of 4 of the largest bodies."""
+    isolate_prefixes: bool = False
+    """Whether tenants share no cached prefixes, so that none can find out what another has asked."""
     max_tokens_limit: int | None = None
     """Maximum number of tokens that one request may ask for; None: as many as the model's length allows."""
     max_n: int = 16
@@ -109,6 +113,8 @@ class ServerConfig:
         _check_int("max_request_bytes", self.max_request_bytes, 1024)
         if self.max_total_request_bytes is not None:
             _check_int("max_total_request_bytes", self.max_total_request_bytes, self.max_request_bytes)
+        if self.max_waiting_characters is not None:
+            _check_int("max_waiting_characters", self.max_waiting_characters, self.max_request_bytes)
         if self.max_tokens_limit is not None:
             _check_int("max_tokens_limit", self.max_tokens_limit, 1)
         _check_int("max_n", self.max_n, 1)
@@ -171,6 +177,11 @@ class ServerConfig:
     def body_budget(self) -> int:
         """Bytes that all bodies may take together."""
         return 16 * self.max_request_bytes if self.max_total_request_bytes is None else self.max_total_request_bytes
+
+    @property
+    def text_budget(self) -> int:
+        """Characters that may wait to be tokenized; a body has at most as many characters as bytes."""
+        return 4 * self.max_request_bytes if self.max_waiting_characters is None else self.max_waiting_characters
 
 
 def split_host(host: str) -> tuple[str, int | None] | None:

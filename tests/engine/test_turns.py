@@ -61,6 +61,27 @@ def test_a_tenant_leaves_a_worker_to_others() -> None:
     assert third is not None and third.tenant == "a"
 
 
+def test_what_is_dropped_costs_its_tenant_nothing() -> None:
+    turns = Turns[str]()
+    turns.put("b", "first")
+    busy = turns.take()
+    assert busy is not None
+    for _ in range(3):
+        turns.put("a", "unwanted", cost=1000)
+    turns.put("a", "wanted")
+    for _ in range(5):
+        turns.put("b", "later")
+    turns.end(busy)
+    order = []
+    while (turn := turns.take()) is not None:
+        if turn.item == "unwanted":
+            turns.drop(turn)
+        else:
+            order.append(turn.item)
+            turns.end(turn)
+    assert order.index("wanted") <= 1
+
+
 def test_idle_tenants_are_forgotten() -> None:
     turns = Turns[int]()
     for item in range(5000):
@@ -160,6 +181,15 @@ def test_one_tenant_alone_leaves_a_quarter_free() -> None:
     room = Room(1000)
     assert fill(room, "a") == 1000 * SHARE // (SHARE + 1)
     assert fill(room, "b") > 150 and fill(room, "c") > 40
+
+
+def test_an_item_that_comes_in_parts_fits_as_one_that_comes_whole() -> None:
+    room = Room(100)
+    for own in range(0, 100, 10):
+        room.take("a", 10, own)
+    with pytest.raises(RoomError):
+        room.take("b", 1)
+    assert room.held == {"a": 100}
 
 
 def test_one_tenant_may_hold_all_where_it_is_the_only_one() -> None:

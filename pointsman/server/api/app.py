@@ -31,6 +31,7 @@ from pointsman.server.metrics.exposition import ServerMetrics
 from pointsman.server.service.fleet import EngineFleet
 from pointsman.server.service.gate import Gate
 from pointsman.server.service.service import Service
+from pointsman.server.stages import Rooms
 from pointsman.server.wire.connections import Connections
 from pointsman.server.wire.errors import ErrorAnswers
 
@@ -45,10 +46,11 @@ def create_app(client: EngineFleet, config: ServerConfig, connections: Connectio
         config: the operator's settings.
         connections: of clients; None: they are another server's.
     """
-    name = (config.served_model_name or (client.info.model,))[0]
-    metrics = ServerMetrics(client, name, config.tenants, connections)
+    rooms = Rooms(config, client.max_num_running)
+    model_name = (config.served_model_name or (client.info.model,))[0]
+    metrics = ServerMetrics(client, model_name, config.tenants, rooms.all(), connections)
     gate = Gate(client, config.drain_timeout)
-    service = Service(client, config, metrics.observations, gate)
+    service = Service(client, config, metrics.observations, gate, rooms)
     operators = OperatorRules(config)
     answer = ErrorAnswers(metrics.observations.refusal)
     app = FastAPI(title="Pointsman", version=pointsman.__version__, description=DESCRIPTION)
@@ -63,8 +65,14 @@ def create_app(client: EngineFleet, config: ServerConfig, connections: Connectio
     app.include_router(tokenization_router(service))
     app.include_router(health_router(client, gate, metrics))
     answer.install(app)
-    budget = BodyBudget(config.body_budget)
-    app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_request_bytes, budget=budget, answer=answer)
+    app.add_middleware(
+        BodyLimitMiddleware,
+        max_bytes=config.max_request_bytes,
+        max_prompt_tokens=client.info.max_model_len,
+        budget=BodyBudget(rooms.bodies),
+        tenant_of=service.tenants.of,
+        answer=answer,
+    )
     # The outermost: it checks first.
     if config.api_keys:
         app.add_middleware(ApiKeyMiddleware, keys=config.api_keys, operator_keys=config.operator_keys, answer=answer)

@@ -1,7 +1,8 @@
 """The body of a request: its size, that of all bodies together, strict JSON.
 
-    BodyLimitMiddleware   at most `max_bytes` of one body, and a budget for all that are held at once
-    StrictRequest.json    JSON in which every text, list and object is counted before the first is made
+    BodyLimitMiddleware   at most `max_bytes` of one body, and a budget for all that are held at once, by tenant
+    StrictRequest.json    JSON in which every text, list and object is counted before the first is made, and in which no
+                          prompt is longer than the model takes
     StrictRoute           a route that takes JSON, and lets go of the body's bytes once it is read
 
 JSON is parsed by pydantic, not by Python: it refuses NaN and infinities, lone surrogates, nesting beyond 200 levels and
@@ -16,8 +17,9 @@ import ctypes
 import gc
 import logging
 from collections.abc import Callable, Coroutine
+from functools import partial
 from inspect import iscoroutinefunction, signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -29,9 +31,17 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pointsman.server.wire.errors import ApiError, one_line, shown
+from pointsman.server.wire.protocol import MAX_PROMPTS
+
+if TYPE_CHECKING:
+    from pointsman.server.stages import StageRoom
 
 logger = logging.getLogger(__name__)
 
+HELD_BODY, MAX_PROMPT_TOKENS = "pointsman.body", "pointsman.max_prompt_tokens"
+"""In a request's ASGI scope."""
+PROMPT_FIELDS = ("prompt", "input")
+"""Where prompts of token ids are."""
 MAX_TEXTS = 100_000
 """Of a body, names of fields among them."""
 MAX_CONTAINERS = 100_000
@@ -51,35 +61,35 @@ class BodyBudget:
     """Bytes of the bodies that are held at once: those that arrive, and those that are not parsed yet.
 
     Args:
-        max_bytes: of all of them.
+        room: for all of them.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.num_bytes = 0
-        """Held now."""
+    def __init__(self, room: StageRoom) -> None:
+        self._room = room
         self._since_trim = 0
         self._timer: asyncio.TimerHandle | None = None
 
-    def take(self, num_bytes: int) -> None:
-        """Hold more bytes.
+    @property
+    def num_bytes(self) -> int:
+        """Held now."""
+        return self._room.total
+
+    def take(self, tenant: str, num_bytes: int, own: int) -> None:
+        """Hold more bytes of a body of which `own` are held.
 
         Raises:
-            ApiError: 503, they are more than there is room for; nothing was taken.
+            ApiError: 429, they are more than there is room for; nothing was taken.
         """
-        if self.num_bytes + num_bytes > self.max_bytes:
-            raise ApiError(
-                503,
-                f"the bodies of open requests have {self.num_bytes} bytes, and at most {self.max_bytes} are held at "
-                "once (max_total_request_bytes); try again in 1 s",
-                headers={"retry-after": "1", "connection": "close"},
-                reason="other",
-            )
-        self.num_bytes += num_bytes
+        try:
+            self._room.take(tenant, num_bytes, own=own)
+        except ApiError as error:
+            assert error.headers is not None
+            error.headers = {**error.headers, "connection": "close"}  # or the rest of the body would still be read
+            raise
 
-    def give_back(self, num_bytes: int) -> None:
+    def give_back(self, tenant: str, num_bytes: int) -> None:
         """Bytes are no longer held."""
-        self.num_bytes -= num_bytes
+        self._room.give_back(tenant, num_bytes)
         self._since_trim += num_bytes
         if self._since_trim >= TRIM_BYTES and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(TRIM_SECONDS, self._trim_unless_held)
@@ -97,26 +107,33 @@ class HeldBody:
 
     Args:
         budget: of all bodies.
+        tenant: whose request it is, as far as that is known before the body.
     """
 
-    def __init__(self, budget: BodyBudget) -> None:
+    def __init__(self, budget: BodyBudget, tenant: Callable[[], str]) -> None:
         self._budget = budget
+        self._find_tenant = tenant
+        self._tenant = ""
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
         """More has arrived.
 
         Raises:
-            ApiError: 503.
+            ApiError: 429.
         """
         taken = max(0, self.num_bytes - FREE_BYTES)
-        self._budget.take(max(0, self.num_bytes + num_bytes - FREE_BYTES) - taken)
+        more = max(0, self.num_bytes + num_bytes - FREE_BYTES) - taken
+        if more:
+            if not taken:
+                self._tenant = self._find_tenant()
+            self._budget.take(self._tenant, more, taken)
         self.num_bytes += num_bytes
 
     def release(self) -> None:
         """The bytes are no longer needed; a second call does nothing."""
         if self.num_bytes > FREE_BYTES:
-            self._budget.give_back(self.num_bytes - FREE_BYTES)
+            self._budget.give_back(self._tenant, self.num_bytes - FREE_BYTES)
         self.num_bytes = 0
 
 
@@ -135,16 +152,26 @@ class BodyLimitMiddleware:
     Args:
         app: the app behind it.
         max_bytes: of a body.
+        max_prompt_tokens: of one prompt.
         budget: of all bodies.
+        tenant_of: whose a request is, by its scope.
         answer: makes the response to an error.
     """
 
     def __init__(
-        self, app: ASGIApp, max_bytes: int, budget: BodyBudget, answer: Callable[[HTTPException], Response]
+        self,
+        app: ASGIApp,
+        max_bytes: int,
+        max_prompt_tokens: int,
+        budget: BodyBudget,
+        tenant_of: Callable[[Scope], str],
+        answer: Callable[[HTTPException], Response],
     ) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._max_prompt_tokens = max_prompt_tokens
         self._budget = budget
+        self._tenant_of = tenant_of
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -155,7 +182,7 @@ class BodyLimitMiddleware:
         if given.isdigit() and int(given[:20]) > self._max_bytes:
             await self._answer(self._too_large())(scope, receive, send)
             return
-        held = HeldBody(self._budget)
+        held = HeldBody(self._budget, partial(self._tenant_of, scope))
 
         async def counted() -> Message:
             message = await receive()
@@ -165,7 +192,7 @@ class BodyLimitMiddleware:
                 held.add(len(body))
             return message
 
-        scope["pointsman.body"] = held
+        scope[HELD_BODY], scope[MAX_PROMPT_TOKENS] = held, self._max_prompt_tokens
         try:
             await self._app(scope, counted, send)
         finally:
@@ -199,6 +226,33 @@ def check_numbers(body: bytes) -> None:
             raise _too_many(num_containers, "lists and objects", MAX_CONTAINERS)
 
 
+def check_prompt_lengths(body: Any, limit: int | None) -> None:
+    """Refuse prompts of more token ids than the model takes, before each of a million ids is validated.
+
+    Args:
+        body: parsed JSON.
+        limit: of one prompt; None: there is none.
+
+    Raises:
+        ApiError: 400.
+    """
+    if limit is None or not isinstance(body, dict):
+        return
+    for name in PROMPT_FIELDS:
+        prompt = body.get(name)
+        if not isinstance(prompt, list):
+            continue
+        longest = max((len(part) for part in prompt[:MAX_PROMPTS] if isinstance(part, list)), default=0)
+        if prompt and isinstance(prompt[0], int):
+            longest = len(prompt)
+        if longest > limit:
+            raise ApiError(
+                400,
+                f"{name}: a prompt of {longest} token ids, and max_model_len is {limit}; shorten it",
+                param=name,
+            )
+
+
 def _without_escapes(body: bytes) -> bytes:
     """JSON without backslashes and quotation marks in its texts: every mark that is left begins or ends one."""
     return body.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -223,6 +277,7 @@ class StrictRequest(Request):
                 raise ApiError(400, f"the body is not valid JSON: {one_line(str(error))}") from None
             finally:
                 gc.enable()
+            check_prompt_lengths(self._json, self.scope.get(MAX_PROMPT_TOKENS))
         return self._json
 
 
@@ -250,7 +305,7 @@ class StrictRoute(APIRoute):
                     response = await handle(own)
             except ClientDisconnect:  # while it sent its body; nothing reads the response
                 return Response(status_code=400)
-            held = request.scope.get("pointsman.body")
+            held = request.scope.get(HELD_BODY)
             if held is not None:
                 held.release()  # the response, which may take long, needs only what was made of it
             return response

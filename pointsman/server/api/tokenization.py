@@ -2,99 +2,58 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
+from starlette.types import Scope, Send
 
 from pointsman.server.api.bodies import StrictRoute
 from pointsman.server.api.openapi import errors
 from pointsman.server.service.gate import from_engine
 from pointsman.server.service.prompts import ChatPrompt, TextPrompts
-from pointsman.server.service.service import Service
-from pointsman.server.wire.errors import ApiError
+from pointsman.server.service.service import Service, WatchedResponse
 from pointsman.server.wire.protocol import DetokenizeRequest, TokenizeCompletionRequest, TokenizeRequest
 from pointsman.server.wire.responses import DetokenizeResponse, TokenizeResponse
+from pointsman.server.wire.sse import send_json
 
 TOKEN_ERRORS = (400, 404, 413, 429, 500, 503)
-MAX_AT_ONCE = 2
-"""Requests in progress at once: prompts of completions use the same thread, and should not wait behind these."""
-MAX_OPEN = 64
-"""Maximum number of open requests; further ones get 429."""
-
-
-class _Queue:
-    """The queue of requests for tokens."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._turns = asyncio.Semaphore(MAX_AT_ONCE)
-        self._num_open = 0
-
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """A block in which a request is in progress.
-
-        Raises:
-            ApiError: 429, too many wait; 503 while the server shuts down; 500 when the engine is dead.
-        """
-        with self._service.gate.inside():
-            if self._num_open >= MAX_OPEN:
-                raise ApiError(
-                    429,
-                    f"{self._num_open} requests for tokens are open, and at most {MAX_OPEN} may be; try again in 1 s",
-                    headers={"retry-after": "1"},
-                    reason="queue_requests",
-                )
-            self._num_open += 1
-            try:
-                async with self._turns:
-                    yield
-            except ValueError as error:
-                raise from_engine(error) from error
-            finally:
-                self._num_open -= 1
 
 
 def tokenization_router(service: Service) -> APIRouter:
-    """The two routes."""
+    """The two routes. They use the same threads as prompts, in the same turns."""
     router = APIRouter(route_class=StrictRoute, tags=["tokens"])
-    queue = _Queue(service)
+
+    def respond(make: Callable[[str], Awaitable[list[bytes]]]) -> WatchedResponse:
+        """The response whose JSON is made for a tenant, while the client is connected."""
+
+        async def work(scope: Scope, send: Send) -> None:
+            with service.gate.inside():
+                try:
+                    pieces = await make(service.tenants.of(scope))
+                except ValueError as error:
+                    raise from_engine(error) from error
+                await send_json(send, pieces)
+
+        return WatchedResponse(work)
 
     @router.post("/tokenize", response_model=TokenizeResponse, responses=errors(*TOKEN_ERRORS))
     async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a text, or of what the chat template makes of a conversation."""
         service.check_model(body.model)
-        async with queue.turn():
-            token_ids = await _token_ids(service, body)
-            names = await service.prompts.names(token_ids) if body.return_token_strs else None
-        answer: dict[str, Any] = {
-            "count": len(token_ids),
-            "max_model_len": service.client.info.max_model_len,
-            "tokens": token_ids,
-            "token_strs": names,
-        }
-        return JSONResponse(answer)
+        source: TextPrompts | ChatPrompt
+        if isinstance(body, TokenizeCompletionRequest):
+            source = TextPrompts("prompt", body.prompt, body.add_special_tokens)
+        else:
+            source = ChatPrompt(body)
+        facts = {"max_model_len": service.client.info.max_model_len}
+        has_names = bool(body.return_token_strs)
+        return respond(lambda tenant: service.prompts.tokens_as_json(source, facts, tenant, has_names=has_names))
 
     @router.post("/detokenize", response_model=DetokenizeResponse, responses=errors(*TOKEN_ERRORS))
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids, special tokens included."""
         service.check_model(body.model)
-        async with queue.turn():
-            text = await service.prompts.decode(body.tokens)
-        return JSONResponse({"prompt": text})
+        return respond(lambda tenant: service.prompts.text_as_json(body.tokens, tenant))
 
     return router
-
-
-async def _token_ids(service: Service, body: TokenizeRequest) -> list[int]:
-    source: TextPrompts | ChatPrompt
-    if isinstance(body, TokenizeCompletionRequest):
-        source = TextPrompts("prompt", body.prompt, body.add_special_tokens)
-    else:
-        source = ChatPrompt(body)
-    (prompt,) = await service.prompts.read(source)
-    return prompt.token_ids

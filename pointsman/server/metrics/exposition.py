@@ -23,7 +23,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -49,8 +49,11 @@ from pointsman.server.metrics.table import (
     OPEN_STREAMS,
     REQUESTS_REFUSED,
     REQUESTS_RESUMED,
+    STAGE_HELD,
+    STAGE_ROOM,
     STATS_AGE,
     TENANT_METRICS,
+    TENANT_STAGE_HELD,
     Definition,
     Reading,
 )
@@ -58,6 +61,7 @@ from pointsman.server.wire.connections import Connections
 
 if TYPE_CHECKING:
     from pointsman.engine.stats import EngineStats
+    from pointsman.server.stages import StageRoom
     from pointsman.server.wire.messages import EngineInfo
 
 STATS_TIMEOUT = 2.0
@@ -170,6 +174,7 @@ class ServerMetrics:
         fleet: the engines.
         model_name: what clients call the model; the label `model_name` of every metric.
         tenants: those that are known from the start.
+        rooms: of the stages.
         connections: of clients; None: another server's (Ray Serve's), and none are counted here.
     """
 
@@ -178,10 +183,12 @@ class ServerMetrics:
         fleet: MeasuredFleet,
         model_name: str,
         tenants: Iterable[str] = (),
+        rooms: Sequence[StageRoom] = (),
         connections: Connections | None = None,
     ) -> None:
         count = len(fleet.engines)
         self.fleet = fleet
+        self.rooms = rooms
         self.connections = connections or Connections(0)
         self.observations = Observations(fleet.info.max_model_len, tenants, count)
         fleet.observe(self.observations.engines)
@@ -299,6 +306,15 @@ class _ServerCollector(Collector):
         yield self._of_server(CONNECTIONS_CLOSED, self._metrics.connections.closed)
         for definition, reading in zip(TENANT_METRICS, observations.tenants.readings(), strict=True):
             yield self._of_server(definition, reading)
+        rooms = self._metrics.rooms
+        yield self._of_server(STAGE_HELD, {room.stage.name: room.total for room in rooms})
+        sizes = {room.stage.name: float("inf") if room.size is None else room.size for room in rooms}
+        yield self._of_server(STAGE_ROOM, sizes)
+        held = {room.stage.name: observations.tenants.named(room.by_tenant) for room in rooms}
+        yield self._of_server(
+            TENANT_STAGE_HELD,
+            {(stage, tenant): amount for stage, by_tenant in held.items() for tenant, amount in by_tenant.items()},
+        )
 
     def _of_server(self, definition: Definition, reading: Reading) -> Metric:
         return self._family(definition, [(self._whole[0], reading)])
@@ -308,12 +324,13 @@ class _ServerCollector(Collector):
 
     def _family(self, definition: Definition, readings: Sequence[tuple[tuple[str, str], Reading]]) -> Metric:
         kind = CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily
-        labels = BASE_LABELS if definition.label is None else (*BASE_LABELS, definition.label)
+        further = (label for label in (definition.label, definition.second_label) if label is not None)
+        labels = (*BASE_LABELS, *further)
         family = kind(definition.name, definition.meaning, labels=labels)
         for base, reading in readings:
             if isinstance(reading, Mapping):
                 for value, number in reading.items():
-                    family.add_metric((*base, value), number)
+                    family.add_metric((*base, *((value,) if isinstance(value, str) else value)), number)
             else:
                 family.add_metric(base, reading)
         return family
@@ -327,7 +344,9 @@ class _ServerCollector(Collector):
 
 def nothing(reading: Reading) -> Reading:
     """The reading of a gauge where there is nothing any more."""
-    return dict.fromkeys(reading, 0) if isinstance(reading, Mapping) else 0
+    if isinstance(reading, Mapping):
+        return cast(Reading, dict.fromkeys(reading, 0))
+    return 0
 
 
 def cache_labels(info: EngineInfo) -> dict[str, str]:

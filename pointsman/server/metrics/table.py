@@ -60,6 +60,9 @@ REFUSALS = (
     "too_large",  # 413: its body is longer than allowed
     "queue_requests",  # 429: too many requests are open
     "queue_tokens",  # 429: too many prompt tokens wait
+    "queue_characters",  # 429: too many characters wait to be tokenized
+    "queue_bytes",  # 429: the bodies of open requests are too large together
+    "queue_grammars",  # 429: too many requests wait for a grammar
     "draining",  # 503: the server is ending
     "engine_dead",  # 500 or 503: the engine's process has ended
     "other",
@@ -78,12 +81,14 @@ class Definition:
     meaning: str
     label: str | None = None
     """Its further label, beside `BASE_LABELS`."""
+    second_label: str | None = None
+    """One more, whose values are not known from the start."""
     buckets: tuple[float, ...] | None = None
     """Upper bounds of a histogram, inclusive; None: those of `token_buckets`."""
 
 
-Reading = float | Mapping[str, float]
-"""A value, or one for each value of the definition's label."""
+Reading = float | Mapping[str, float] | Mapping[tuple[str, str], float]
+"""A value, or one for each value of the definition's label, or for each pair of values of both its labels."""
 
 
 # ------------------------------------------------------------------------- KEPT
@@ -266,6 +271,29 @@ TENANT_UNSTARTED_REQUESTS = Definition(
 )
 TENANT_METRICS = (TENANT_PROMPT_TOKENS, TENANT_GENERATION_TOKENS, TENANT_OPEN_REQUESTS, TENANT_UNSTARTED_REQUESTS)
 """In the order of `TenantCounts.readings`. Here alone the values of a label are not known from the start."""
+
+STAGE_HELD = Definition(
+    "pointsman:stage_held",
+    "gauge",
+    "the stage's",
+    "What all tenants together hold at a stage, in the unit that operating.md gives.",
+    "stage",
+)
+STAGE_ROOM = Definition(
+    "pointsman:stage_room",
+    "gauge",
+    "the stage's",
+    "What they may hold there; +Inf where there is no bound.",
+    "stage",
+)
+TENANT_STAGE_HELD = Definition(
+    "pointsman:tenant_stage_held",
+    "gauge",
+    "the stage's",
+    "pointsman:stage_held by tenant.",
+    "stage",
+    "tenant",
+)
 
 # ----------------------------------------------------------------------- STATED
 

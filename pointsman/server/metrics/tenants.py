@@ -10,7 +10,7 @@ Counting happens once per delta, so it is an addition to a slot of a `TenantCoun
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from pointsman.server.config import OTHER
 
@@ -105,6 +105,16 @@ class TenantCounts:
             ):
                 series[OTHER] = value
         return prompt, generated, num_open, num_unstarted
+
+    def named(self, amounts: Mapping[str, float]) -> dict[str, float]:
+        """Amounts by tenant under the same labels; empty while there is one tenant alone."""
+        if len(self._known) < 2:
+            return {}
+        found = dict.fromkeys(sorted(self._named), 0.0)
+        for tenant, amount in amounts.items():
+            label = tenant if tenant in self._named else OTHER
+            found[label] = found.get(label, 0.0) + amount
+        return found
 
     def _count_of(self, tenant: str) -> TenantCount:
         count = self._known.get(tenant)

@@ -215,7 +215,7 @@ class Delivery:
         self._check(outputs)
         body = await in_pieces(writer.whole(self.choices, outputs))
         outputs.clear()  # what is sent slowly should not be there twice
-        await send_json(send, body, self._headers(writer))
+        await send_json(send, [body.encode()], self._headers(writer))
 
     async def collect(self) -> list[Delta]:
         """The whole output of each sample, once all have finished.

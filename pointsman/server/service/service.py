@@ -1,10 +1,11 @@
 """Service: the steps of a client's request, from its route to the engine process and back.
 
     gate -> limits -> backlog -> prompts -> parameters -> queued in the engine -> delivery
-    500, 503  400     429        400        400           400, 408                408, 500
+    500, 503  400     429        400, 429   400           400, 408, 429           408, 500
 
-Everything up to "queued" happens before the first byte of the response, so that a refusal has its own status. What the
-kinds of requests do differently is in the parts of their `Job`.
+Everything up to "queued" happens before the first byte of the response, so that a refusal has its own status. What each
+stage may hold, and how tenants share that, is in `stages.py`. What the kinds of requests do differently is in the parts
+of their `Job`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ from pointsman.server.service.gate import too_late
 from pointsman.server.service.names import OWNER, RequestNames
 from pointsman.server.service.prompts import PromptReader
 from pointsman.server.service.sampling import SamplingPlan
-from pointsman.server.service.tenants import TenantRule
+from pointsman.server.service.sending import Sending
+from pointsman.server.service.tenants import TenantRule, isolated_salt
+from pointsman.server.service.text_work import TextWork
 from pointsman.server.service.urgency import check_retention, check_urgency
+from pointsman.server.stages import Rooms, has_tenants
 from pointsman.server.wire.answers import TextWriter
 from pointsman.server.wire.errors import ApiError, not_found, shown
 from pointsman.server.wire.messages import EngineRequest
@@ -40,7 +44,7 @@ if TYPE_CHECKING:
     from pointsman.server.service.gate import Gate
     from pointsman.server.service.prompts import ChatPrompt, TextPrompts
     from pointsman.server.service.sampling import PoolingPlan
-    from pointsman.server.wire.answers import AnswerWriter, Prompt
+    from pointsman.server.wire.answers import AnswerWriter
     from pointsman.server.wire.protocol import EmbeddingRequest, SamplingFields
 
 logger = logging.getLogger(__name__)
@@ -94,15 +98,18 @@ class Service:
         config: the operator's settings.
         observations: of times and tokens.
         gate: every request is inside while it is answered; a closed gate means that the server shuts down.
+        rooms: of the stages.
     """
 
-    def __init__(self, client: EngineFleet, config: ServerConfig, observations: Observations, gate: Gate) -> None:
+    def __init__(
+        self, client: EngineFleet, config: ServerConfig, observations: Observations, gate: Gate, rooms: Rooms
+    ) -> None:
         self.client = client
         self.config = config
         self.gate = gate
-        self.prompts = PromptReader(client.tokenizer, client.info, config.chat_template)
-        max_requests = client.max_num_running + config.max_waiting_requests
-        self.backlog = Backlog(max_requests, config.max_waiting_prompt_tokens)
+        self.prompts = PromptReader(client.tokenizer, client.info, TextWork(rooms.texts), config.chat_template)
+        self.backlog = Backlog(rooms.requests, rooms.prompt_tokens)
+        self.sending = Sending(client, rooms.grammars, is_shared=has_tenants(config))
         self.names = RequestNames()
         self.tenants = TenantRule(config)
         self.model_names = config.served_model_name or (client.info.model,)
@@ -134,7 +141,7 @@ class Service:
                 check_limits(job.plan.body, job.plan.n, job.plan.logprobs, self.config)
             client = Client(scope.get(OWNER), self.tenants.of(scope, job.body.user))
             num_samples = job.prompts.count() * job.plan.n
-            with self.backlog.enter(num_samples) as ticket:
+            with self.backlog.enter(client.tenant, num_samples) as ticket:
                 async with Delivery(self.gate, self._observations, ticket, job.deadline(self.config)) as delivery:
                     try:
                         await self._queue_in_time(job, client, delivery, ticket)
@@ -157,14 +164,15 @@ class Service:
         Raises:
             ValueError, ApiError, EngineDeadError, EngineStalledError: it can never run, not now, or not any more.
         """
-        body, answer_id, ttft_target = job.body, job.writer.id, job.ttft_target
-        prompts = await self.prompts.read(job.prompts)
+        body, answer_id, ttft_target, tenant = job.body, job.writer.id, job.ttft_target, client.tenant
+        prompts = await self.prompts.read(job.prompts, tenant)
         params = job.plan.params(prompts, self.client.info, self.config)
-        for index, prompt in enumerate(prompts):
-            ticket.add_prompt(index, len(prompt.token_ids))
-        await self.prompts.add_texts(job.prompts, prompts)
+        ticket.add_prompts([len(prompt.token_ids) for prompt in prompts])
+        await self.prompts.add_texts(job.prompts, prompts, tenant)
         if self.config.log_requests and isinstance(job.plan, SamplingPlan):
-            await self._log(answer_id, prompts)
+            for prompt in prompts:
+                logger.info("%s: %d tokens: %s", answer_id, len(prompt.token_ids), self.prompts.shown(prompt))
+        cache_salt = isolated_salt(tenant, body.cache_salt) if self.config.isolate_prefixes else body.cache_salt
         is_only = len(prompts) == job.plan.n == 1
         for index, (prompt, samples) in enumerate(zip(prompts, params, strict=True)):
             for own in samples:
@@ -174,25 +182,17 @@ class Service:
                     prompt_token_ids=prompt.token_ids,
                     params=own,
                     priority=body.priority,
-                    tenant=client.tenant,
+                    tenant=tenant,
                     ttft_target=ttft_target,
                     retention=body.retention,
-                    cache_salt=body.cache_salt,
+                    cache_salt=cache_salt,
                     arrival_time=job.arrival_time,
                     deadline=delivery.deadline,
                     user=body.user,
                     stream=job.stream,
                 )
                 delivery.add(index, prompt, self.client.generate(request))
-        await self.client.queue(delivery.streams)
-
-    async def _log(self, answer_id: str, prompts: list[Prompt]) -> None:
-        for prompt in prompts:
-            text = prompt.text
-            if text is None and self.prompts.tokenizer is not None:
-                text = await self.prompts.decode(prompt.token_ids)
-            content = prompt.token_ids if text is None else text
-            logger.info("%s: %d tokens: %a", answer_id, len(prompt.token_ids), content)
+        await self.sending.queue(tenant, delivery.streams)
 
     async def _deliver(self, job: Job, delivery: Delivery, scope: Scope, send: Send) -> None:
         if isinstance(job.writer, TextWriter) and job.stream:

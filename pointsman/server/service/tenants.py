@@ -35,12 +35,12 @@ class TenantRule:
         self._header = header
         self._header_name = header.lower().encode("ascii")
 
-    def of(self, scope: Scope, user: str | None) -> str:
+    def of(self, scope: Scope, user: str | None = None) -> str:
         """The tenant of a request; "" where clients have no keys and nothing else names it.
 
         Args:
             scope: of ASGI.
-            user: the field of that name in its body.
+            user: the field of that name in its body; None: there is none, or the body has not arrived yet.
 
         Raises:
             ApiError: 400, the header is there more than once, or too long.
@@ -63,3 +63,12 @@ class TenantRule:
                 "possible; shorten it",
             )
         return tenant
+
+
+def isolated_salt(tenant: str, cache_salt: str | None) -> str:
+    """The cache salt with which a tenant shares prefixes with itself alone, and only under an equal salt of its own.
+
+    The length in front keeps two tenants apart whatever they are called and whatever salts they send.
+    """
+    own = "" if cache_salt is None else f":{cache_salt}"
+    return f"{len(tenant)}:{tenant}{own}"

@@ -8,7 +8,7 @@ room (`has_room`), `write_now` writes without a task: the server's own protocol 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from starlette.types import Scope, Send
 
@@ -58,12 +58,13 @@ class EventStream:
         await self._send({"type": "http.response.body", "body": last + DONE, "more_body": False})
 
 
-async def send_json(send: Send, body: str, headers: Mapping[str, str]) -> None:
-    """Send an answer that is not streamed: its JSON."""
-    data = body.encode()
-    facts = {**headers, "content-type": "application/json", "content-length": str(len(data))}
+async def send_json(send: Send, pieces: Sequence[bytes], headers: Mapping[str, str] | None = None) -> None:
+    """Send an answer that is not streamed: its JSON, in pieces, of which the transport takes one when it has room."""
+    facts = {**(headers or {}), "content-type": "application/json", "content-length": str(sum(map(len, pieces)))}
     await send({"type": "http.response.start", "status": 200, "headers": _raw(facts)})
-    await send({"type": "http.response.body", "body": data, "more_body": False})
+    last = len(pieces) - 1
+    for number, piece in enumerate(pieces):
+        await send({"type": "http.response.body", "body": piece, "more_body": number < last})
 
 
 def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:

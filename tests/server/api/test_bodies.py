@@ -30,6 +30,7 @@ from pointsman.server.api.bodies import (
     check_numbers,
 )
 from pointsman.server.wire.errors import ApiError, ErrorAnswers
+from tests.server.rooms import bodies_room
 
 ANSWER = ErrorAnswers(lambda _: None)
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -69,7 +70,15 @@ def call(
 
 
 def limited(limit: int) -> App:
-    return BodyLimitMiddleware(reads_all, limit, BodyBudget(1000), ANSWER)
+    return middleware(reads_all, limit, BodyBudget(bodies_room(1000)))
+
+
+def middleware(app: Any, max_bytes: int, budget: BodyBudget) -> App:
+    return BodyLimitMiddleware(app, max_bytes, 1000, budget, lambda _: "", ANSWER)
+
+
+def held_body(budget: BodyBudget, tenant: str = "") -> HeldBody:
+    return HeldBody(budget, lambda: tenant)
 
 
 def test_a_body_of_the_limit_is_read() -> None:
@@ -101,37 +110,37 @@ def no_free_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_free_bytes")
 def test_bodies_share_a_budget() -> None:
-    budget = BodyBudget(10)
+    budget = BodyBudget(bodies_room(10))
     open_ones: list[int] = []
 
     async def reads_and_waits(scope: Any, receive: Any, send: Any) -> None:
         await reads_all(scope, receive, send)
         open_ones.append(budget.num_bytes)
         with pytest.raises(ApiError) as caught:
-            HeldBody(budget).add(10 - budget.num_bytes + 1)
-        assert caught.value.status_code == 503 and "at most 10" in caught.value.detail
+            held_body(budget).add(10 - budget.num_bytes + 1)
+        assert caught.value.status_code == 429 and "at most 10" in caught.value.detail
         assert (caught.value.headers or {})["connection"] == "close"
 
-    app = BodyLimitMiddleware(reads_and_waits, 8, budget, ANSWER)
+    app = middleware(reads_and_waits, 8, budget)
     call(app, body=[b"abc", b"de"])
     assert open_ones == [5]
     assert budget.num_bytes == 0, "what was held is given back when the request is over"
     with pytest.raises(ApiError) as caught:
-        call(BodyLimitMiddleware(reads_all, 100, budget, ANSWER), body=[b"12345678", b"9", b"10"])
-    assert caught.value.status_code == 503
+        call(middleware(reads_all, 100, budget), body=[b"12345678", b"9", b"10"])
+    assert caught.value.status_code == 429
     assert budget.num_bytes == 0
 
 
 def test_a_full_budget_refuses_no_small_body() -> None:
     """Or one client with a few large bodies that never end would keep the requests of all clients out."""
-    budget = BodyBudget(100_000)
-    large = [HeldBody(budget) for _ in range(5)]
+    budget = BodyBudget(bodies_room(100_000))
+    large = [held_body(budget) for _ in range(5)]
     with pytest.raises(ApiError):
         for held in large:
             held.add(FREE_BYTES)
             held.add(40_000)
     assert budget.num_bytes == 80_000
-    small = HeldBody(budget)
+    small = held_body(budget)
     small.add(1)
     small.add(FREE_BYTES - 1)
     with pytest.raises(ApiError):
@@ -144,6 +153,21 @@ def test_a_full_budget_refuses_no_small_body() -> None:
     assert budget.num_bytes == 0
 
 
+@pytest.mark.usefixtures("no_free_bytes")
+def test_bodies_of_one_tenant_leave_room_for_another() -> None:
+    budget = BodyBudget(bodies_room(1000, is_shared=True))
+    first = held_body(budget, "a")
+    for _ in range(7):
+        first.add(100)
+    with pytest.raises(ApiError, match="of this tenant") as caught:
+        held_body(budget, "a").add(100)
+    assert caught.value.status_code == 429 and caught.value.reason == "queue_bytes"
+    other = held_body(budget, "b")
+    for _ in range(3):
+        other.add(100)  # one body has what there is, whoever it is of
+    assert budget.num_bytes == 1000
+
+
 def test_memory_is_given_back_after_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A moment later: whoever gives bytes back may still refer to them."""
     trimmed: list[bool] = []
@@ -153,20 +177,20 @@ def test_memory_is_given_back_after_many_bytes(monkeypatch: pytest.MonkeyPatch) 
 
     async def give_back(*sizes: int) -> int:
         for size in sizes:
-            budget.give_back(size)
+            budget.give_back("", size)
         await asyncio.sleep(0.05)
         return len(trimmed)
 
     async def run() -> None:
-        budget.take(90)
+        budget.take("", 90, 0)
         assert await give_back(90) == 0, "few bytes"
-        budget.take(50)
+        budget.take("", 50, 0)
         assert await give_back(20, 30) == 1, "once for both"
-        budget.take(500)
+        budget.take("", 500, 0)
         assert await give_back(300) == 1, "as much is still held"
         assert await give_back(200) == 2
 
-    budget = BodyBudget(1000)
+    budget = BodyBudget(bodies_room(1000))
     asyncio.run(run())
 
 

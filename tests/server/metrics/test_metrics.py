@@ -449,7 +449,7 @@ def test_the_exposition_is_what_the_table_says(
     for definition in DEFINITIONS:
         family = families.pop(definition.name)
         assert (family.type, family.documentation) == (definition.kind, definition.meaning)
-        labels = {"model_name", "engine", definition.label} - {None}
+        labels = {"model_name", "engine", definition.label, definition.second_label} - {None}
         for sample in family.samples:
             assert labels <= set(sample.labels), definition.name
             assert (sample.labels["model_name"], sample.labels["engine"]) == ('a "model"', "0")
@@ -489,7 +489,7 @@ def documented() -> dict[str, list[str]]:
 def test_every_metric_is_documented_as_it_is() -> None:
     rows = documented()
     for definition in DEFINITIONS:
-        labels = f"`{definition.label}`" if definition.label else ""
+        labels = ", ".join(f"`{label}`" for label in (definition.label, definition.second_label) if label)
         expected = [definition.kind, labels, definition.unit, definition.meaning]
         assert rows.pop(definition.name, None) == expected, (
             f"docs/metrics.md lacks: | `{definition.name}` | {' | '.join(expected)} |"

@@ -12,7 +12,6 @@ import pytest
 
 from pointsman.engine import SamplingParams
 from pointsman.server.metrics.observations import Observations
-from pointsman.server.service.backlog import Backlog
 from pointsman.server.service.delivery import Delivery
 from pointsman.server.service.engine_client import EngineClient
 from pointsman.server.service.gate import Gate
@@ -22,6 +21,7 @@ from pointsman.server.wire.errors import ApiError
 from pointsman.server.wire.logprobs import Logprobs
 from pointsman.server.wire.messages import Delta, EngineRequest
 from tests.server.engine_pool import engine_pool
+from tests.server.rooms import backlog
 
 pytestmark = pytest.mark.e2e
 
@@ -36,7 +36,7 @@ def with_client(test: Callable[[EngineClient], Awaitable[None]]) -> None:
 def delivery_of(client: EngineClient, name: str, prompt: Prompt, params: Sequence[SamplingParams]) -> Delivery:
     """A sample for each of these, outside of any backlog that could be full."""
     observations = Observations(client.info.max_model_len)
-    delivery = Delivery(Gate(client, drain_timeout=1), observations, Backlog(1000).enter(len(params)))
+    delivery = Delivery(Gate(client, drain_timeout=1), observations, backlog(1000).enter("", len(params)))
     for number, own in enumerate(params):
         request = EngineRequest(f"{name}-{number}", prompt.token_ids, own, stream=False)
         delivery.add(0, prompt, client.generate(request))
@@ -137,7 +137,7 @@ def test_a_first_sample_that_ends_early_holds_up_no_other(reason: str | None) ->
         first = SamplingParams(prompt_logprobs=0)
         ended = Delta(finish_reason=reason, prompt_logprobs=found)
         streams = [Deltas(first, ended), *(Deltas(SamplingParams(), SOME_TEXT, LAST) for _ in range(2))]
-        async with Delivery(gate, Observations(100), Backlog(10).enter(3)) as delivery:
+        async with Delivery(gate, Observations(100), backlog(10).enter("", 3)) as delivery:
             for stream in streams:
                 delivery.add(0, Prompt([5, 6]), cast(Any, stream))
             collecting = asyncio.ensure_future(delivery.collect())
@@ -172,7 +172,7 @@ ABORTED, LATE = Delta(finish_reason="abort"), Delta(finish_reason="deadline")
 )
 def test_an_answer_that_lacks_its_content_is_an_error(outputs: list[Delta], status: int | None) -> None:
     gate = Gate(cast(Any, SimpleNamespace(is_alive=True, death=None)), drain_timeout=1)
-    delivery = Delivery(gate, Observations(100), Backlog(10).enter(1))
+    delivery = Delivery(gate, Observations(100), backlog(10).enter("", 1))
     if status is None:
         delivery._check(outputs)
     else:

@@ -15,9 +15,10 @@ from pointsman.core.errors import UnknownRequest
 from pointsman.engine import LLM, EngineDeadError, SamplingParams
 from pointsman.server.service.engine_client import EngineClient
 from pointsman.server.service.inbox import ClientStream
-from pointsman.server.service.prompts import PromptReader
+from pointsman.server.service.prompts import PromptReader, TextPrompts
 from pointsman.server.wire.messages import Delta, EngineRequest, StepNote
 from tests.server.engine_pool import engine_pool
+from tests.server.rooms import text_work
 
 pytestmark = pytest.mark.e2e
 
@@ -50,15 +51,16 @@ def test_texts_are_those_of_the_engine_itself() -> None:
     expected = [(one.text, one.token_ids) for one in llm.generate(texts, GREEDY, use_tqdm=False)]
 
     async def test(client: EngineClient) -> None:
-        reader = PromptReader(client.tokenizer, client.info)
+        reader = PromptReader(client.tokenizer, client.info, text_work())
+        prompts = await reader.read(TextPrompts("prompt", texts))
         before = await client.stats()
         steps: list[StepNote] = []
         ends: list[tuple[str, str | None, int]] = []
         client.inbox.on_steps = steps.extend
         client.inbox.on_end = lambda request, last, n: ends.append((request.request_id, last.finish_reason, n))
         streams = [
-            client.generate(EngineRequest(text, await reader.encode(text), GREEDY, stream=index != 1))
-            for index, text in enumerate(texts)
+            client.generate(EngineRequest(text, prompt.token_ids, GREEDY, stream=index != 1))
+            for index, (text, prompt) in enumerate(zip(texts, prompts, strict=True))
         ]
         found = await asyncio.gather(*(read(stream) for stream in streams))
         assert [(delta.text, delta.token_ids) for delta in found] == expected

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pointsman.server.config import ServerConfig
 from pointsman.server.service.names import OWNER
-from pointsman.server.service.tenants import TenantRule
+from pointsman.server.service.tenants import TenantRule, isolated_salt
 from pointsman.server.wire.errors import ApiError
 
 KEYS = {"api_keys": ("secret-a", "secret-b", "secret-c"), "api_key_names": ("alice", "", "alice")}
@@ -54,3 +56,14 @@ def test_a_header_where_the_operator_takes_it() -> None:
         tenant(PROXY, None, None, b"mine", b"of-the-proxy")
     with pytest.raises(ApiError, match=r"X-Tenant has 1025 characters, and at most 1024"):
         tenant(PROXY, None, None, b"x" * 1025)
+
+
+# ------------------------------------------------------------------------------------------------- prefixes
+
+NAMES = st.text(":1a2", max_size=5)
+SALTS = st.none() | st.text(":1a2", min_size=1, max_size=5)
+
+
+@given(st.tuples(NAMES, SALTS), st.tuples(NAMES, SALTS))
+def test_no_salt_of_one_tenant_is_that_of_another(one: tuple[str, str | None], other: tuple[str, str | None]) -> None:
+    assert (isolated_salt(*one) == isolated_salt(*other)) == (one == other)

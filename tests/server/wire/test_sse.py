@@ -189,7 +189,7 @@ def test_a_reader_that_sleeps_holds_up_who_writes_to_it() -> None:
 
 def test_a_body_is_json_with_its_length() -> None:
     async def test(client: Client) -> None:
-        await send_json(client.send, '{"text":"é"}', {"x-request-id": "a"})
+        await send_json(client.send, ['{"text":"é"}'.encode()], {"x-request-id": "a"})
         headers = dict(client.sent[0]["headers"])
         assert json.loads(client.body) == {"text": "é"}
         assert int(headers[b"content-length"]) == len(client.body)

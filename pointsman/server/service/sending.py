@@ -1,0 +1,114 @@
+"""Sending: from parameters to the queue of the engine, not too much at once and in the turns of tenants.
+
+The engine queues requests between two steps, in 0.1 to 0.2 ms each, so that a thousand at once would delay the tokens
+and the requests of all other clients. So at most `MAX_OUT` groups of requests are sent and not queued yet. A tenant
+leaves a quarter of them to the others, and where more wait, tenants take turns.
+
+Requests with a grammar are queued when it is compiled, which may take seconds. They have a stage of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol
+
+from pointsman.engine.params.sampling import SamplingParams
+from pointsman.engine.turns import SHARE, Turn, Turns
+
+if TYPE_CHECKING:
+    from pointsman.server.service.inbox import ClientStream
+    from pointsman.server.stages import StageRoom
+
+MAX_OUT = 64
+"""Groups that are sent to the engines and not queued yet."""
+MAX_TOGETHER = 16
+"""Requests of a group: samples of one client's request."""
+PATIENCE = 1.0
+"""Seconds after which a group is sent in any case: an engine that hangs does not keep requests from the others."""
+
+
+class Queue(Protocol):
+    """What queues requests in the engine; `EngineFleet` has it."""
+
+    async def queue(self, streams: Sequence[ClientStream]) -> None:
+        """Send the requests of streams, in order, and return when all are queued (and their grammars compiled)."""
+
+
+class Sending:
+    """What is sent and not queued yet. One event loop owns it.
+
+    Args:
+        client: the engines.
+        grammars: room for requests that wait for a grammar.
+        is_shared: whether there may be several tenants.
+    """
+
+    def __init__(self, client: Queue, grammars: StageRoom, *, is_shared: bool) -> None:
+        self._client = client
+        self._grammars = grammars
+        self._num_out = 0
+        self._turns: Turns[_Group] = Turns(MAX_OUT * SHARE // (SHARE + 1) if is_shared else None)
+
+    async def queue(self, tenant: str, streams: Sequence[ClientStream]) -> None:
+        """Send the requests of streams, in order, and return when all are queued (and their grammars compiled).
+
+        Raises:
+            ApiError: 429, too many wait for a grammar.
+            ValueError, EngineDeadError, EngineStalledError: as the client has it.
+        """
+        params = streams[0].request.params
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:  # the same for all samples
+            with self._grammars.held(tenant, 1):
+                await self._client.queue(streams)
+            return
+        for first in range(0, len(streams), MAX_TOGETHER):
+            together = streams[first : first + MAX_TOGETHER]
+            group = _Group()
+            self._turns.put(tenant, group, len(together))
+            self._begin_next()
+            try:
+                if group.turn is None:
+                    await self._wait(group)
+                await self._client.queue(together)
+            finally:
+                self._end(group)
+
+    async def _wait(self, group: _Group) -> None:
+        """Return when it is the group's turn, or it has waited long enough."""
+        group.waiter = asyncio.get_running_loop().create_future()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE):
+                await group.waiter
+
+    def _begin_next(self) -> None:
+        while self._num_out < MAX_OUT and (turn := self._turns.take()) is not None:
+            group = turn.item
+            if group.is_over or (group.waiter is not None and group.waiter.done()):  # it was cancelled, or went before
+                self._turns.drop(turn)
+                continue
+            self._num_out += 1
+            group.turn = turn
+            if group.waiter is not None:
+                group.waiter.set_result(None)
+
+    def _end(self, group: _Group) -> None:
+        group.is_over = True
+        if group.turn is not None:
+            self._turns.end(group.turn)
+            self._num_out -= 1
+            self._begin_next()
+
+
+class _Group:
+    """Requests that are sent together."""
+
+    __slots__ = ("is_over", "turn", "waiter")
+
+    def __init__(self) -> None:
+        self.turn: Turn[_Group] | None = None
+        """Once it is its turn."""
+        self.waiter: asyncio.Future[None] | None = None
+        """Where it waits for its turn."""
+        self.is_over = False

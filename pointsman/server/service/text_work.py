@@ -1,0 +1,161 @@
+"""Text work: the threads that tokenize, render and decode, in the turns of tenants and short before long.
+
+    work = TextWork(rooms.texts)
+    with work.admit("alice", size=5000) as text:              # 429 if too many characters wait
+        token_ids = await text.run(5000, partial(encode, tokenizer, prompt))
+
+A tokenizer takes 0.3 to 3 microseconds per character, so a body of 2 MB takes up to 2 s. There is a thread for each
+size of text (`LONGEST`), so that a text waits for none of a larger size. Within a thread the tenant that has been
+served least is next (`engine/turns.py`). Nothing waits in a queue once its client has disconnected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+from pointsman.engine.turns import Turn, Turns
+
+if TYPE_CHECKING:
+    from pointsman.server.stages import StageRoom
+
+LONGEST = (16 * 1024, 256 * 1024, math.inf)
+"""Characters of the texts of each thread, at most."""
+LEAST = 256
+"""Characters that any text counts as: there is work in a text of one."""
+CHARACTERS_PER_SECOND = 500_000
+"""How fast a tokenizer is on the texts that are slowest, for Retry-After."""
+LONGEST_WAIT = 60
+"""Maximum of Retry-After, in seconds."""
+
+ResultT = TypeVar("ResultT")
+_Turn: TypeAlias = "Turn[asyncio.Future[_Turn] | None]"
+
+
+class _Lane:
+    """One thread, and what waits for it. One event loop owns it.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._turns: Turns[asyncio.Future[_Turn] | None] = Turns()
+        self._is_busy = False
+
+    async def run(self, tenant: str, cost: float, function: Callable[[], ResultT]) -> ResultT:
+        """Call a function in the thread when it is the tenant's turn."""
+        turn = await self._wait(tenant, cost)
+        job = self._thread.submit(function)
+        try:
+            return await asyncio.wrap_future(job)
+        finally:
+            if job.done():
+                self._end(turn)
+            else:  # the caller was cancelled, and the thread is still at work
+                job.add_done_callback(self._end_later(turn))
+
+    async def _wait(self, tenant: str, cost: float) -> _Turn:
+        if not self._is_busy:
+            self._is_busy = True
+            self._turns.put(tenant, None, cost)
+            turn = self._turns.take()
+            assert turn is not None  # nothing waits while the thread is idle
+            return turn
+        waiter: asyncio.Future[_Turn] = asyncio.get_running_loop().create_future()
+        self._turns.put(tenant, waiter, cost)
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if not waiter.cancelled():  # its turn has come just now
+                self._turns.drop(waiter.result())
+                self._begin_next()
+            raise
+
+    def _end(self, turn: _Turn) -> None:
+        self._turns.end(turn)
+        self._begin_next()
+
+    def _begin_next(self) -> None:
+        """The turn of the next one that is still wanted."""
+        while (turn := self._turns.take()) is not None:
+            if turn.item is not None and not turn.item.cancelled():
+                turn.item.set_result(turn)
+                return
+            self._turns.drop(turn)
+        self._is_busy = False
+
+    def _end_later(self, turn: _Turn) -> Callable[[Future[ResultT]], None]:
+        loop = asyncio.get_running_loop()
+
+        def end(_: Future[ResultT]) -> None:
+            with suppress(RuntimeError):  # the loop is closed, and nothing waits any more
+                loop.call_soon_threadsafe(self._end, turn)
+
+        return end
+
+
+class TextWork:
+    """The threads, and the room for what waits for them.
+
+    Args:
+        room: for characters.
+    """
+
+    def __init__(self, room: StageRoom) -> None:
+        self.room = room
+        self._lanes = [(longest, _Lane(f"pointsman-text-{number}")) for number, longest in enumerate(LONGEST)]
+
+    def admit(self, tenant: str, size: int) -> Text:
+        """A context in which the texts of one request are worked on.
+
+        Args:
+            tenant: whose request it is.
+            size: of all its texts together, in characters.
+
+        Raises:
+            ApiError: 429, too many characters wait.
+        """
+        size = min(max(size, LEAST), self.room.size or size)  # the largest body has room alone
+        lane = next(lane for longest, lane in self._lanes if size <= longest)
+        self.room.take(tenant, size, retry_after=lambda: self._retry_after(tenant))
+        return Text(self.room, lane, tenant, size)
+
+    def _retry_after(self, tenant: str) -> int:
+        held = self.room.of(tenant) or self.room.total
+        return min(max(math.ceil(held / CHARACTERS_PER_SECOND), 1), LONGEST_WAIT)
+
+
+class Text:
+    """The texts of one request. A context: it holds their characters until it is left."""
+
+    __slots__ = ("_lane", "_room", "_size", "_tenant")
+
+    def __init__(self, room: StageRoom, lane: _Lane, tenant: str, size: int) -> None:
+        self._room = room
+        self._lane = lane
+        self._tenant = tenant
+        self._size = size
+
+    def __enter__(self) -> Text:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._room.give_back(self._tenant, self._size)
+
+    async def run(self, size: int, function: Callable[[], ResultT]) -> ResultT:
+        """Call a function in a thread.
+
+        Args:
+            size: characters that it works on.
+            function: raises what it likes.
+        """
+        return await self._lane.run(self._tenant, max(size, LEAST), function)

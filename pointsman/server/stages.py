@@ -1,0 +1,261 @@
+"""Stages: what may be held at each stage of a request, by all tenants together and by one of them.
+
+    rooms = Rooms(config, max_num_running=64)
+    with rooms.texts.held("alice", 5000):       # ApiError 429, with the tenant's own figures
+        ...
+
+`STAGES` is the one table of these bounds; docs/operating.md shows the same table. A stage that this process bounds has
+a `StageRoom`. In a room that tenants share, one tenant may hold three times what is left free (`engine/turns.py`):
+alone three quarters, so that a second tenant always finds room. Where a server can have one tenant only, it may hold
+all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pointsman.engine.turns import Room, RoomError
+from pointsman.server.config import OPERATOR
+from pointsman.server.wire.errors import ApiError
+
+if TYPE_CHECKING:
+    from pointsman.server.config import ServerConfig
+
+
+def _soon() -> int:
+    return 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage, and how it is bounded."""
+
+    name: str
+    """The label `stage` of metrics."""
+    unit: str
+    meaning: str
+    """What is counted, and from when to when."""
+    bound: str
+    """How much may be held, with the default of the option."""
+    option: str | None
+    """Of `pointsman serve`; None: the bound is fixed."""
+    bounded_by: Literal["tenant", "address", "all"]
+    """Whether each tenant has a share of it, each address, or it is one bound for all."""
+    status: int | None
+    """Of a refusal; None: nothing is refused."""
+    reason: str | None
+    """The label `reason` of refusals; None: nothing is refused."""
+    held: str = ""
+    """For messages: what is held, and how; `{whose}` may become " of this tenant"."""
+
+
+CONNECTIONS = Stage(
+    name="connections",
+    unit="connections",
+    meaning="Open connections, idle ones among them.",
+    bound="1,024",
+    option="--max-connections",
+    bounded_by="address",
+    status=503,
+    reason="connections",
+)
+BODIES = Stage(
+    name="bodies",
+    unit="bytes",
+    meaning="Of bodies that arrive or are not parsed yet, beyond the first 64 KiB of each.",
+    bound="16 of the largest bodies",
+    option="--max-total-request-bytes",
+    bounded_by="tenant",
+    status=429,
+    reason="queue_bytes",
+    held="bytes of bodies{whose} are held",
+)
+TEXTS = Stage(
+    name="texts",
+    unit="characters",
+    meaning="Of requests that wait to be tokenized, rendered or detokenized, or are.",
+    bound="4 of the largest bodies",
+    option="--max-waiting-characters",
+    bounded_by="tenant",
+    status=429,
+    reason="queue_characters",
+    held="characters{whose} wait to be tokenized",
+)
+REQUESTS = Stage(
+    name="requests",
+    unit="requests",
+    meaning="From arrival to finish, waiting and running; each of n samples is one.",
+    bound="1,024 beyond --max-num-seqs",
+    option="--max-waiting-requests",
+    bounded_by="tenant",
+    status=429,
+    reason="queue_requests",
+    held="requests{whose} are open",
+)
+PROMPT_TOKENS = Stage(
+    name="prompt_tokens",
+    unit="tokens",
+    meaning="Of prompts without a first token.",
+    bound="none",
+    option="--max-waiting-prompt-tokens",
+    bounded_by="tenant",
+    status=429,
+    reason="queue_tokens",
+    held="prompt tokens{whose} wait",
+)
+GRAMMARS = Stage(
+    name="grammars",
+    unit="requests",
+    meaning="With structured output, from their sending to the engine until their grammar is compiled.",
+    bound="1,024",
+    option=None,
+    bounded_by="tenant",
+    status=429,
+    reason="queue_grammars",
+    held="requests{whose} wait for a grammar",
+)
+RUNNING = Stage(
+    name="running",
+    unit="requests",
+    meaning="In the batch. --order says whose turn it is: fair orders divide it among tenants.",
+    bound="64",
+    option="--max-num-seqs",
+    bounded_by="all",
+    status=None,
+    reason=None,
+)
+RETAINED = Stage(
+    name="retained",
+    unit="blocks",
+    meaning="Cached prefixes that clients asked to retain, with --eviction retention: divided evenly among tenants.",
+    bound="the KV cache; 600 seconds",
+    option="--max-retention",
+    bounded_by="tenant",
+    status=None,
+    reason=None,
+)
+
+STAGES = (CONNECTIONS, BODIES, TEXTS, REQUESTS, PROMPT_TOKENS, GRAMMARS, RUNNING, RETAINED)
+"""In the order in which a request passes them."""
+
+MAX_WAITING_GRAMMARS = 1024
+"""Clients' requests. Many may have the same grammar; the engine bounds the grammars that wait."""
+
+
+class StageRoom:
+    """The room of one stage. One event loop owns it.
+
+    Args:
+        stage: in `STAGES`.
+        size: in the stage's unit; None: no bound.
+        is_shared: whether there may be several tenants.
+    """
+
+    def __init__(self, stage: Stage, size: int | None, *, is_shared: bool) -> None:
+        self.stage = stage
+        self.size = size
+        self._room = Room(2**63 if size is None else size, is_shared=is_shared and size is not None)
+
+    @property
+    def total(self) -> int:
+        """Held by all tenants."""
+        return self._room.total
+
+    def of(self, tenant: str) -> int:
+        """Held by one tenant."""
+        return self._room.held.get(tenant, 0)
+
+    @property
+    def by_tenant(self) -> dict[str, int]:
+        """What each tenant holds, of those that hold something."""
+        return self._room.held
+
+    def take(self, tenant: str, amount: int, *, own: int = 0, retry_after: Callable[[], int] = _soon) -> None:
+        """Hold more.
+
+        Args:
+            tenant: whose it is.
+            amount: in the stage's unit.
+            own: what the same request holds already.
+            retry_after: the seconds that a refusal says, where the stage can estimate them.
+
+        Raises:
+            ApiError: with the stage's status and reason: there is no room, or the tenant has its share; nothing was
+                taken.
+        """
+        try:
+            if amount:
+                self._room.take(tenant, amount, own)
+        except RoomError as error:
+            raise self._refusal(error, amount, retry_after()) from None
+
+    def give_back(self, tenant: str, amount: int) -> None:
+        """Hold less."""
+        if amount:
+            self._room.give_back(tenant, amount)
+
+    @contextmanager
+    def held(self, tenant: str, amount: int, retry_after: Callable[[], int] = _soon) -> Iterator[None]:
+        """A block in which the amount is held.
+
+        Raises:
+            ApiError: as for `take`.
+        """
+        self.take(tenant, amount, retry_after=retry_after)
+        try:
+            yield
+        finally:
+            self.give_back(tenant, amount)
+
+    def _refusal(self, error: RoomError, amount: int, retry_after: int) -> ApiError:
+        stage = self.stage
+        assert stage.status is not None
+        if error.total + amount > error.size:
+            held, most, whose = error.total, error.size, ""
+        else:
+            held, most, whose = error.held, error.most, " of this tenant"
+        return ApiError(
+            stage.status,
+            f"the server is overloaded: {held} {stage.held.format(whose=whose)}, this would be {amount} more, and at "
+            f"most {most} may be; try again in {retry_after} s",
+            headers={"retry-after": str(retry_after)},
+            reason=stage.reason,
+        )
+
+
+class Rooms:
+    """The rooms of all stages that this process bounds.
+
+    Args:
+        config: of the operator.
+        max_num_running: requests that run at once in all engines.
+    """
+
+    def __init__(self, config: ServerConfig, max_num_running: int) -> None:
+        is_shared = has_tenants(config)
+        # Of a body that is not read yet, its field `user` is not known.
+        self.bodies = StageRoom(
+            BODIES, config.body_budget, is_shared=is_shared and (config.tenant_from != "user" or _has_key_names(config))
+        )
+        self.texts = StageRoom(TEXTS, config.text_budget, is_shared=is_shared)
+        self.requests = StageRoom(REQUESTS, max_num_running + config.max_waiting_requests, is_shared=is_shared)
+        self.prompt_tokens = StageRoom(PROMPT_TOKENS, config.max_waiting_prompt_tokens, is_shared=is_shared)
+        self.grammars = StageRoom(GRAMMARS, MAX_WAITING_GRAMMARS, is_shared=is_shared)
+
+    def all(self) -> tuple[StageRoom, ...]:
+        """In the order of `STAGES`."""
+        return self.bodies, self.texts, self.requests, self.prompt_tokens, self.grammars
+
+
+def has_tenants(config: ServerConfig) -> bool:
+    """Whether requests may be of several tenants."""
+    return config.tenant_from != "key" or _has_key_names(config)
+
+
+def _has_key_names(config: ServerConfig) -> bool:
+    """Whether keys alone tell several tenants apart; an operator with a key is one, where clients have keys."""
+    operators = {OPERATOR} if config.api_keys and config.operator_keys else set()
+    return len(operators.union(config.tenants)) > 1

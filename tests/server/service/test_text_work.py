@@ -1,0 +1,145 @@
+"""Text work: whose text is tokenized next, and what waits for nothing longer than itself."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+
+from pointsman.server.service.text_work import LEAST, LONGEST, TextWork
+from pointsman.server.wire.errors import ApiError
+from tests.server.rooms import text_work
+
+LONG = int(LONGEST[0]) + 1
+LONGER = int(LONGEST[1]) + 1
+
+
+def run_for(seconds: float) -> Callable[[], float]:
+    def work() -> float:
+        time.sleep(seconds)
+        return time.monotonic()
+
+    return work
+
+
+async def one(work: TextWork, tenant: str, size: int, function: Callable[[], float]) -> float:
+    with work.admit(tenant, size) as text:
+        return await text.run(size, function)
+
+
+def test_a_short_text_waits_for_no_longer_one() -> None:
+    async def run() -> None:
+        work, began = text_work(), time.monotonic()
+        longer = [asyncio.ensure_future(one(work, "", LONGER, run_for(0.3))) for _ in range(4)]
+        long = asyncio.ensure_future(one(work, "", LONG, run_for(0.1)))
+        await asyncio.sleep(0.01)
+        assert await one(work, "", 5, run_for(0)) - began < 0.2
+        assert await long - began < 0.3
+        await asyncio.gather(*longer)
+        assert time.monotonic() - began >= 1.2
+
+    asyncio.run(run())
+
+
+def test_tenants_take_turns() -> None:
+    async def run() -> None:
+        work, order = text_work(is_shared=True), list[str]()
+
+        async def texts(tenant: str) -> None:
+            await one(work, tenant, 500, run_for(0.01))
+            order.append(tenant)
+
+        backlog = [asyncio.ensure_future(texts("a")) for _ in range(20)]
+        await asyncio.sleep(0.015)
+        await asyncio.gather(texts("b"), texts("b"))
+        assert order.count("a") <= 6
+        await asyncio.gather(*backlog)
+
+    asyncio.run(run())
+
+
+def test_what_a_disconnected_client_waits_for_is_dropped() -> None:
+    async def run() -> None:
+        work, called = text_work(), list[int]()
+        busy = asyncio.ensure_future(one(work, "", 5, run_for(0.1)))
+        await asyncio.sleep(0.01)
+
+        def note() -> float:
+            called.append(1)
+            return 0.0
+
+        waiting = [asyncio.ensure_future(one(work, "", 5, note)) for _ in range(10)]
+        await asyncio.sleep(0.01)
+        for task in waiting[:9]:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await busy
+        assert called == [1] and work.room.total == 0
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_its_text_at_work_frees_the_thread_later() -> None:
+    """Or a client could have several texts in one thread at once, by disconnecting again and again."""
+
+    async def run() -> None:
+        work, at_once, most = text_work(), 0, 0
+        lock = threading.Lock()
+
+        def slow() -> float:
+            nonlocal at_once, most
+            with lock:
+                at_once += 1
+                most = max(most, at_once)
+            time.sleep(0.05)
+            with lock:
+                at_once -= 1
+            return 0.0
+
+        for _ in range(5):
+            task = asyncio.ensure_future(one(work, "", 5, slow))
+            await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await one(work, "", 5, slow)
+        assert most == 1
+
+    asyncio.run(run())
+
+
+def test_an_error_frees_the_thread() -> None:
+    async def run() -> None:
+        work = text_work()
+
+        def fail() -> float:
+            raise ValueError("no")
+
+        for _ in range(3):
+            with pytest.raises(ValueError, match="no"):
+                await one(work, "", 5, fail)
+        await one(work, "", 5, run_for(0))
+        assert work.room.total == 0
+
+    asyncio.run(run())
+
+
+def test_a_tenants_characters_are_bounded_and_leave_room_for_others() -> None:
+    work = text_work(100 * LEAST, is_shared=True)
+    with ExitStack() as stack, pytest.raises(ApiError, match="characters of this tenant wait") as caught:
+        while True:
+            stack.enter_context(work.admit("a", 1))
+            taken = work.room.of("a") // LEAST
+    assert taken == 75 and caught.value.status_code == 429 and caught.value.reason == "queue_characters"
+    assert work.room.total == 0
+
+
+def test_the_largest_text_has_room_alone() -> None:
+    work = text_work(1000)
+    with work.admit("", 5000):
+        assert work.room.total == 1000
+    assert work.room.total == 0

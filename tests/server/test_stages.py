@@ -1,0 +1,93 @@
+"""Stages: the table in the docs is the one in the code, and rooms are made from it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pointsman.server.config import ServerConfig
+from pointsman.server.metrics.table import REFUSALS
+from pointsman.server.stages import CONNECTIONS, STAGES, Rooms, Stage, has_tenants
+from pointsman.server.wire.errors import ApiError
+
+OPERATING = Path(__file__).parents[2] / "docs" / "operating.md"
+KEYS = {"api_keys": ("one", "two"), "api_key_names": ("alice", "bob")}
+
+
+def row(stage: Stage) -> str:
+    option = "" if stage.option is None else f"`{stage.option}`"
+    refusal = "none" if stage.status is None else f"{stage.status}, `{stage.reason}`"
+    cells = (f"`{stage.name}`", stage.unit, stage.meaning, stage.bound, option, stage.bounded_by, refusal)
+    return f"| {' | '.join(cells)} |"
+
+
+def test_the_table_in_the_docs_is_that_of_the_code() -> None:
+    text = OPERATING.read_text(encoding="utf-8")
+    section = text[text.index("## Stages\n") :]
+    rows = re.findall(r"^\| `.*$", section[: section.index("\n## ", 1)], re.M)
+    assert rows == [row(stage) for stage in STAGES]
+
+
+def test_each_refusal_has_a_reason_of_its_own() -> None:
+    reasons = [stage.reason for stage in STAGES if stage.reason is not None and stage is not CONNECTIONS]
+    assert len(set(reasons)) == len(reasons) and set(reasons) <= set(REFUSALS)
+
+
+def test_rooms_have_the_sizes_of_the_configuration() -> None:
+    rooms = Rooms(ServerConfig(max_request_bytes=2048, max_waiting_requests=10, max_waiting_prompt_tokens=7), 3)
+    sizes = {room.stage.name: room.size for room in rooms.all()}
+    assert sizes == {"bodies": 16 * 2048, "texts": 4 * 2048, "requests": 13, "prompt_tokens": 7, "grammars": 1024}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, False),
+        ({"operator_keys": ("op",)}, False),
+        ({"api_keys": ("one",)}, False),
+        ({"api_keys": ("one", "two"), "api_key_names": ("alice", "alice")}, False),
+        ({"api_keys": ("one",), "operator_keys": ("op",)}, True),
+        (KEYS, True),
+        ({"tenant_from": "user"}, True),
+        ({"tenant_from": "header:X-Tenant"}, True),
+    ],
+)
+def test_one_tenant_may_hold_all_only_where_there_can_be_no_other(config: dict[str, object], expected: bool) -> None:
+    assert has_tenants(ServerConfig(**config)) is expected  # type: ignore[arg-type]
+
+
+def test_bodies_are_shared_by_what_is_known_before_they_arrive() -> None:
+    def fill(config: ServerConfig) -> int:
+        room, taken = Rooms(config, 1).bodies, 0
+        with pytest.raises(ApiError):
+            while True:
+                room.take("", 2**20)
+                taken += 1
+        return taken
+
+    assert fill(ServerConfig(tenant_from="user")) == 64  # all are of one tenant there
+    assert fill(ServerConfig(tenant_from="header:X-Tenant")) == 48
+    assert fill(ServerConfig(tenant_from="user", **KEYS)) == 48  # type: ignore[arg-type]
+    assert fill(ServerConfig()) == 64
+
+
+def test_a_refusal_says_whether_the_tenant_or_the_server_is_full() -> None:
+    room = Rooms(ServerConfig(max_waiting_requests=99, **KEYS), 1).requests  # type: ignore[arg-type]
+    room.take("alice", 70)
+    with pytest.raises(ApiError, match=r"70 requests of this tenant are open, this would be 10 more, and at most 60"):
+        room.take("alice", 10)
+    with pytest.raises(ApiError, match=r"70 requests are open, this would be 40 more, and at most 100"):
+        room.take("bob", 40)
+    room.take("bob", 30)
+    with room.held("carol", 0):
+        assert room.total == 100
+    assert room.by_tenant == {"alice": 70, "bob": 30}
+
+
+def test_without_a_bound_nothing_is_refused() -> None:
+    room = Rooms(ServerConfig(**KEYS), 1).prompt_tokens  # type: ignore[arg-type]
+    for _ in range(10):
+        room.take("alice", 10**9)
+    assert room.size is None and room.of("alice") == 10**10
