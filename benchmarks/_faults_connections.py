@@ -185,7 +185,7 @@ async def _ask_in_crowd(address: Address, count: int, sent: bytes) -> dict[str, 
         "other_address": other,
         "seconds": round(seconds, 3),
         "operator": operator,
-        "open": int(metrics.get("pointsman:http_open_connections", 0)),
+        "open": int(metrics.get("pointsman:stage_held/connections", 0)),
     }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from _server_client import Address, get, send
 
 MIB = 1024 * 1024
+BY_LABEL = {"finished_reason", "stage"}
 
 
 def run_async(main: Coroutine[Any, Any, Any]) -> Any:
@@ -32,7 +33,7 @@ def is_running(pid: int) -> bool:
 
 
 async def read_metrics(address: Address) -> dict[str, float]:
-    """Every sample of /metrics by name, added up over its labels; by name/reason too where a finished_reason is one."""
+    """Every sample of /metrics by name, added up over its labels; by name/value too for the labels that `BY_LABEL` names."""
     from prometheus_client.parser import text_string_to_metric_families
 
     answer = (await send(address, get("/metrics"))).answer()
@@ -40,8 +41,8 @@ async def read_metrics(address: Address) -> dict[str, float]:
     for family in text_string_to_metric_families(answer.body.decode()):
         for sample in family.samples:
             totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
-            if "finished_reason" in sample.labels:
-                totals[f"{sample.name}/{sample.labels['finished_reason']}"] = sample.value
+            for label in BY_LABEL & sample.labels.keys():
+                totals[f"{sample.name}/{sample.labels[label]}"] = sample.value
     return totals
 
 

@@ -42,8 +42,8 @@ class Stage:
     """How much may be held, with the default of the option."""
     option: str | None
     """Of `pointsman serve`; None: the bound is fixed."""
-    bounded_by: Literal["tenant", "address", "all"]
-    """Whether each tenant has a share of it, each address, or it is one bound for all."""
+    bounded_by: Literal["tenant", "all"]
+    """Whether each tenant has a share of it, or it is one bound for all."""
     status: int | None
     """Of a refusal; None: nothing is refused."""
     reason: str | None
@@ -55,10 +55,10 @@ class Stage:
 CONNECTIONS = Stage(
     name="connections",
     unit="connections",
-    meaning="Open connections, idle ones among them.",
-    bound="1,024",
+    meaning="Of clients, idle ones among them; of each address, where --max-connections-per-address bounds it.",
+    bound="4,096, or the open files less 160",
     option="--max-connections",
-    bounded_by="address",
+    bounded_by="all",
     status=503,
     reason="connections",
 )

@@ -31,6 +31,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pointsman.server.config import ServerConfig, plain_address, split_host
 from pointsman.server.service.names import OWNER
+from pointsman.server.stages import CONNECTIONS
 from pointsman.server.wire.errors import ApiError, shown
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/live"})
@@ -190,7 +191,7 @@ class ReserveApp:
             "all connections of the server are in use (max_connections), and the last ones are for health checks and "
             "operators; try again in 1 s",
             headers={"retry-after": "1", "connection": "close"},
-            reason="other",
+            reason=CONNECTIONS.reason,
         )
         await self._answer(error)(scope, receive, send)
 

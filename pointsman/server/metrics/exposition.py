@@ -45,7 +45,6 @@ from pointsman.server.metrics.table import (
     ENGINE_RESTARTS,
     ENGINE_UP,
     HISTOGRAMS,
-    OPEN_CONNECTIONS,
     OPEN_STREAMS,
     REQUESTS_REFUSED,
     REQUESTS_RESUMED,
@@ -57,6 +56,7 @@ from pointsman.server.metrics.table import (
     Definition,
     Reading,
 )
+from pointsman.server.stages import CONNECTIONS
 from pointsman.server.wire.connections import Connections
 
 if TYPE_CHECKING:
@@ -302,14 +302,14 @@ class _ServerCollector(Collector):
             {"max_num_queued_reqs": refused["queue_requests"], "max_num_queued_tokens": refused["queue_tokens"]},
         )
         yield self._of_server(OPEN_STREAMS, observations.open_streams)
-        yield self._of_server(OPEN_CONNECTIONS, self._metrics.connections.num_open)
         yield self._of_server(CONNECTIONS_CLOSED, self._metrics.connections.closed)
         for definition, reading in zip(TENANT_METRICS, observations.tenants.readings(), strict=True):
             yield self._of_server(definition, reading)
-        rooms = self._metrics.rooms
-        yield self._of_server(STAGE_HELD, {room.stage.name: room.total for room in rooms})
+        rooms, connections = self._metrics.rooms, self._metrics.connections
+        totals = {CONNECTIONS.name: connections.num_open, **{room.stage.name: room.total for room in rooms}}
+        yield self._of_server(STAGE_HELD, totals)
         sizes = {room.stage.name: float("inf") if room.size is None else room.size for room in rooms}
-        yield self._of_server(STAGE_ROOM, sizes)
+        yield self._of_server(STAGE_ROOM, {CONNECTIONS.name: connections.size, **sizes})
         held = {room.stage.name: observations.tenants.named(room.by_tenant) for room in rooms}
         yield self._of_server(
             TENANT_STAGE_HELD,

@@ -63,6 +63,7 @@ REFUSALS = (
     "queue_characters",  # 429: too many characters wait to be tokenized
     "queue_bytes",  # 429: the bodies of open requests are too large together
     "queue_grammars",  # 429: too many requests wait for a grammar
+    "connections",  # 503: all connections are in use
     "draining",  # 503: the server is ending
     "engine_dead",  # 500 or 503: the engine's process has ended
     "other",
@@ -236,7 +237,6 @@ ADMISSION_REJECTIONS = Definition(
 OPEN_STREAMS = Definition(
     "pointsman:http_open_streams", "gauge", "streams", "Answers that are being streamed to clients."
 )
-OPEN_CONNECTIONS = Definition("pointsman:http_open_connections", "gauge", "connections", "Connections of clients.")
 CONNECTIONS_CLOSED = Definition(
     "pointsman:http_connections_closed_total",
     "counter",

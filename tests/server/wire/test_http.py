@@ -308,7 +308,7 @@ def test_when_all_are_in_use_operators_and_health_checks_are_answered(narrow: Se
         assert ask(narrow, get("/health")).startswith(b"HTTP/1.1 200 "), "idle ones of the reserve are replaced"
         assert sum(map(is_open, further)) <= RESERVE
         metrics = ask(narrow, get("/metrics")).decode()
-        (num_open,) = re.findall(r"^pointsman:http_open_connections\{.*\} (.*)$", metrics, re.MULTILINE)
+        (num_open,) = re.findall(r"^pointsman:stage_held\{.*stage=\"connections\".*\} (.*)$", metrics, re.MULTILINE)
         assert MAX_CONNECTIONS < float(num_open) <= MAX_CONNECTIONS + RESERVE
         assert not all(map(is_open, further)) and all(map(is_open, used))
     wait_until(lambda: ask(narrow, get("/v1/models")).startswith(b"HTTP/1.1 200 "), 10, "there is room again")
