@@ -33,7 +33,7 @@ def is_running(pid: int) -> bool:
 
 
 async def read_metrics(address: Address) -> dict[str, float]:
-    """Every sample of /metrics by name, added up over its labels; by name/value too for the labels that `BY_LABEL` names."""
+    """Every sample of /metrics by name, added up over its labels; by name/value too for the labels in `BY_LABEL`."""
     from prometheus_client.parser import text_string_to_metric_families
 
     answer = (await send(address, get("/metrics"))).answer()
