@@ -10,7 +10,8 @@ child answers at once that it runs; the kernel ends it when the grammar's time i
     if a child is neither done nor ended       GRACE after the grammar's time was up
 
 Then it is killed with all its children, another one is started, and the job is tried once more. If that fails too, the
-error is a `GrammarUnavailableError`, and for `RETRY_AFTER` seconds the next jobs get the same at once.
+error is a `GrammarUnavailableError`. After two such processes in a row all jobs get that error at once, for
+`RETRY_AFTER` seconds: they do not wait for one hang after the other.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ ACCEPT_TIMEOUT = 3.0
 GRACE = 3.0
 """Seconds from the end of the grammar's time to that of the child."""
 RETRY_AFTER = 5.0
-"""Seconds for which nothing is tried after the process could not be started again."""
+"""Seconds for which nothing is tried after two processes in a row were late or ended."""
 NICENESS, SLOW_NICENESS = 5, 10
 """Of the child that compiles a grammar, and of one that is known to take long. The model's threads go first."""
 SECONDS_TO_END = 5.0
@@ -161,6 +162,7 @@ class GrammarProcess:
         self._server: GrammarServer | None = None
         self._is_ready = False  # whether `_server` has the vocabulary
         self._spare: GrammarServer | None = None
+        self._num_failures = 0  # processes in a row that were late or ended
         self._trouble: tuple[float, str] = (0.0, "")  # until when nothing is tried, and why
         self._is_closed = False
 
@@ -316,15 +318,15 @@ class GrammarProcess:
             server = None
             try:
                 server = self._started()
-                return use(server)
+                answer = use(server)
+                self._num_failures = 0
+                return answer
             except (_Late, _Ended) as error:
                 self._check_open()
                 with self._lock:
                     self._replace(server, error)
-                    if is_last:
-                        why = f"{NO_COMPILER}their compiler {error}, after it was started again; try again later"
-                        self._trouble = (time.monotonic() + RETRY_AFTER, why)
-                        raise GrammarUnavailableError(why) from error
+                if is_last:
+                    raise GrammarUnavailableError(_unavailable(error)) from error
         raise AssertionError  # unreachable: the second attempt returned or raised
 
     def _started(self) -> GrammarServer:
@@ -369,6 +371,9 @@ class GrammarProcess:
             return
         self._server, self._is_ready = None, False
         self.num_restarts += 1
+        self._num_failures += 1
+        if self._num_failures > 1:
+            self._trouble = (time.monotonic() + RETRY_AFTER, _unavailable(why))
         logger.warning("the process that compiles grammars (%d) %s; another is started", server.pid, why)
         server.close()
 
@@ -455,6 +460,10 @@ class GrammarServer:
     def close(self) -> None:
         """End the process."""
         self._end()
+
+
+def _unavailable(why: Exception) -> str:
+    return f"{NO_COMPILER}their compiler {why}, after it was started again; try again later"
 
 
 def _wait_for_child(sock: socket.socket) -> None:
