@@ -191,10 +191,10 @@ class TargetItl(Limit):
         return min(left, max(hidden, self.times.prefill_seconds(num_even, 0), LEAST_SPREAD * left))
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
-        if batch.num_prefilling == 0:
+        if batch.num_prefilling == 0 and not self._view.num_waiting:
             return
         # The budget is shared out in admission order: a prompt must leave those behind it their token, and drafts must
-        # leave the prompt the least.
+        # leave the least to the prompt, or to the one that waits.
         is_prefilling = (batch.flags[rows] & PREFILLING) != 0
         prefilling = is_prefilling.nonzero()[0]
         num_decoding = len(rows) - len(prefilling)
