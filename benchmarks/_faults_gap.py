@@ -22,7 +22,7 @@ LINE, LINE_TOKENS = "def f(x): return x\n", 8
 ROUNDS, QUICK_ROUNDS = 3, 1
 SIDES = {"by default": (), "without a target": ("--token-limit", "none")}
 MOST_GAP = 0.2
-"""Seconds that a client sees, in the median round: more than the target of the limit, by the way to the client."""
+"""Seconds that a client sees, in the median round: the target of a step, and the way to the client."""
 
 
 def long_prompt_gap(targets: Targets, *, is_quick: bool) -> dict[str, Any]:

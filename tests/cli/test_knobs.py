@@ -31,6 +31,14 @@ def test_only_what_was_given_is_passed_on() -> None:
     assert engine_arguments({"decode_reserve": "mean"}) == {"decode_reserve": "mean"}
 
 
+def test_no_token_limit_is_a_choice_of_its_own() -> None:
+    assert engine_arguments({"token_limits": ["none"]}) == {"token_limits": []}
+    assert engine_arguments({"token_limits": ["none"]}, "auto")["token_limits"] == []
+    assert engine_arguments({"token_limits": ["prefill-gap:seconds=0.2"]}) == {
+        "token_limits": ["prefill-gap:seconds=0.2"]
+    }
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_lies_underneath(name: str) -> None:
     assert engine_arguments({}, name) == PRESETS[name]
@@ -76,6 +84,7 @@ def test_a_preset_lies_underneath(name: str) -> None:
         ({"decode_reserve": "median"}, None, "decode_reserve is 'median'"),
         ({"displace": True}, None, 'under order "fcfs"'),
         ({"order": "random"}, None, "no order is called 'random'"),
+        ({"token_limits": ["none", "prefill-gap"]}, None, "prefill-gap is given too; give one of them"),
         ({}, "quick", "no preset is called 'quick'"),
     ],
 )

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from pointsman.engine.grammar.process import GrammarServer
+from pointsman.engine.params.engine_args import PREFILL_GAP
 from pointsman.server import engine_process
+from pointsman.server.config import ServerConfig
+from pointsman.server.startup import startup_lines
 from pointsman.server.wire.messages import EngineInfo, Failed, Start, Unpacker, pack
 
 OPTIONS = {"model": "demo", "num_blocks": 16, "max_model_len": 64, "num_threads": 1}
@@ -22,15 +25,23 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_process.logging, "basicConfig", lambda **_: None)
 
 
-def start(*, warm_up: bool) -> tuple[int, Any]:
+def start(*, warm_up: bool, **options: Any) -> tuple[int, Any]:
     """The exit code, and the first message, of an engine process that ends once it has started."""
     ours, theirs = socket.socketpair()
     with ours:
-        ours.sendall(pack(Start(dict(OPTIONS), None, None, 0, warm_up)))
+        ours.sendall(pack(Start({**OPTIONS, **options}, None, None, 0, warm_up)))
         ours.shutdown(socket.SHUT_WR)
         code = engine_process.main(theirs.detach())
         (message, *_) = Unpacker().feed(ours.recv(1 << 18))
     return code, message
+
+
+def test_a_server_cuts_prompts_to_a_gap_unless_it_is_switched_off() -> None:
+    _, info = start(warm_up=False)
+    assert info.scheduler["token_limits"] == [PREFILL_GAP]
+    assert "token_limits prefill-gap" in startup_lines([info], ServerConfig(), "http://127.0.0.1:8000")[2]
+    _, info = start(warm_up=False, token_limits=[])
+    assert info.scheduler["token_limits"] == []
 
 
 @pytest.mark.parametrize("warm_up", [True, False])

@@ -7,7 +7,7 @@ The two are made here of steps and updates, and only for policies that override 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -16,8 +16,7 @@ import numpy as np
 from pointsman.core.policy.guard import Guard
 from pointsman.core.policy.policy import Policy, StepLoad
 from pointsman.core.state.events import Listener, StepDecision, StepRun
-from pointsman.core.state.output import SchedulerOutput, StepUpdate
-from pointsman.core.state.request import Request
+from pointsman.core.state.output import IntArray, SchedulerOutput, StepUpdate
 
 
 def listeners_of(policies: Iterable[Any]) -> list[Listener]:
@@ -65,8 +64,8 @@ class _StepTimes(Listener):
         self._methods = methods
         self._began: dict[int, float] = {}  # of the steps in flight
         self._ended = -math.inf
-        self._decoding: Sequence[Request] | None = None
-        """The requests of the newest updated step, if each decoded one token."""
+        self._decoding: IntArray | None = None
+        """The serials of the newest updated step, if each request decoded one token: it keeps no request that ended."""
         self._context = 0
 
     def on_step(self, step: StepDecision) -> None:
@@ -82,17 +81,17 @@ class _StepTimes(Listener):
         if began < self._ended:
             began = self._ended
         self._ended = now
-        requests, total = output.requests, output.total_num_scheduled_tokens
-        num_rows = len(requests)
+        serials, total = output.serials, output.total_num_scheduled_tokens
+        num_rows = len(serials)
         if not num_rows:
             return
-        if requests is self._decoding and total == num_rows:  # as the step before: no sum is needed
+        if serials is self._decoding and total == num_rows:  # as the step before: no sum is needed
             attended = context = self._context + num_rows
         else:
             attended = context = int(np.add.reduce(output.num_computed_tokens)) + total
             if total > num_rows:
                 attended = output.num_attended_tokens
-        self._decoding, self._context = requests if total == num_rows else None, context
+        self._decoding, self._context = serials if total == num_rows else None, context
         self._tell(StepLoad(total, num_rows, context, total - num_rows, attended), now - began)
 
     def on_steps(self, run: StepRun) -> None:

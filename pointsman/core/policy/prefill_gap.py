@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import numpy as np
+
 from pointsman.core.policy.gate import Int64Array
 from pointsman.core.policy.policy import Parameter
+from pointsman.core.policy.step_times import GROWTH, UNREACHABLE
 from pointsman.core.policy.target_itl import TargetItl
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.interfaces import View
 from pointsman.core.state.numbers import MAX_INT
-from pointsman.core.state.reason import Deferral
+from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
 
 LEAST_SECONDS = 1e-9
@@ -25,8 +28,12 @@ class PrefillGap(TargetItl):
 
     The tokens that fit are those of `TargetItl`, and so is the half of the time for short prompts. Three things differ.
     A step without a request that decodes has the whole budget, since no gap is made. Where the whole budget fits,
-    nothing is limited. No request waits for step time: where decoding alone takes longer than the target, each step
-    computes `least` prompt tokens beside it.
+    nothing is limited. No request waits for step time: where decoding alone takes nearly as long as the target or
+    longer, prompt tokens take half of that time beside it, and they are at least `least`.
+
+    What decoding takes is learned from steps without prompt tokens. Under load there may be none, and then all that a
+    step takes would be taken for the cost of its prompt tokens. So a step leaves them out where more requests run than
+    are predicted, once each time that their number doubles.
 
     Of use where outputs are streamed on a device that may be slow. On a fast one it decides as without.
 
@@ -38,16 +45,24 @@ class PrefillGap(TargetItl):
     version = 1
     parameters: ClassVar[tuple[Parameter, ...]] = (
         Parameter("seconds", 0.12, 1e-4, 60.0, doc="target of a step in which requests decode, so of gaps"),
-        Parameter("least", 64, 1, MAX_INT, doc="prompt tokens that a step computes even if it takes longer"),
+        Parameter("least", 32, 1, MAX_INT, doc="prompt tokens that a step computes even if it takes longer"),
     )
 
-    def __init__(self, seconds: float = 0.12, least: int = 64) -> None:
+    def __init__(self, seconds: float = 0.12, least: int = 32) -> None:
         super().__init__(seconds, least)
+
+    def _forget(self) -> None:
+        super()._forget()
         self._is_open = False
         """Whether no request decodes in the step, so that it has the whole budget."""
+        self._is_bare = False
+        """Whether the step leaves out prompt tokens, beyond one of each running request."""
+        self._most_bare = 0
+        """Requests of the last such step."""
 
     def step_budget(self, most: int, view: View) -> int:
         num_prefilling = view.num_prefilling
+        self._is_bare = False
         self._is_open = num_prefilling == len(view.rows) and (num_prefilling > 0 or view.num_waiting > 0)
         if self._is_open:
             self._key = None
@@ -56,9 +71,13 @@ class PrefillGap(TargetItl):
 
     def _decide(self, most: int, view: View) -> int:
         tokens = super()._decide(most, view)
+        num_requests = self._num_requests
+        if tokens < most and num_requests > max(self.times.most_predicted, GROWTH * self._most_bare):
+            self._is_bare, self._most_bare, self._key = True, num_requests, None
+            return num_requests
         if not self._held:
             return tokens
-        rest = most - self._num_requests
+        rest = most - num_requests
         deepest = int(view.num_computed_tokens.max())
         if tokens == most and self.times.fitting_tokens(self._left_at_first, deepest) >= rest:
             self._held, self._is_cut, self._most_running = 0.0, False, rest
@@ -66,11 +85,14 @@ class PrefillGap(TargetItl):
             self._most_running = (self._least + 1) // 2
         return tokens
 
-    def _for_prompts(self, left: float, hidden: float, view: View) -> float:
-        return max(left, self.times.prefill_seconds(self._least + 0.5, 0), LEAST_SECONDS)
+    def _for_prompts(self, left: float, alone: float, view: View) -> float:
+        least = self.times.prefill_seconds(self._least + 0.5, 0)
+        return max(left, (UNREACHABLE - 1) * self.times.share * alone, least, LEAST_SECONDS)
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
-        if not self._is_open:
+        if self._is_bare:
+            np.minimum(want, 1, out=want)
+        elif not self._is_open:
             super().clip(batch, rows, want)
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
@@ -78,6 +100,8 @@ class PrefillGap(TargetItl):
             return want
         if not self._is_decided:  # nothing waited when the step began: the request was preempted in it
             self._decide(view.budget, view)
+        if self._is_bare:
+            return Deferral(Reason.BUDGET, 1)
         fitting = self.times.fitting_tokens(self._left, start)
         if self._left >= self._left_at_first:  # no prompt tokens yet
             fitting = max(fitting, self._least)

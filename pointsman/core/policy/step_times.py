@@ -43,9 +43,10 @@ REFIT_AFTER, REFIT_AT_LATEST = 4, 16
 standard deviations, and otherwise. Until `FEW_FITTED` steps with prompt tokens were seen, every one is taken in."""
 OFF, OFF_DEVIATIONS = 0.02, 3.0
 FEW_FITTED = 16
-RIDGE = 1e-3
-"""Of each coefficient, relative to an observation: what a constant load does not tell apart is divided evenly, but
-decoding beside prompt tokens takes what it takes alone, unless steps say otherwise."""
+RIDGE, SHARE_RIDGE = 1e-3, 1e-2
+"""Of each coefficient, relative to an observation: what a constant load does not tell apart is divided evenly. The
+second is of the share of decoding, which beside prompt tokens takes what it takes alone, unless steps say otherwise:
+steps that all fill the target take the same time, so nearly any share would explain them."""
 FEW_POSITIONS = 4096
 """Attending to so many positions costs no more than the rest of a token, unless steps with longer contexts say so."""
 OUTLIER, LEAST_OUTLIER = 4.0, 0.02
@@ -115,6 +116,8 @@ class StepTimes:
         self._group_size = size + 1
         self._group_context += load.num_context_tokens
         self._group_seconds += seconds
+        if num_requests > self._most_requests:  # more than is predicted: it is known before the next step
+            self._num_new_groups = REFIT_AT_LATEST
         if seconds > self._group_slowest:
             self._group_slowest = seconds
 
@@ -223,7 +226,7 @@ class StepTimes:
             else:
                 weights = np.maximum(weights, FEW_FITTED * tokens / tokens.max())
                 weights[is_near] = FEW_FITTED
-            share, per_token, per_attended = _fitted(columns, seconds, weights, (1.0, 0.0, 0.0), is_last_less=True)
+            share, per_token, per_attended = _fitted(columns, seconds, weights, (1.0, 0.0, 0.0), is_mixed=True)
             self._mixed = share, per_token, per_attended / FEW_POSITIONS
             self.most_tokens = GROWTH * int(tokens.max())
         if len(self._errors) >= FEW_ERRORS:
@@ -243,6 +246,11 @@ class StepTimes:
         base, per_request, per_context = self._decode
         requests, context = min(num_requests, self._most_requests), min(num_context_tokens, self._most_context)
         return base + per_request * requests + per_context * context
+
+    @property
+    def most_predicted(self) -> float:
+        """Requests up to which decoding is predicted."""
+        return self._most_requests
 
     @property
     def most_seen(self) -> float:
@@ -276,7 +284,7 @@ def _fitted(
     seconds: FloatArray,
     weights: FloatArray,
     expected: tuple[float, float, float],
-    is_last_less: bool = False,
+    is_mixed: bool = False,
 ) -> tuple[float, float, float]:
     """Non-negative coefficients of the columns, for the least squares of relative errors without outliers.
 
@@ -285,32 +293,34 @@ def _fitted(
         seconds: [n].
         weights: [n], changed in place: 1 of the newest observations, less of others; one of more than 1 is no outlier.
         expected: what the coefficients are where the observations do not tell.
-        is_last_less: whether the last coefficient is at most the one before, where the observations do not tell.
+        is_mixed: whether the first is the share of decoding, and the last at most the one before where the observations
+            do not tell.
     """
+    ridge = np.array((SHARE_RIDGE if is_mixed else RIDGE, RIDGE, RIDGE))
     columns /= seconds
     scale = columns.max(axis=1)
-    if is_last_less:
+    if is_mixed:
         scale[2] = max(scale[1], scale[2])
     scale[scale == 0] = 1.0
     columns /= scale[:, None]
     prior = scale * expected
-    found = _non_negative(columns, weights, prior)
+    found = _non_negative(columns, weights, prior, ridge)
     errors = found.dot(columns) - 1
     middle, deviation = _middle_and_deviation(errors[weights >= 1].tolist())
     far = (np.abs(errors - middle) > max(OUTLIER * deviation, LEAST_OUTLIER)) & (weights <= 1)
     if far.any():
         weights[far] = 0.0
-        found = _non_negative(columns, weights, prior)
+        found = _non_negative(columns, weights, prior, ridge)
     first, second, third = (found / scale).tolist()
     return first, second, third
 
 
-def _non_negative(columns: FloatArray, weights: FloatArray, prior: FloatArray) -> FloatArray:
+def _non_negative(columns: FloatArray, weights: FloatArray, prior: FloatArray, ridge: FloatArray) -> FloatArray:
     """Coefficients of at least 0 with which the columns come closest to 1: the most negative one is left out until none
     is."""
     weighted = columns * weights
     normal = weighted.dot(columns.T)
-    ridge = RIDGE * np.add.reduce(weights)
+    ridge = ridge * np.add.reduce(weights)
     normal.flat[:: len(normal) + 1] += ridge
     wanted = np.add.reduce(weighted, axis=1) + ridge * prior
     found = np.linalg.solve(normal, wanted)

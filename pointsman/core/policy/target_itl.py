@@ -140,7 +140,7 @@ class TargetItl(Limit):
         num_context = int(np.add.reduce(computed)) + num_requests
         alone = times.decode_seconds(num_requests, num_context)
         beside = times.share * alone
-        left = self._for_prompts(limit - beside, alone - beside, view)
+        left = self._for_prompts(limit - beside, alone, view)
         is_spread = left < limit - beside
         num_prefilling = view.num_prefilling
         has_queue = view.num_waiting > 0
@@ -176,12 +176,9 @@ class TargetItl(Limit):
         self.revision += 1
         return self._tokens
 
-    def _for_prompts(self, left: float, hidden: float, view: View) -> float:
-        """Of the `left` seconds beside decoding, those for prompt tokens: fewer where these are spread.
-
-        Args:
-            hidden: seconds that prompt tokens take no longer, since reading for decode overlaps with them.
-        """
+    def _for_prompts(self, left: float, alone: float, view: View) -> float:
+        """Of the `left` seconds beside decoding, which takes `alone`, those for prompt tokens: fewer where these are
+        spread."""
         has_queue = view.num_waiting > 0
         if has_queue and self._had_queue and not (self._was_asked or self._is_head_long):
             self._scarce = SCARCE_STEPS
@@ -189,14 +186,15 @@ class TargetItl(Limit):
             self._scarce -= 1
         if not (has_queue and self._scarce and len(view.rows) > 2 * view.num_prefilling):
             return left
+        hidden = (1 - self.times.share) * alone  # reading for decode overlaps with prompt tokens
         num_even = max(SPREAD * self.times.mean_tokens, self._least) + 0.5  # no whole number, so that none is lost
         return min(left, max(hidden, self.times.prefill_seconds(num_even, 0), LEAST_SPREAD * left))
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
-        if batch.num_prefilling == 0:
+        if batch.num_prefilling == 0 and not self._view.num_waiting:
             return
         # The budget is shared out in admission order: a prompt must leave those behind it their token, and drafts must
-        # leave the prompt the least.
+        # leave the least to the prompt, or to the one that waits.
         is_prefilling = (batch.flags[rows] & PREFILLING) != 0
         prefilling = is_prefilling.nonzero()[0]
         num_decoding = len(rows) - len(prefilling)
