@@ -16,7 +16,8 @@ Each scenario has a server of its own, on the demo model:
   of as many tokens;
 - **crowds**: thousands of requests or of idle connections at once, and readers that stop: the stream goes on;
 - **large bodies**: connections that send most of a body and stop cost bounded memory, which comes back; a body that is
-  too large ends its connection.
+  too large ends its connection;
+- **disk full**: a recording on a disk that becomes full, beside a steady stream (`_faults_disk.py`).
 
     python benchmarks/server_faults.py --check
 """
@@ -35,6 +36,7 @@ from time import monotonic
 from typing import Any
 
 from _common import Targets, argument_parser, finish, note, print_table, run
+from _faults_disk import disk_full
 from _server_beside import attacks, crowds, large_bodies
 from _server_client import HOST, Address, BrokenAnswer, Exchange, Stream, get, post, send, start
 from _server_probe import MIB, is_running, open_requests, run_async, wait_until_idle
@@ -413,6 +415,7 @@ SCENARIOS: dict[str, Scenario] = {
     "attacks": lambda sizes, targets: attacks(sizes.attack_rounds, targets, is_quick=sizes is QUICK),
     "crowds": lambda sizes, targets: crowds(sizes.attack_rounds, sizes.crowd, sizes.stopped_readers, targets),
     "large-bodies": lambda sizes, targets: large_bodies(sizes.unfinished_bodies, targets),
+    "disk-full": lambda sizes, targets: disk_full(targets, is_quick=sizes is QUICK),
 }
 QUICK_SCENARIOS = ["engine-killed", "attacks"]
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pointsman.cli import options
 from pointsman.cli.config_file import read_config
 from pointsman.cli.errors import CommandError
 from pointsman.cli.knobs import engine_arguments, size
+from pointsman.core.observe.side_file import WhenFull
 from pointsman.server.config import ServerConfig
 
 API_KEY_VARIABLE = "POINTSMAN_API_KEY"
@@ -29,6 +30,7 @@ RUN_OPTIONS = (
     "max_resumes",
     "max_step_retries",
     "record",
+    "record_when_full",
     "warm_up",
 )
 
@@ -90,6 +92,11 @@ def _check_run_options(values: dict[str, Any]) -> None:
         raise ValueError(f"--max-engine-restarts is {restarts}; it must be 0 (a dead engine stays dead) or more")
     if (resumes := values.get("max_resumes")) is not None and resumes < 0:
         raise ValueError(f"--max-resumes is {resumes}; it must be 0 (a death ends its requests) or more")
+    if (when_full := values.get("record_when_full")) is not None:
+        if when_full not in get_args(WhenFull):
+            raise ValueError(f"--record-when-full is {when_full!r}; it must be {' or '.join(get_args(WhenFull))}")
+        if record is None:
+            raise ValueError("--record-when-full has no effect without --record; name its file or leave it out")
     if record is not None:
         _check_writable(record)
 

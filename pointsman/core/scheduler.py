@@ -744,6 +744,11 @@ class Scheduler:
     # ------------------------------------------------------------------ questions, which change nothing
 
     @property
+    def recorder(self) -> Recorder | None:
+        """Of the recording under way, whose file may have ended early; None: there is none."""
+        return self._recorder
+
+    @property
     def config(self) -> SchedulerConfig:
         """The configuration, with the limit that `set_max_num_active_seqs` set last."""
         return self._config

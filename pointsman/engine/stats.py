@@ -46,13 +46,25 @@ class EngineStats:
     """Requests without progress; see `watchdog.py`."""
     has_external_kv: bool = False
     """Whether KV is kept outside the pool; see `kv/connector.py`."""
+    recording_ended_by: str = ""
+    """Why the recording ended early; empty: it did not, or there is none."""
+    num_unrecorded_bytes: int = 0
+    """Bytes of the recording that wait for the disk."""
 
 
 def read_stats(engine: Engine, now: float) -> EngineStats:
     """The engine's state at `now`, in seconds. Only the thread that owns the engine may ask."""
     num_stalled = engine.watchdog.num_stalled if engine.watchdog is not None else 0
-    has_external_kv = engine.kv_connector is not None
-    return EngineStats(now, copy.copy(engine.counters), engine.scheduler.stats(), num_stalled, has_external_kv)
+    recorder = engine.scheduler.recorder
+    return EngineStats(
+        now,
+        copy.copy(engine.counters),
+        engine.scheduler.stats(),
+        num_stalled,
+        has_external_kv=engine.kv_connector is not None,
+        recording_ended_by="" if recorder is None else recorder.file.ended_by,
+        num_unrecorded_bytes=0 if recorder is None else recorder.file.num_waiting_bytes,
+    )
 
 
 def stats_line(before: EngineStats, after: EngineStats) -> str:

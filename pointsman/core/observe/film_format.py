@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.errors import PointsmanError
+from pointsman.core.observe.side_file import SideFile
 from pointsman.core.state.reason import Reason
 from pointsman.core.state.status import FinishReason, PreemptionCause, RequestStatus
 
@@ -312,13 +313,13 @@ def _varints(values: Int64Array) -> bytes:
     return out[np.arange(out.shape[1]) < lengths[:, None]].tobytes()
 
 
-def write_header(file: BinaryIO, header: Mapping[str, Any]) -> int:
+def write_header(file: BinaryIO | SideFile, header: Mapping[str, Any]) -> int:
     """Magic and header; returns how many bytes were written."""
     text = json.dumps(header, separators=(",", ":")).encode()
     return file.write(MAGIC + struct.pack("<I", len(text)) + text)
 
 
-def write_chunk(file: BinaryIO, kind: str, data: bytes) -> int:
+def write_chunk(file: BinaryIO | SideFile, kind: str, data: bytes) -> int:
     """A chunk, compressed; returns how many bytes were written."""
     packed = zlib.compress(data)
     return file.write(_CHUNK.pack(kind.encode(), len(packed), len(data)) + packed)

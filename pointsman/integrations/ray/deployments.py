@@ -87,6 +87,7 @@ class Api:
             options.get("log_stats_interval", DEFAULT_INTERVAL),
             options.get("max_step_retries", 0),
             options.get("warm_up", True),
+            record_when_full=options.get("record_when_full", "stop"),
         )
         self._listener = await EngineListener.open(ray.util.get_node_ip_address(), self._launch, start)
         max_resumes = options.get("max_resumes", DEFAULT_RESUMES)

@@ -364,4 +364,22 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
         ),
         lambda stats: stats.counters.execute_time,
     ),
+    (
+        Definition(
+            "pointsman:recording_stopped",
+            "gauge",
+            "1 or 0",
+            "Whether the recording (--record) ended early, as its file could not be written; the log says why.",
+        ),
+        lambda stats: int(bool(stats.recording_ended_by)),
+    ),
+    (
+        Definition(
+            "pointsman:recording_waiting_bytes",
+            "gauge",
+            "bytes",
+            "What of the recording waits in memory for the disk. At 64 MiB the recording ends.",
+        ),
+        lambda stats: stats.num_unrecorded_bytes,
+    ),
 )
