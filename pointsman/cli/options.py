@@ -238,6 +238,13 @@ KNOBS: dict[str, Any] = {
             help="Which cached prefix is evicted first: lru, retention, reuse or another [default: lru].",
         ),
     ],
+    "max_policy_failures": Annotated[
+        int | None,
+        typer.Option(
+            help="Steps in which a policy of another package may fail before the default of its kind takes its place "
+            "[default: 3]."
+        ),
+    ],
     "reserves": Annotated[
         list[str] | None,
         typer.Option(
@@ -536,6 +543,7 @@ ENGINE_PANELS: Panels = {
         "order",
         "victim",
         "eviction",
+        "max_policy_failures",
         "preemption_mode",
         "reserves",
         "token_limits",

@@ -18,7 +18,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, is_dataclass
 from itertools import islice
-from typing import Any, AnyStr, Generic
+from typing import Any, AnyStr, Generic, NamedTuple
 
 import numpy as np
 
@@ -129,6 +129,15 @@ def _is_cut(line: str | bytes) -> bool:
     return False
 
 
+class RecordingState(NamedTuple):
+    """What has become of a recording."""
+
+    ended_by: str
+    """Why it ended early; empty: it did not."""
+    num_waiting_bytes: int
+    """Bytes that wait for the disk."""
+
+
 class Recorder(Listener):
     """Writes a recording as the calls happen, a line with each `write`. One recorder serves one scheduler.
 
@@ -139,8 +148,7 @@ class Recorder(Listener):
     """
 
     def __init__(self, file: Writable) -> None:
-        self.file = file if isinstance(file, SideFile) else SideFile(file)
-        """Where the recording goes, and what became of it."""
+        self._file = file if isinstance(file, SideFile) else SideFile(file)
         self._answers: AnswerLog | None = None
 
     def start(
@@ -153,9 +161,14 @@ class Recorder(Listener):
         header |= {"config": config.to_dict(), "policies": policies}
         self._write({**header, "start": start._asdict(), "connector": connector})
 
+    @property
+    def state(self) -> RecordingState:
+        """What has become of the recording so far."""
+        return RecordingState(self._file.ended_by, self._file.num_waiting_bytes)
+
     def on_call(self, event: Call) -> None:
         """See `Listener`."""
-        if self.file.has_ended():
+        if self._file.has_ended():
             if self._answers is not None:
                 self._answers.take()
             return
@@ -166,7 +179,7 @@ class Recorder(Listener):
         """One line: a call, with what the connector answered in it."""
         if self._answers is not None and (answers := self._answers.take()):
             line["answers"] = answers
-        self.file.write(json.dumps(line, separators=(",", ":"), default=_plain) + "\n")
+        self._file.write(json.dumps(line, separators=(",", ":"), default=_plain) + "\n")
 
 
 # ------------------------------------------------------------------ the fields of a line, by call
@@ -221,6 +234,7 @@ def _advance(first_step_id: int, times: Any, token_ids: Any, last_token_ids: Any
 
 
 _FIELDS: dict[str, Callable[..., dict[str, Any]]] = {
+    "schedule_failed": lambda error: {"error": error},
     "add": _add,
     "finish": _finish,
     "extend": _extend,

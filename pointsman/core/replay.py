@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pointsman.core.config import SchedulerConfig
-from pointsman.core.errors import ConfigError, PointsmanError
+from pointsman.core.errors import ConfigError, PointsmanError, PolicyError
 from pointsman.core.kv.connector import RecordedConnector
 from pointsman.core.recording import (
     FORMAT,
@@ -92,6 +92,7 @@ class _Replay:
             ),
             "transfer_done": self._transfer_done,
             "schedule": self._schedule,
+            "schedule_failed": self._schedule_failed,
             "update": self._update,
             "propose": self._propose,
             "fail": self._fail,
@@ -190,6 +191,16 @@ class _Replay:
         _compare(number, call["step"], call["decision"], output_decision(output))
         self._outputs[output.step_id] = output
         self._num_steps += 1
+
+    def _schedule_failed(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+        """A policy failed, and does so again."""
+        try:
+            step: int | None = scheduler.schedule(call["now"]).step_id
+            failed = ""
+        except PolicyError as error:
+            step, failed = None, str(error)
+        if failed != call["error"]:
+            raise ReplayDifference(number, step, "error", call["error"], failed)
 
     def _update(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         errors = {int(index): message for index, message in call["errors"].items()}

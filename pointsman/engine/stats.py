@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from pointsman.core.observe.stats import SchedulerStats
 
 if TYPE_CHECKING:
+    from pointsman.core.recording import RecordingState
     from pointsman.engine.counters import EngineCounters
     from pointsman.engine.engine import Engine
 
@@ -46,24 +47,20 @@ class EngineStats:
     """Requests without progress; see `watchdog.py`."""
     has_external_kv: bool = False
     """Whether KV is kept outside the pool; see `kv/connector.py`."""
-    recording_ended_by: str = ""
-    """Why the recording ended early; empty: it did not, or there is none."""
-    num_unrecorded_bytes: int = 0
-    """Bytes of the recording that wait for the disk."""
+    recording: RecordingState | None = None
+    """None: there is none."""
 
 
 def read_stats(engine: Engine, now: float) -> EngineStats:
     """The engine's state at `now`, in seconds. Only the thread that owns the engine may ask."""
     num_stalled = engine.watchdog.num_stalled if engine.watchdog is not None else 0
-    recorder = engine.scheduler.recorder
     return EngineStats(
         now,
         copy.copy(engine.counters),
         engine.scheduler.stats(),
         num_stalled,
         has_external_kv=engine.kv_connector is not None,
-        recording_ended_by="" if recorder is None else recorder.file.ended_by,
-        num_unrecorded_bytes=0 if recorder is None else recorder.file.num_waiting_bytes,
+        recording=engine.scheduler.recording,
     )
 
 

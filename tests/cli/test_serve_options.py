@@ -209,6 +209,7 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
         "prompt_lookup_max": "4",
         "order": "priority",
         "victim": "latest",
+        "max_policy_failures": "5",
         "eviction": "retention:share=0.25",
         "preemption_mode": "cheaper",
         "displace": "true",

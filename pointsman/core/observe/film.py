@@ -78,8 +78,7 @@ class FilmRecorder(Listener):
     """
 
     def __init__(self, file: Writable, *, with_blocks: bool = True) -> None:
-        self.file = file if isinstance(file, SideFile) else SideFile(file)
-        """Where the film goes, and what became of it."""
+        self._file = file if isinstance(file, SideFile) else SideFile(file)
         self.wants_blocks = self._with_blocks = with_blocks
         self._numbers: dict[Request, int] = {}  # of the requests that have not finished
         self._num_requests = 0
@@ -120,7 +119,7 @@ class FilmRecorder(Listener):
         self._with_blocks = self._with_blocks and find_parts().kv.has_tables
         header = {"format_version": FORMAT_VERSION, "library_version": __version__, "with_blocks": self._with_blocks}
         header |= {"config": config.to_dict(), "policies": policies, "names": NAMES}
-        self.num_bytes["events"] += write_header(self.file, header)
+        self.num_bytes["events"] += write_header(self._file, header)
         parts = find_parts()
         if parts.table.requests:
             self._start = parts.table.now  # times before it are negative
@@ -153,7 +152,7 @@ class FilmRecorder(Listener):
         self._is_open = False
         self._flush_ends()
         self._write_chunk()
-        self.num_bytes["events"] += write_chunk(self.file, "Z", b"")
+        self.num_bytes["events"] += write_chunk(self._file, "Z", b"")
 
     def cut(self) -> None:
         """Write what there is so far. What is written from now on is a film of its own behind the header, in which the
@@ -184,11 +183,11 @@ class FilmRecorder(Listener):
         self._num_frames, self._skipped = 0, None
 
     def _write_chunk(self) -> None:
-        events = write_chunk(self.file, "R", self._requests.pack())
-        events += write_chunk(self.file, "E", self._events.pack(self._strings))
+        events = write_chunk(self._file, "R", self._requests.pack())
+        events += write_chunk(self._file, "E", self._events.pack(self._strings))
         self.num_bytes["events"] += events
         if self._mirror is not None:
-            self.num_bytes["blocks"] += write_chunk(self.file, "B", self._mirror.columns.pack())
+            self.num_bytes["blocks"] += write_chunk(self._file, "B", self._mirror.columns.pack())
         self._requests, self._strings = Columns("R"), {}
 
     def _next_chunk(self) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import errno
-import logging
 import os
 import stat
 import threading
@@ -23,8 +22,6 @@ from io import FileIO
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self, TypeAlias
-
-logger = logging.getLogger(__name__)
 
 WhenFull: TypeAlias = Literal["stop", "wait"]
 """What a full disk does to a file: it ends there, or what follows waits in memory until there is room."""
@@ -102,7 +99,7 @@ class SideFile:
 
     def _report(self, why: str) -> None:
         """Log that the file ended early: its name, the reason and the remedy."""
-        logger.error(
+        _log(
             "%s is written no further: %s. Requests are served as before, and the file can be read up to there; "
             "make room or name another file, and start again for a new one",
             self.name,
@@ -247,7 +244,7 @@ class BackgroundFile(SideFile):
     def _wait_for_room(self) -> None:
         if not self._is_full:
             self._is_full = True
-            logger.warning(
+            _log(
                 "%s waits, because the disk is full; make room before more than %s bytes wait in memory, or it ends",
                 self.name,
                 f"{self._max_waiting:,}",
@@ -280,6 +277,12 @@ class BackgroundFile(SideFile):
         with suppress(OSError):  # then a part of a piece is at its end, which readers leave out
             if self._is_watched and os.fstat(self._raw.fileno()).st_size > end:
                 self._raw.truncate(end)
+
+
+def _log(message: str, *arguments: object) -> None:
+    import logging  # here: it is a tenth of the core's import
+
+    logging.getLogger(__name__).error(message, *arguments)
 
 
 def reason_of(error: Exception) -> str:

@@ -256,8 +256,7 @@ def test_a_recording_on_a_full_disk_costs_the_scheduler_nothing() -> None:
     host = Host(recorder=Recorder(file))
     work(host)
     until(lambda: file.ended_by)
-    assert host.scheduler.recorder is not None
-    assert host.scheduler.recorder.file.ended_by == "No space left on device"
+    assert host.scheduler.recording == ("No space left on device", 0)
     host.scheduler.check_invariants()
     file.close()
 
