@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -383,5 +383,6 @@ def _first_message(sock: socket.socket, unpacker: Unpacker) -> Start | None:
 
 if __name__ == "__main__":
     code = main(int(sys.argv[1]))
-    sys.stderr.flush()
+    with suppress(OSError, ValueError):  # it is full, or its reader has gone
+        sys.stderr.flush()
     os._exit(code)  # threads of libraries are not waited for
