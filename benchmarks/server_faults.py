@@ -24,7 +24,8 @@ Each scenario has a server of its own, on the demo model:
   schema waiting; a grammar process that hangs is replaced, and its requests are answered;
 - **unbounded input**: 100 MB of trailers, headers or chunk extensions, fast and slowly, cost 16 MiB at most;
 - **idle connections**: 2,000 of them, with 1,024 files: health checks, operators and new clients are answered;
-- **tokenizing**, **fair-door**, **long-prompts**: what one tenant waits for another, see `_faults_tenants.py`.
+- **tokenizing**, **fair-door**, **long-prompts**: what one tenant waits for another, see `_faults_tenants.py`;
+- **disk full**: a recording on a disk that becomes full, beside a steady stream (`_faults_disk.py`).
 
     python benchmarks/server_faults.py --check
 """
@@ -44,6 +45,7 @@ from typing import Any
 
 from _common import Targets, argument_parser, finish, note, print_table, run
 from _faults_connections import idle_connections, unbounded_input
+from _faults_disk import disk_full
 from _faults_engines import hung_engine, hung_single_engine
 from _faults_gap import long_prompt_gap
 from _faults_grammars import hung_grammars, slow_grammars
@@ -436,6 +438,7 @@ SCENARIOS: dict[str, Scenario] = {
     "tokenizing": lambda sizes, targets: tokenizing(targets, is_quick=sizes is QUICK),
     "fair-door": lambda sizes, targets: fair_door(targets, is_quick=sizes is QUICK),
     "long-prompts": lambda sizes, targets: long_prompts(targets, is_quick=sizes is QUICK),
+    "disk-full": lambda sizes, targets: disk_full(targets, is_quick=sizes is QUICK),
 }
 QUICK_SCENARIOS = ["engine-killed", "attacks"]
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pointsman.core import (
     Adapter,
+    BackgroundFile,
     ConfigError,
     Copies,
     DuplicateRequest,
@@ -70,6 +71,7 @@ __all__ = [
     "LLM",
     "Adapter",
     "AsyncEngine",
+    "BackgroundFile",
     "ConfigError",
     "Copies",
     "DuplicateRequest",

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -37,7 +36,7 @@ from pointsman.cli.workload import (
     text_workload,
     trace_workload,
 )
-from pointsman.core import Recorder, RecordingError, ReplayDifference
+from pointsman.core import BackgroundFile, Recorder, RecordingError, ReplayDifference
 from pointsman.core import replay as core_replay
 from pointsman.engine.machine import wait_briefly
 
@@ -337,6 +336,7 @@ def replay(
     print(
         f"{report.num_steps} steps replayed ({report.num_calls} calls, {report.num_requests} requests, "
         f"{report.num_preemptions} preemptions): no difference"
+        f"{' up to the last line, which was cut off' if report.is_cut else ''}"
     )
     return EXIT_OK
 
@@ -425,17 +425,24 @@ def _warn_of_unread_priorities(workload: Workload, order: str | None) -> None:
 
 @contextmanager
 def _recorder(path: str | None) -> Iterator[Recorder | None]:
-    """A recorder whose file is closed with the context; None without a path."""
+    """A recorder whose file is closed with the context; None without a path.
+
+    Raises:
+        CommandError: there can be no such file; or it ended early, once everything else is done.
+    """
     if path is None:
         yield None
         return
     try:
-        with Path(path).open("w", encoding="utf-8") as file:
-            yield Recorder(file)
-    except BrokenPipeError:  # of standard output
-        raise
+        file = BackgroundFile.create(path)
     except OSError as error:
         raise CommandError(f"cannot write the recording {path}: {error.strerror}") from None
+    try:
+        yield Recorder(file)
+    finally:
+        file.close()
+    if file.ended_by:
+        raise CommandError(f"the recording {path} ended early: {file.ended_by}", EXIT_FAILED)
 
 
 def _load_engine(*, model: str, **arguments: Any) -> Engine:

@@ -20,6 +20,7 @@ from pointsman.cli.progress_bar import ProgressBar
 from pointsman.core import RecordingError, ReplayDifference, replay
 from pointsman.core.observe.film import FilmRecorder
 from pointsman.core.observe.film_format import MAGIC, FilmError, Op
+from pointsman.core.observe.side_file import SideFile
 from pointsman.web.film import Film
 from pointsman.web.story import Teller, counted, life_of, lives_of, meaning_of, preemptions_of
 
@@ -121,7 +122,7 @@ def film_recording(recording: Path, file: BinaryIO, *, with_blocks: bool = True)
     Raises:
         CommandError: it is no recording, or decides otherwise now.
     """
-    recorder = FilmRecorder(file, with_blocks=with_blocks)
+    recorder = FilmRecorder(SideFile(file, raises=True), with_blocks=with_blocks)
     try:
         megabytes = recording.stat().st_size / 1e6
         bar = ProgressBar(

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 import typer
 from typer.core import TyperCommand
+
+from pointsman.core.observe.side_file import WhenFull
 
 Command = TypeVar("Command", bound=Callable[..., int])
 
@@ -234,6 +236,13 @@ KNOBS: dict[str, Any] = {
         typer.Option(
             metavar="POLICY",
             help="Which cached prefix is evicted first: lru, retention, reuse or another [default: lru].",
+        ),
+    ],
+    "max_policy_failures": Annotated[
+        int | None,
+        typer.Option(
+            help="Steps in which a policy of another package may fail before the default of its kind takes its place "
+            "[default: 3]."
         ),
     ],
     "reserves": Annotated[
@@ -501,6 +510,14 @@ SERVER: dict[str, Any] = {
         ),
     ],
     "record": RecordFile,
+    "record_when_full": Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(get_args(WhenFull)),
+            help="What a full disk does to the recording: stop ends it; wait keeps up to 64 MiB in memory until there "
+            "is room [default: stop].",
+        ),
+    ],
     "seed": Annotated[int | None, typer.Option(help="Seed of requests without one [default: 0].")],
 }
 """Options of serve beside the knobs. Its configuration file may set all of these and all knobs."""
@@ -555,6 +572,7 @@ ENGINE_PANELS: Panels = {
         "order",
         "victim",
         "eviction",
+        "max_policy_failures",
         "preemption_mode",
         "reserves",
         "token_limits",
@@ -587,6 +605,7 @@ ENGINE_PANELS: Panels = {
         "log_requests",
         "log_stats_interval",
         "record",
+        "record_when_full",
     ),
 }
 

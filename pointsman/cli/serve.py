@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pointsman.cli import options
 from pointsman.cli.config_file import read_config
 from pointsman.cli.errors import CommandError
 from pointsman.cli.knobs import engine_arguments, size
+from pointsman.core.observe.side_file import WhenFull
 from pointsman.server.config import ServerConfig
 from pointsman.server.service.heartbeat import LEAST_TIMEOUT
 
@@ -31,6 +32,7 @@ RUN_OPTIONS = (
     "max_resumes",
     "max_step_retries",
     "record",
+    "record_when_full",
     "warm_up",
 )
 
@@ -96,6 +98,11 @@ def _check_run_options(values: dict[str, Any]) -> None:
         raise ValueError(
             f"--engine-timeout is {timeout:g}; it must be {LEAST_TIMEOUT:g} seconds or more, or 0 (no engine is ended)"
         )
+    if (when_full := values.get("record_when_full")) is not None:
+        if when_full not in get_args(WhenFull):
+            raise ValueError(f"--record-when-full is {when_full!r}; it must be {' or '.join(get_args(WhenFull))}")
+        if record is None:
+            raise ValueError("--record-when-full has no effect without --record; name its file or leave it out")
     if record is not None:
         _check_writable(record)
 

@@ -17,6 +17,7 @@ from pointsman.cli.errors import EXIT_INTERRUPTED, EXIT_OK, CommandError, check_
 from pointsman.cli.progress_bar import ProgressBar
 from pointsman.cli.simulation import Arriving, Service, seconds, what_arrives, what_serves
 from pointsman.core.observe.film import FilmRecorder
+from pointsman.core.observe.side_file import SideFile
 from pointsman.sim.report import Report, combine, figures
 from pointsman.sim.report.page import write_html
 from pointsman.sim.report.perfetto import write_trace
@@ -139,7 +140,7 @@ def _film(path: str | None) -> Iterator[Sequence[FilmRecorder]]:
         return
     try:
         with open(path, "wb") as file:
-            recorder = FilmRecorder(file)
+            recorder = FilmRecorder(SideFile(file, raises=True))
             yield (recorder,)
             recorder.close()
     except OSError as error:

@@ -38,6 +38,8 @@ METRICS = (
     "pointsman:deferrals_total",
     "pointsman:steps_total",
     "pointsman:failed_steps_total",
+    "pointsman:policy_failures_total",
+    "pointsman:replaced_policies",
     "pointsman:scheduler_seconds_total",
 )
 """Metrics of the scheduler that `metrics` prints, by their names in `SCRAPED`; vLLM has the others itself, or they are

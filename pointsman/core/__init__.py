@@ -28,6 +28,7 @@ from pointsman.core.errors import (
 )
 from pointsman.core.kv.connector import KVConnector
 from pointsman.core.observe.explain import Explanation
+from pointsman.core.observe.side_file import BackgroundFile
 from pointsman.core.observe.stats import SchedulerStats
 from pointsman.core.recording import Recorder, RecordingError
 from pointsman.core.replay import ReplayDifference, ReplayReport, replay
@@ -52,6 +53,7 @@ from pointsman.core.step.opening import Opening
 
 __all__ = [
     "Adapter",
+    "BackgroundFile",
     "ConfigError",
     "Copies",
     "DuplicateRequest",

@@ -85,6 +85,10 @@ class SchedulerConfig:
     (`UNSAMPLED`, which no host accepts), unless that step continues a prefill, or a limit on drafts cuts them: so that
     all rows of the step have as many tokens, as graphs captured for uniform decodes need."""
 
+    max_policy_failures: int = 3
+    """Steps in which a policy of another package may fail, with fewer than 100 others between two of them, before the
+    default of its kind takes its place. Each of them is scheduled again."""
+
     order: str | Order = "fcfs"
     """Which request is admitted next: a name, with parameters if need be ("name:key=value,key=value"), or an object
     with the `Order` protocol; see `docs/policies.md`. "fcfs-front" and "priority-by-arrival" queue preempted requests
@@ -291,6 +295,7 @@ class SchedulerConfig:
             "max_num_seqs",
             "max_num_batched_tokens",
             "max_steps_in_flight",
+            "max_policy_failures",
         )
         for name in at_least_one:
             _check_int(name, getattr(self, name), 1)

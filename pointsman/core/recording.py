@@ -15,15 +15,17 @@ A recording of another scheduler is observed: its header has `observed`, and it 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, is_dataclass
-from typing import Any, Protocol
+from itertools import islice
+from typing import Any, AnyStr, Generic, NamedTuple
 
 import numpy as np
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import PointsmanError
 from pointsman.core.kv.connector import AnswerLog
+from pointsman.core.observe.side_file import SideFile, Writable
 from pointsman.core.state.events import Call, Listener, StepRun
 from pointsman.core.state.inputs import Part
 from pointsman.core.state.output import Integers, SchedulerOutput, StepResult, StepUpdate
@@ -93,17 +95,60 @@ class RecordingError(PointsmanError, ValueError):
     """A line that is no part of a recording. The message names the line."""
 
 
-class Lines(Protocol):
-    """Where a recording goes: a text file, or whatever takes lines as one."""
+class WholeLines(Generic[AnyStr]):
+    """The lines of a recording, without a last one that was cut off, by a kill or a full disk. The header stays."""
 
-    def write(self, line: str, /) -> object: ...
+    def __init__(self, lines: Iterable[AnyStr]) -> None:
+        self._lines: Iterable[AnyStr] = lines
+        self.is_cut = False
+        """Whether a part of a line was left out, once the end is reached."""
+
+    def __iter__(self) -> Iterator[AnyStr]:
+        lines = iter(self._lines)
+        yield from islice(lines, 1)
+        last: AnyStr | None = None
+        for line in lines:
+            if last is not None:
+                yield last
+            last = line
+        if last is not None:
+            self.is_cut = _is_cut(last)
+            if not self.is_cut:
+                yield last
+
+
+def _is_cut(line: str | bytes) -> bool:
+    if line[-1:] in ("\n", b"\n"):
+        return False
+    try:
+        json.loads(line)
+    except RecursionError:
+        return False
+    except ValueError:
+        return True
+    return False
+
+
+class RecordingState(NamedTuple):
+    """What has become of a recording."""
+
+    ended_by: str
+    """Why it ended early; empty: it did not."""
+    num_waiting_bytes: int
+    """Bytes that wait for the disk."""
 
 
 class Recorder(Listener):
-    """Writes a recording as the calls happen, a line with each `write`. One recorder serves one scheduler."""
+    """Writes a recording as the calls happen, a line with each `write`. One recorder serves one scheduler.
 
-    def __init__(self, file: Lines) -> None:
-        self._file = file
+    A file that cannot be written ends the recording, and nothing else: see `observe/side_file.py`.
+
+    Args:
+        file: a `BackgroundFile`, or a text file, which is written in the scheduler's thread.
+    """
+
+    def __init__(self, file: Writable) -> None:
+        self._file = file if isinstance(file, SideFile) else SideFile(file)
         self._answers: AnswerLog | None = None
 
     def start(
@@ -116,7 +161,17 @@ class Recorder(Listener):
         header |= {"config": config.to_dict(), "policies": policies}
         self._write({**header, "start": start._asdict(), "connector": connector})
 
+    @property
+    def state(self) -> RecordingState:
+        """What has become of the recording so far."""
+        return RecordingState(self._file.ended_by, self._file.num_waiting_bytes)
+
     def on_call(self, event: Call) -> None:
+        """See `Listener`."""
+        if self._file.has_ended():
+            if self._answers is not None:
+                self._answers.take()
+            return
         line = {"call": event.name, "now": event.now}
         self._write(line | _FIELDS[event.name](**event.arguments))
 
@@ -179,6 +234,7 @@ def _advance(first_step_id: int, times: Any, token_ids: Any, last_token_ids: Any
 
 
 _FIELDS: dict[str, Callable[..., dict[str, Any]]] = {
+    "schedule_failed": lambda error: {"error": error},
     "add": _add,
     "finish": _finish,
     "extend": _extend,

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from pointsman.core.config import SchedulerConfig
-from pointsman.core.errors import ConfigError, PointsmanError
+from pointsman.core.errors import ConfigError, PointsmanError, PolicyError
 from pointsman.core.kv.connector import RecordedConnector
 from pointsman.core.recording import (
     FORMAT,
     FORMAT_VERSION,
     RecordingError,
+    WholeLines,
     output_decision,
     run_decision,
     update_decision,
@@ -50,6 +51,8 @@ class ReplayReport:
     num_steps: int
     num_requests: int
     num_preemptions: int
+    is_cut: bool
+    """Whether the recording ends with a part of a line, which was left out."""
 
 
 def replay(file: Iterable[str], watch: Callable[[Scheduler], None] | None = None) -> ReplayReport:
@@ -60,7 +63,7 @@ def replay(file: Iterable[str], watch: Callable[[Scheduler], None] | None = None
 
     Raises:
         ReplayDifference: at the first decision that differs.
-        RecordingError: the file is no recording, is cut, or names a policy that is not built in.
+        RecordingError: the file is no recording, is broken, or names a policy that is not built in.
     """
     return _Replay(watch).run(file)
 
@@ -89,6 +92,7 @@ class _Replay:
             ),
             "transfer_done": self._transfer_done,
             "schedule": self._schedule,
+            "schedule_failed": self._schedule_failed,
             "update": self._update,
             "propose": self._propose,
             "fail": self._fail,
@@ -96,7 +100,8 @@ class _Replay:
         }
 
     def run(self, file: Iterable[str]) -> ReplayReport:
-        for number, text in enumerate(file, start=1):
+        lines = WholeLines(file)
+        for number, text in enumerate(lines, start=1):
             try:
                 self._line(json.loads(text), number)
             except (ReplayDifference, RecordingError):
@@ -110,7 +115,7 @@ class _Replay:
         if self._scheduler is None:
             raise RecordingError("the file is empty; a recording starts with a header line")
         preemptions = self._scheduler.stats().num_preemptions
-        return ReplayReport(self._num_calls, self._num_steps, self._num_requests, preemptions)
+        return ReplayReport(self._num_calls, self._num_steps, self._num_requests, preemptions, lines.is_cut)
 
     def _line(self, call: dict[str, Any], number: int) -> None:
         if self._scheduler is None:
@@ -186,6 +191,16 @@ class _Replay:
         _compare(number, call["step"], call["decision"], output_decision(output))
         self._outputs[output.step_id] = output
         self._num_steps += 1
+
+    def _schedule_failed(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
+        """A policy failed, and does so again."""
+        try:
+            step: int | None = scheduler.schedule(call["now"]).step_id
+            failed = ""
+        except PolicyError as error:
+            step, failed = None, str(error)
+        if failed != call["error"]:
+            raise ReplayDifference(number, step, "error", call["error"], failed)
 
     def _update(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         errors = {int(index): message for index, message in call["errors"].items()}

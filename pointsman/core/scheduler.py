@@ -39,7 +39,7 @@ from pointsman.core.observe.stats import SchedulerStats, Statistics
 from pointsman.core.observe.watchdog import Stall, Watchdog
 from pointsman.core.policy.fcfs import FirstComeFirstServed
 from pointsman.core.policy.guard import Guard
-from pointsman.core.recording import Recorder
+from pointsman.core.recording import Recorder, RecordingState
 from pointsman.core.state.events import Call, Events, Listener, Need, send
 from pointsman.core.state.inputs import EncoderInput
 from pointsman.core.state.numbers import MAX_INT, checked_priority
@@ -95,6 +95,7 @@ class Scheduler:
         "_encoder",
         "_events",
         "_fast_forward",
+        "_guards",
         "_kv",
         "_kv_cache",
         "_listeners",
@@ -159,6 +160,7 @@ class Scheduler:
         self._swap = parts.swap
         self._update, self._encoder, self._load_followers = parts.update, parts.encoder, parts.gates.load_followers
         self._fast_forward, self._view, self._budget = parts.fast_forward, parts.view, parts.budget
+        self._guards = tuple(policy for policy in parts.policies if isinstance(policy, Guard))
         self._openings, self._past_finishes = parts.openings, parts.past_finishes
         self._fast_forward.checks_horizons = self._check_horizons
         self._open_eviction: Callable[[], None] | None = getattr(parts.kv.eviction, "open_step", None)
@@ -175,7 +177,8 @@ class Scheduler:
         Raises:
             StepOrderError: `max_steps_in_flight` outputs already wait for their update.
             PolicyError: a policy of another package raised, or broke its contract. The step is void, as by `fail`;
-                preemptions before that remain valid.
+                preemptions before that remain valid. Call again: after `max_policy_failures` such steps the default of
+                its kind decides in the policy's place.
         """
         step = self._open_step(now)
         try:
@@ -186,9 +189,12 @@ class Scheduler:
             # Most steps are plain, and done in one go (`step/plain.py`).
             if self._plain_steps is None or not self._plain_steps.decide(step):
                 self._run_parts(step)  # displace, advance, publish, admit, emit: see `_mixed_step`
-        except PolicyError:
+        except PolicyError as error:
             self._void([step])
+            self._note_policy_failure(error, now)
             raise
+        for guard in self._guards:
+            guard.step_succeeded()
         output = step.output
         assert output is not None
         self._steps.records.append(step)
@@ -198,6 +204,13 @@ class Scheduler:
         if self._events.called:
             send(self._events.called, Call("schedule", now, {"output": output}))
         return output
+
+    def _note_policy_failure(self, error: PolicyError, now: float) -> None:
+        for guard in self._guards:
+            guard.step_failed(self._config.max_policy_failures)
+        self._statistics.num_policy_failures += 1
+        if self._events.called:
+            send(self._events.called, Call("schedule_failed", now, {"error": str(error)}))
 
     def _mixed_step(self, step: StepRecord) -> None:
         """The five parts of a step, prompts and decoding in one ("mixed" and "static")."""
@@ -744,6 +757,11 @@ class Scheduler:
     # ------------------------------------------------------------------ questions, which change nothing
 
     @property
+    def recording(self) -> RecordingState | None:
+        """What has become of the recording under way; None: there is none."""
+        return None if self._recorder is None else self._recorder.state
+
+    @property
     def config(self) -> SchedulerConfig:
         """The configuration, with the limit that `set_max_num_active_seqs` set last."""
         return self._config
@@ -756,7 +774,7 @@ class Scheduler:
     @property
     def may_fail(self) -> bool:
         """Whether `schedule` may raise `PolicyError`: a policy of another package decides."""
-        return any(isinstance(policy, Guard) for policy in self._parts.policies)
+        return bool(self._guards)
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request is queued, parked or running."""

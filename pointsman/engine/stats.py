@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from pointsman.core.observe.stats import SchedulerStats
 
 if TYPE_CHECKING:
+    from pointsman.core.recording import RecordingState
     from pointsman.engine.counters import EngineCounters
     from pointsman.engine.engine import Engine
 
@@ -48,19 +49,21 @@ class EngineStats:
     """Whether KV is kept outside the pool; see `kv/connector.py`."""
     num_grammar_restarts: int = 0
     """How often the process that compiles grammars was replaced; see `grammar/process.py`."""
+    recording: RecordingState | None = None
+    """None: there is none."""
 
 
 def read_stats(engine: Engine, now: float) -> EngineStats:
     """The engine's state at `now`, in seconds. Only the thread that owns the engine may ask."""
     num_stalled = engine.watchdog.num_stalled if engine.watchdog is not None else 0
-    has_external_kv = engine.kv_connector is not None
     return EngineStats(
         now,
         copy.copy(engine.counters),
         engine.scheduler.stats(),
         num_stalled,
-        has_external_kv,
-        engine.grammars.num_restarts,
+        has_external_kv=engine.kv_connector is not None,
+        num_grammar_restarts=engine.grammars.num_restarts,
+        recording=engine.scheduler.recording,
     )
 
 

@@ -12,6 +12,7 @@ here. Programs find this process by the module's name in its command line: the n
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
@@ -20,14 +21,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pointsman.core import SchedulerOutput
 from pointsman.core.errors import UnknownRequest
+from pointsman.core.observe.side_file import BackgroundFile, SideFile, reason_of
 from pointsman.core.recording import Recorder
 from pointsman.engine.aio.engine_thread import Add as ThreadAdd
 from pointsman.engine.aio.engine_thread import Call, EngineThread
@@ -323,9 +324,7 @@ def main(descriptor: int) -> int:
         if start.name:
             logging.basicConfig(stream=sys.stderr, format=f"pointsman: {start.name}: %(message)s", force=True)
         try:
-            recorder = None
-            if start.record is not None:
-                recorder = Recorder(files.enter_context(Path(start.record).open("w", encoding="utf-8")))
+            recorder = None if start.record is None else Recorder(open_recording(start.record, start, files))
             keep_freed_pages(one_heap=True)
             grammars = start_compiler(files) if start.warm_up else None
             arguments = with_prefill_gap(start.options)
@@ -341,6 +340,27 @@ def main(descriptor: int) -> int:
             sock.sendall(pack(Failed(f"{type(error).__name__}: {first_line(error)}", is_usage_error=False)))
             return 1
         return EngineProcess(engine, sock, start).run(unpacker)
+
+
+def open_recording(path: str, start: Start, closing: ExitStack) -> SideFile:
+    """The file of the recording.
+
+    Args:
+        closing: writes and closes the file when this process ends.
+
+    Raises:
+        OSError: it cannot be written, and the engine must record.
+    """
+    try:
+        file = BackgroundFile.create(path, when_full=start.record_when_full)
+    except OSError as error:
+        if start.must_record:
+            raise
+        ended = SideFile(io.StringIO(), path)
+        ended.end_early(reason_of(error))
+        return ended
+    closing.callback(file.close)
+    return file
 
 
 def clock_with(offset: float) -> Callable[[], float]:
@@ -375,5 +395,6 @@ def _first_message(sock: socket.socket, unpacker: Unpacker) -> Start | None:
 
 if __name__ == "__main__":
     code = main(int(sys.argv[1]))
-    sys.stderr.flush()
+    with suppress(OSError, ValueError):  # it is full, or its reader has gone
+        sys.stderr.flush()
     os._exit(code)  # threads of libraries are not waited for

@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pointsman.core.observe.side_file import WhenFull
 from pointsman.engine.errors import first_line
 from pointsman.engine.machine import wait_briefly
 from pointsman.engine.stats import DEFAULT_INTERVAL
@@ -71,6 +72,7 @@ def run(
     config: ServerConfig,
     *,
     record: str | None = None,
+    record_when_full: WhenFull = "stop",
     log_stats_interval: float | None = DEFAULT_INTERVAL,
     max_step_retries: int = 0,
     warm_up: bool = True,
@@ -85,6 +87,7 @@ def run(
         options: keyword arguments of `Engine`, for all engines together (`shares.py`).
         config: of the server.
         record: a file for the scheduler's recording; of further engines FILE.1, FILE.2, ...
+        record_when_full: what a full disk does to it.
         log_stats_interval: seconds between lines of statistics; None: none.
         max_step_retries: how often in a row a failed step is tried again.
         warm_up: whether requests of every kind are rehearsed before the first one is accepted.
@@ -118,6 +121,8 @@ def run(
             return EngineClient.start(
                 share.options,
                 record=share.record_after(num_restarts),
+                record_when_full=record_when_full,
+                must_record=not num_restarts,
                 log_stats_interval=log_stats_interval,
                 max_step_retries=max_step_retries,
                 warm_up=warm_up,

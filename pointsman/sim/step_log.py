@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pointsman.core.recording import WholeLines
 from pointsman.sim.accuracy import StepErrors
 from pointsman.sim.errors import CalibrationError
 from pointsman.sim.step_time import ATTENDED, LinearStepTime, StepLoad
@@ -77,7 +78,7 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
         if is_observed(lines.readline()):
             return observed_steps(read_observed(path), path)
         lines.seek(0)
-        for line_number, line in enumerate(lines, start=1):
+        for line_number, line in enumerate(WholeLines(lines), start=1):
             if not line.strip():
                 continue
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, TypeAlias
 
+from pointsman.core.recording import WholeLines
 from pointsman.traces.requests import (
     MAX_HASH_ID,
     MOONCAKE_BLOCK_SIZE,
@@ -31,13 +32,17 @@ MAX_LINE = 2**26
 LineReader: TypeAlias = Callable[[str], TraceRequest | MeasuredRequest]
 
 
-def numbered_lines(file: BinaryIO) -> Iterator[tuple[int, str]]:
+def numbered_lines(file: BinaryIO, *, of_recording: bool = False) -> Iterator[tuple[int, str]]:
     """(line number, text) of the lines that are not blank.
+
+    Args:
+        of_recording: a last line that was cut off is left out.
 
     Raises:
         Broken: a line is no UTF-8 text, or too long.
     """
-    for line_number, raw in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), start=1):
+    lines: Iterator[bytes] = iter(lambda: file.readline(MAX_LINE + 1), b"")
+    for line_number, raw in enumerate(WholeLines(lines) if of_recording else lines, start=1):
         if len(raw) > MAX_LINE:
             raise Broken(f"line {line_number}: longer than {MAX_LINE} bytes; write one request a line")
         try:

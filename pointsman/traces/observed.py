@@ -127,7 +127,7 @@ def read_observed(path: str | PathLike[str]) -> Observed:
     """
     with Path(path).open("rb") as file:
         try:
-            return parse_observed(numbered_lines(file))
+            return parse_observed(numbered_lines(file, of_recording=True))
         except Broken as error:
             raise TraceError(f"{path}, {error}") from None
 

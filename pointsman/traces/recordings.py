@@ -82,7 +82,7 @@ def read_recording(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest]:
         Broken: a line is no part of a recording, or of another version of the format.
     """
     reader = _Reader()
-    lines = numbered_lines(file)
+    lines = numbered_lines(file, of_recording=True)
     first = list(islice(lines, 1))
     lines = chain(first, lines)
     if first and is_observed(first[0][1]):

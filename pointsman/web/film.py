@@ -19,10 +19,22 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.observe.film_format import BlockOp, FilmError, Op, read_chunks, read_header, unpack
+from pointsman.core.observe.film_format import (
+    MAX_MEMORY,
+    BlockOp,
+    FilmError,
+    IntArray,
+    Op,
+    read_chunks,
+    read_header,
+    unpack,
+)
 
-Int64Array = npt.NDArray[np.int64]
-Columns = dict[str, Int64Array]
+Int32Array = npt.NDArray[np.int32]
+Columns = dict[str, IntArray]
+
+BYTES_A_REQUEST, BYTES_A_FRAME, BYTES_A_STRING = 256, 256, 64
+"""What one takes in memory."""
 
 
 class Frame(NamedTuple):
@@ -123,10 +135,10 @@ class State:
     is_cached: npt.NDArray[np.bool_] | None = None
     """[blocks] whether a block, if it is free, has content that can be found; None: the film has no blocks."""
 
-    def num_references(self) -> Int64Array:
+    def num_references(self) -> Int32Array:
         """[blocks] how many tables, and other holders, name a block."""
         assert self.is_cached is not None, "the film has no blocks"
-        count = np.zeros(len(self.is_cached), dtype=np.int64)
+        count = np.zeros(len(self.is_cached), dtype=np.int32)
         for number in self.running:
             count[self.requests[number].table] += 1
         for block, references in self.held.items():
@@ -201,20 +213,27 @@ class Film:
         self.is_complete = False
         """Whether it was closed; otherwise what is there up to its last whole chunk can be shown."""
         self._chunks: list[_Chunk] = []
+        self._num_bytes = 0  # in memory
         columns: Columns | None = None
         for kind, data in read_chunks(file):
             if kind == "Z":
                 self.is_complete = True
             elif kind == "R":
                 columns, _ = unpack("R", data)
+                self._take(BYTES_A_REQUEST * max(map(len, columns.values())))
             elif kind == "E":
                 if columns is None:
                     raise FilmError("events come before the requests that they are about; the film is broken")
-                self._chunks.append(_Chunk(*unpack("E", data)))
+                chunk = _Chunk(*unpack("E", data))
+                self._take_columns(chunk.events)
+                self._take(BYTES_A_STRING * len(chunk.strings) + sum(map(len, chunk.strings)))
+                self._take(BYTES_A_FRAME * len(chunk.events["step_id"]))
+                self._chunks.append(chunk)
                 self._add_requests(columns, self._chunks[-1].strings)
                 columns = None
             elif with_blocks and self._chunks:
                 self._chunks[-1].blocks, _ = unpack("B", data)
+                self._take_columns(self._chunks[-1].blocks)
         if not self._chunks:
             raise FilmError("the film has no events; it was cut off at once")
         if not self.is_complete and self._chunks[0].blocks is not None and self._chunks[-1].blocks is None:
@@ -222,6 +241,22 @@ class Film:
         self.has_blocks = all(chunk.blocks is not None for chunk in self._chunks)
         self._check()
         self.frames: list[Frame] = [frame for index in range(len(self._chunks)) for frame in self._frames_of(index)]
+
+    def _take_columns(self, columns: Columns) -> None:
+        self._take(sum(values.nbytes for values in columns.values()))
+
+    def _take(self, num_bytes: int) -> None:
+        """Count what is kept in memory.
+
+        Raises:
+            FilmError: it is more than a film may take.
+        """
+        self._num_bytes += num_bytes
+        if self._num_bytes > MAX_MEMORY:
+            raise FilmError(
+                f"the film takes more than {MAX_MEMORY:,} bytes of memory, and no more can be shown; leave out the "
+                "blocks (pointsman film --no-blocks), or record a shorter run"
+            )
 
     @classmethod
     def read(cls, path: str | Path, *, with_blocks: bool = True) -> Film:
@@ -635,7 +670,7 @@ class _BlockPlayer:
         if min(map(min, filter(None, (self._lists[name] for name in ("block", "key_block", "count")))), default=0) < 0:
             raise FilmError("a block has a negative number; the film is broken")
         self._caches: bool = film.header["config"]["enable_prefix_caching"]
-        self._references = np.zeros(self._num_blocks, dtype=np.int64)
+        self._references = np.zeros(self._num_blocks, dtype=np.int32)
         self._at = self._block = self._value = 0
 
     def open(self, state: State) -> None:

@@ -250,6 +250,10 @@ def test_an_altered_decision_is_caught_at_its_step(pointsman: Run, recording: Pa
 def test_a_recording_that_was_cut_short(pointsman: Run, recording: Path) -> None:
     recording.write_text(recording.read_text()[:-20])
     finished = pointsman("replay", recording)
+    assert finished.code == 0
+    assert "no difference up to the last line, which was cut off" in finished.out
+    recording.write_text(recording.read_text() + "\n")
+    finished = pointsman("replay", recording)
     assert finished.code == 2
     assert len(finished.errors) == 1 and str(recording) in finished.errors[0]
 
@@ -257,8 +261,8 @@ def test_a_recording_that_was_cut_short(pointsman: Run, recording: Path) -> None
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here is always full")
 def test_a_recording_that_cannot_be_written_on(pointsman: Run, model: str) -> None:
     finished = pointsman("generate", "--model", model, "--prompt", "a", "--record", "/dev/full")
-    assert finished.code == 2
-    assert len(finished.errors) == 1 and "No space left" in finished.errors[0]
+    assert finished.code == 1
+    assert "No space left" in finished.errors[-1] and finished.out
 
 
 # ---------------------------------------------------------------------- processes

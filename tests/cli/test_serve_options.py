@@ -178,6 +178,7 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
         "max_step_retries": "3",
         "warm_up": "no",
         "record": tmp_path / "run.jsonl",
+        "record_when_full": "wait",
         "seed": "7",
         "data_parallel_size": "1",
         "max_engine_restarts": "2",
@@ -214,6 +215,7 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
         "prompt_lookup_max": "4",
         "order": "priority",
         "victim": "latest",
+        "max_policy_failures": "5",
         "eviction": "retention:share=0.25",
         "preemption_mode": "cheaper",
         "displace": "true",
@@ -264,6 +266,7 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
     )
     run = {"log_stats_interval": None, "max_step_retries": 3, "record": str(tmp_path / "run.jsonl"), "warm_up": False}
     run |= {"data_parallel_size": 1, "max_engine_restarts": 2, "max_resumes": 4, "engine_timeout": 60.0}
+    run |= {"record_when_full": "wait"}
     assert found.options == run
     expected = {"model": "/models/a", "seed": 7, "num_threads": 2, "kv_cache_bytes": 64 * 2**20, "fuse": False}
     assert expected.items() <= found.engine.items()
@@ -414,6 +417,8 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
         (["--log-stats-interval", "nan"], ["--log-stats-interval is nan"]),
         (["--chat-template", "/nowhere/at/all"], ["chat template", "/nowhere/at/all", "No such file"]),
         (["--record", "/nowhere/at/all"], ["/nowhere/at/all", "No such file"]),
+        (["--record", "run.jsonl", "--record-when-full", "drop"], ["--record-when-full is 'drop'", "stop or wait"]),
+        (["--record-when-full", "wait"], ["no effect without --record"]),
         (["--config", "/nowhere/at/all"], ["/nowhere/at/all", "No such file"]),
         (["--preset", "fast"], ["'fast'", "low-latency, high-throughput, long-context, short-requests"]),
         (["--threads", "0"], ["--threads is 0"]),

@@ -198,10 +198,18 @@ def test_a_file_that_is_no_recording_is_named_as_such(lines: list[str], message:
         replay(lines)
 
 
-def test_a_recording_that_was_cut_in_the_middle_of_a_line_names_the_line() -> None:
+def test_a_recording_that_was_cut_in_its_last_line_replays_to_there() -> None:
     lines = recorded()
-    with pytest.raises(RecordingError, match=r"line 5 is not JSON .*; the recording is cut or broken"):
-        replay([*lines[:4], lines[4][:20]])
+    report = replay([*lines[:4], lines[4][:20]])
+    assert report.is_cut and report.num_calls == 3
+    assert not replay(lines[:4]).is_cut
+
+
+def test_a_recording_with_a_broken_line_names_the_line() -> None:
+    lines = recorded()
+    for broken in ([*lines[:4], lines[4][:20], *lines[5:]], [*lines[:4], lines[4][:20] + "\n"]):
+        with pytest.raises(RecordingError, match=r"line 5 is not JSON .*; the recording is cut or broken"):
+            replay(broken)
 
 
 def test_a_recording_that_was_cut_between_lines_replays_to_there() -> None:

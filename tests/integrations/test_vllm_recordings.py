@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from pointsman.core import replay
 from pointsman.integrations.vllm.client import Connection, Refused, connect
-from pointsman.integrations.vllm.recordings import RecordingFile, open_recording
+from pointsman.integrations.vllm.recordings import RecordingFile
 from tests.integrations.vllm_operated import Operated, operated
 
 
@@ -27,6 +28,13 @@ def begin(connection: Connection, path: Path) -> dict[str, object]:
 def end(connection: Connection) -> dict[str, object]:
     connection.end_input()
     return connection.next_line(30)
+
+
+def until(is_true: Callable[[], object]) -> None:
+    limit = time.monotonic() + 10
+    while not is_true():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
 
 
 def work(host: Operated, names: str) -> None:
@@ -129,12 +137,13 @@ def test_a_full_disk_ends_the_recording_and_not_the_scheduler(tmp_path: Path) ->
     file = RecordingFile(FileIO("/dev/full", "w"), "r")
     with operated(tmp_path / "s", record=file) as host:
         work(host, "a")
+        until(lambda: file.ended_by)
         assert "No space left" in file.ended_by
         assert host.core.stats().finished["length"] == 1
 
 
 def test_the_client_is_told_when_a_recording_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pointsman.integrations.vllm.recordings.RecordingFile.__init__.__defaults__", (2500,))
+    monkeypatch.setattr("pointsman.integrations.vllm.recordings.MAX_BYTES", 2500)
     with operated(tmp_path / "s") as host, connect(str(tmp_path / "s")) as connection:
         begin(connection, tmp_path / "r")
         work(host, "abcdef")
@@ -143,12 +152,13 @@ def test_the_client_is_told_when_a_recording_ends_by_itself(tmp_path: Path, monk
 
 
 def test_a_recording_from_the_start_is_its_owners_alone(tmp_path: Path) -> None:
-    file = open_recording(str(tmp_path / "r"))
+    file = RecordingFile.create(tmp_path / "r")
     with operated(tmp_path / "s", record=file) as host, connect(str(tmp_path / "s")) as connection:
         with pytest.raises(Refused, match="under way already"):
             begin(connection, tmp_path / "r2")
         work(host, "ab")
-        assert replay((tmp_path / "r").read_text().splitlines()).num_requests == 2, "in the file at once"
+        until(lambda: not file.num_waiting_bytes)
+        assert replay((tmp_path / "r").read_text().splitlines()).num_requests == 2, "while it is recorded"
     assert (tmp_path / "r").stat().st_mode & 0o777 == 0o600
 
 

@@ -52,7 +52,7 @@ def drive(base: Any, seed: int, tally: Counter[str]) -> None:
     limits: list[Any] = [faulty]
     if workload.scheduler["enable_chunked_prefill"] and rng.random() < 0.4:  # fewer tokens than a block has
         limits.append(f"prefill-threshold:tokens={rng.randrange(1, workload.block_size + 1)}")
-    config.additional_config = {"pointsman": {"token_limits": limits, "max_step_retries": 1000}}
+    config.additional_config = {"pointsman": {"token_limits": limits, "max_policy_failures": 1000}}
     side = Side(workload, config, Scheduler)
     side.runner.block_size = (
         0  # rows keep the blocks that they got in a step that failed, so some have more than they need

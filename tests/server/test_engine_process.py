@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pointsman.core import replay
 from pointsman.engine.grammar.process import GrammarServer
 from pointsman.engine.params.engine_args import PREFILL_GAP
 from pointsman.server import engine_process
@@ -25,11 +27,13 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_process.logging, "basicConfig", lambda **_: None)
 
 
-def start(*, warm_up: bool, **options: Any) -> tuple[int, Any]:
+def start(
+    *, warm_up: bool, record: str | None = None, engine: dict[str, Any] | None = None, **options: Any
+) -> tuple[int, Any]:
     """The exit code, and the first message, of an engine process that ends once it has started."""
     ours, theirs = socket.socketpair()
     with ours:
-        ours.sendall(pack(Start({**OPTIONS, **options}, None, None, 0, warm_up)))
+        ours.sendall(pack(Start({**OPTIONS, **(engine or {})}, record, None, 0, warm_up, **options)))
         ours.shutdown(socket.SHUT_WR)
         code = engine_process.main(theirs.detach())
         (message, *_) = Unpacker().feed(ours.recv(1 << 18))
@@ -40,8 +44,26 @@ def test_a_server_cuts_prompts_to_a_gap_unless_it_is_switched_off() -> None:
     _, info = start(warm_up=False)
     assert info.scheduler["token_limits"] == [PREFILL_GAP]
     assert "token_limits prefill-gap" in startup_lines([info], ServerConfig(), "http://127.0.0.1:8000")[2]
-    _, info = start(warm_up=False, token_limits=[])
+    _, info = start(warm_up=False, engine={"token_limits": []})
     assert info.scheduler["token_limits"] == []
+
+
+def test_an_engine_that_starts_again_serves_without_a_recording(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk may have no room for another file."""
+    path = str(tmp_path / "absent" / "run.jsonl.restart-1")
+    code, message = start(warm_up=False, record=path)
+    assert code == 2 and isinstance(message, Failed) and "No such file" in message.message
+    code, message = start(warm_up=False, record=path, must_record=False)
+    assert code == 0 and isinstance(message, EngineInfo)
+    assert f"{path} is written no further: No such file or directory" in caplog.text
+
+
+def test_a_recording_is_written_when_the_process_ends(tmp_path: Path) -> None:
+    code, message = start(warm_up=False, record=str(tmp_path / "run.jsonl"), record_when_full="wait")
+    assert code == 0 and isinstance(message, EngineInfo)
+    assert replay((tmp_path / "run.jsonl").read_text().splitlines()).num_requests == 0
 
 
 @pytest.mark.parametrize("warm_up", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import struct
+import tracemalloc
 import zlib
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from pointsman.core import InvalidTransition, Request, Scheduler, SchedulerConfig, StepResult
 from pointsman.core.observe.film import FilmRecorder
 from pointsman.core.observe.film_format import (
+    COLUMNS,
     MAGIC,
     FilmError,
     Op,
@@ -436,6 +438,75 @@ def test_a_chunk_that_claims_to_be_huge_is_not_unpacked(short_pool: bytes) -> No
     longer = short_pool[:head] + struct.pack("<cII", b"R", len(packed), 100) + packed
     with pytest.raises(FilmError, match="broken"):
         read(longer)
+
+
+def packed(kind: str, columns: dict[str, bytes], strings: bytes | None = None) -> bytes:
+    """The data of a chunk, of columns whose numbers are given as bytes below 128."""
+    parts = [(len(numbers), numbers) for numbers in (columns.get(name, b"") for name in COLUMNS[kind])]
+    if strings is not None:
+        parts.append((len(strings), strings))
+    return b"".join(leb128(count) + numbers for count, numbers in parts)
+
+
+def leb128(number: int) -> bytes:
+    found = bytearray()
+    while number > 127:
+        found.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*found, number])
+
+
+def bomb(header: dict[str, Any], *chunks: tuple[str, bytes], copies: int = 1) -> bytes:
+    out = io.BytesIO()
+    write_header(out, header)
+    for _ in range(copies):
+        for letter, data in chunks:
+            write_chunk(out, letter, data)
+    return out.getvalue()
+
+
+MANY = 1 << 24
+KEY = {"key_time": b"\0"}
+BOMBS: dict[str, tuple[list[tuple[str, bytes]], int, str]] = {
+    "numbers": ([("R", packed("R", {})), ("E", packed("E", KEY | {"priority": bytes(2 * MANY - 1000)}, b"[]"))], 1,
+                "column 'priority' has 33,553,432 numbers, and a chunk at most 16,777,216"),
+    "frames": ([("R", packed("R", {})), ("E", packed("E", KEY | dict.fromkeys(("time", "step_id"), bytes(MANY // 4))
+                | {"op": b"\x12" * (MANY // 4)}, b"[]"))], 1, "more than 1,073,741,824 bytes of memory"),
+    "requests": ([("R", packed("R", {})), ("E", packed("E", KEY | {"step_id": bytes(MANY // 8)}, b"[]")),
+                  ("R", packed("R", dict.fromkeys(COLUMNS["R"], bytes(MANY // 6))))], 1,
+                 "more than 1,073,741,824 bytes of memory"),
+    "strings": ([("R", packed("R", {})), ("E", packed("E", KEY, b'["' + b"a" * (MANY + 1) + b'"]'))], 1,
+                "16,777,221 bytes of strings, of at most 16,777,216"),
+    "blocks": ([("R", packed("R", {})), ("E", packed("E", KEY, b"[]")),
+                ("B", packed("B", {"key_block": bytes(2 * MANY - 1000)}))], 1, "column 'key_block' has 33,553,432"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BOMBS)
+def test_a_small_file_takes_little_memory_whatever_it_unpacks_to(short_pool: bytes, what: str) -> None:
+    chunks, copies, why = BOMBS[what]
+    data = bomb(read_header(io.BytesIO(short_pool)), *chunks, copies=copies)
+    assert len(data) < 100_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(FilmError, match=why):
+            read(data)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 30
+
+
+def test_numbers_are_read_in_parts_as_they_were_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pointsman.core.observe.film_format.NUMBERS_AT_ONCE", 7)
+    chance = np.random.default_rng(3)
+    for differences in (False, True):
+        for bits in (3, 7, 15, 31, 60):
+            values = chance.integers(-(1 << bits), 1 << bits, 100)
+            stream = np.frombuffer(pack_numbers(values, differences), dtype=np.uint8)
+            found = unpack_numbers(stream, (stream < 128).nonzero()[0], differences)
+            assert found.tolist() == values.tolist()
+            assert found.itemsize <= max(1, 2 * (bits + 1) // 8)
 
 
 def test_ids_of_html_are_text(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pointsman.core.config import SchedulerConfig
+from pointsman.core.policy.guard import head_of
 from pointsman.core.state.inputs import Adapter
 from pointsman.core.state.output import SchedulerOutput
 from pointsman.core.state.reason import Deferral, Holder, Reason, Recovery
@@ -286,7 +287,7 @@ def _before_it(request: Request, parts: Parts) -> list[Holder]:
     """The request that blocks the queue; if none was found yet, the head of the queue."""
     blocker, queue = parts.table.blocker, parts.table.queue
     stands = blocker is not None and blocker is not request and blocker in queue
-    before = blocker if blocker is not None and stands else queue.peek()
+    before = blocker if blocker is not None and stands else head_of(queue)
     return [Holder(before.request_id, 0)]
 
 

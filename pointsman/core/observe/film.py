@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +36,7 @@ from pointsman.core.observe.film_format import (
     write_chunk,
     write_header,
 )
+from pointsman.core.observe.side_file import SideFile, Writable
 from pointsman.core.state.events import (
     Admitted,
     Call,
@@ -70,13 +70,15 @@ _FINISH = {reason: index for index, reason in enumerate(FINISH_REASONS)}
 class FilmRecorder(Listener):
     """Writes a film. One recorder serves one scheduler: see `Scheduler.start_film`.
 
+    A file that cannot be written ends the film, and nothing else: see `side_file.py`.
+
     Args:
-        file: binary, for writing; only appended to.
+        file: a `BackgroundFile`, or a binary one for writing; only appended to.
         with_blocks: whether the block tables and the state of the pool are in it.
     """
 
-    def __init__(self, file: BinaryIO, *, with_blocks: bool = True) -> None:
-        self._file = file
+    def __init__(self, file: Writable, *, with_blocks: bool = True) -> None:
+        self._file = file if isinstance(file, SideFile) else SideFile(file)
         self.wants_blocks = self._with_blocks = with_blocks
         self._numbers: dict[Request, int] = {}  # of the requests that have not finished
         self._num_requests = 0

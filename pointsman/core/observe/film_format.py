@@ -30,18 +30,29 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.errors import PointsmanError
+from pointsman.core.observe.side_file import SideFile
 from pointsman.core.state.reason import Reason
 from pointsman.core.state.status import FinishReason, PreemptionCause, RequestStatus
 
 Int64Array = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.signedinteger]
 MAGIC: Final = b"pointsman film\n"
 FORMAT_VERSION: Final = 3
 _CHUNK = struct.Struct("<cII")
-MAX_CHUNK: Final = 1 << 25
-"""Bytes that a chunk may have before compression; a number is one at least, and ten times as much when it is read."""
-MAX_FILM: Final = 1 << 30
-"""And all chunks together."""
 MAX_HEADER: Final = 1 << 20
+"""Bytes of the header. Zeros take a thousandth of their room in the file, so every size has a bound of its own."""
+MAX_CHUNK: Final = 1 << 25
+"""Bytes that a chunk may have before compression."""
+MAX_NUMBERS: Final = 1 << 24
+"""Numbers in a chunk; 40 bytes each while a step of it is shown."""
+MAX_STRINGS: Final = 1 << 24
+"""Bytes of the strings of a chunk."""
+MAX_FILM: Final = 1 << 30
+"""Bytes of all chunks together, before compression."""
+MAX_MEMORY: Final = 1 << 30
+"""Bytes that a film takes in memory."""
+NUMBERS_AT_ONCE: Final = 1 << 18
+"""Numbers that are unpacked at once: it takes a hundred bytes for each."""
 
 
 class FilmError(PointsmanError, ValueError):
@@ -218,17 +229,23 @@ class Columns:
         return b"".join(parts)
 
 
-def unpack(kind: str, data: bytes) -> tuple[dict[str, Int64Array], list[str]]:
-    """The columns of a chunk's data, and its strings.
+def unpack(kind: str, data: bytes) -> tuple[dict[str, IntArray], list[str]]:
+    """The columns of a chunk's data, each in the smallest type that holds it, and its strings.
 
     Raises:
         FilmError: the data is no such chunk.
     """
     stream = np.frombuffer(data, dtype=np.uint8)
-    ends = (stream < 128).nonzero()[0]  # the last byte of each number
-    position, columns = 0, {}
+    is_end = stream < 128  # the last byte of each number
+    if (num_numbers := np.count_nonzero(is_end)) > MAX_NUMBERS + MAX_STRINGS:
+        raise FilmError(f"a chunk has {num_numbers:,} numbers, of at most {MAX_NUMBERS:,}; the film is broken")
+    ends = is_end.nonzero()[0]
+    position, total, columns = 0, 0, {}
     for name, differences in COLUMNS[kind].items():
         count, position = _read_one(stream, ends, position)
+        total += count
+        if total > MAX_NUMBERS:
+            raise FilmError(f"column {name!r} has {count:,} numbers, and a chunk at most {MAX_NUMBERS:,}; it is broken")
         first = int(ends.searchsorted(position))
         if count > len(ends) - first:
             raise FilmError(
@@ -240,6 +257,8 @@ def unpack(kind: str, data: bytes) -> tuple[dict[str, Int64Array], list[str]]:
     strings: list[str] = []
     if position < len(data):
         count, position = _read_one(stream, ends, position)
+        if count > MAX_STRINGS:
+            raise FilmError(f"a chunk has {count:,} bytes of strings, of at most {MAX_STRINGS:,}; the film is broken")
         try:
             strings = json.loads(data[position : position + count])
         except (ValueError, RecursionError):
@@ -267,10 +286,39 @@ def pack_numbers(values: Int64Array, differences: bool) -> bytes:
     return _varints((values << 1) ^ (values >> 63))
 
 
-def unpack_numbers(stream: npt.NDArray[np.uint8], ends: Int64Array, differences: bool) -> Int64Array:
-    """What `pack_numbers` packed; `ends` are the places of the last bytes of the numbers."""
-    if not len(ends):
-        return np.zeros(0, dtype=np.int64)
+def unpack_numbers(stream: npt.NDArray[np.uint8], ends: Int64Array, differences: bool) -> IntArray:
+    """What `pack_numbers` packed, in the smallest type that holds it.
+
+    Args:
+        stream: the bytes.
+        ends: the places of the last bytes of the numbers.
+        differences: whether they are those of each number and the one before it.
+    """
+    parts, before, begin = [], 0, 0
+    for first in range(0, len(ends), NUMBERS_AT_ONCE):
+        some = ends[first : first + NUMBERS_AT_ONCE]
+        after = int(some[-1]) + 1
+        values = _unfold(stream[begin:after], some - begin)
+        if differences:
+            values = values.cumsum() + before
+            before = int(values[-1])
+        parts.append(_narrow(values))
+        begin = after
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int8)
+
+
+def _narrow(values: Int64Array) -> IntArray:
+    low, high = int(values.min()), int(values.max())
+    for narrow in (np.int8, np.int16, np.int32):
+        if np.iinfo(narrow).min <= low and high <= np.iinfo(narrow).max:
+            return values.astype(narrow)
+    return values
+
+
+def _unfold(stream: npt.NDArray[np.uint8], ends: Int64Array) -> Int64Array:
+    if len(stream) == len(ends):  # the most frequent case: numbers of one byte
+        folded = stream.astype(np.uint64)
+        return (folded >> np.uint64(1)).astype(np.int64) ^ -(folded & np.uint64(1)).astype(np.int64)
     starts = np.concatenate([[0], ends[:-1] + 1])
     lengths = ends - starts + 1
     if int(lengths.max()) > 10:
@@ -278,8 +326,7 @@ def unpack_numbers(stream: npt.NDArray[np.uint8], ends: Int64Array, differences:
     places = np.arange(len(stream)) - starts.repeat(lengths)
     parts = (stream & 127).astype(np.uint64) << (7 * places).astype(np.uint64)
     folded = np.add.reduceat(parts, starts)
-    values = (folded >> np.uint64(1)).astype(np.int64) ^ -(folded & np.uint64(1)).astype(np.int64)
-    return values.cumsum() if differences else values
+    return (folded >> np.uint64(1)).astype(np.int64) ^ -(folded & np.uint64(1)).astype(np.int64)
 
 
 def _varint(value: int) -> bytes:
@@ -312,13 +359,13 @@ def _varints(values: Int64Array) -> bytes:
     return out[np.arange(out.shape[1]) < lengths[:, None]].tobytes()
 
 
-def write_header(file: BinaryIO, header: Mapping[str, Any]) -> int:
+def write_header(file: BinaryIO | SideFile, header: Mapping[str, Any]) -> int:
     """Magic and header; returns how many bytes were written."""
     text = json.dumps(header, separators=(",", ":")).encode()
     return file.write(MAGIC + struct.pack("<I", len(text)) + text)
 
 
-def write_chunk(file: BinaryIO, kind: str, data: bytes) -> int:
+def write_chunk(file: BinaryIO | SideFile, kind: str, data: bytes) -> int:
     """A chunk, compressed; returns how many bytes were written."""
     packed = zlib.compress(data)
     return file.write(_CHUNK.pack(kind.encode(), len(packed), len(data)) + packed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from pointsman.core.policy.guard import Guard, head_of
 from pointsman.core.state.events import (
     Admitted,
     Listener,
@@ -62,6 +63,10 @@ class SchedulerStats:
     num_evictions: int
     """Cached blocks whose content was evicted for new content."""
     num_failed_steps: int
+    num_policy_failures: int
+    """Steps that failed before they were decided, because of a policy of another package."""
+    num_replaced_policies: dict[str, int]
+    """By kind, policies of other packages that failed too often: the default decides in their place."""
     num_proposed_tokens: int
     """Drafts that the host proposed for rows that could have them."""
     num_draft_tokens: int
@@ -121,6 +126,7 @@ class Statistics(Listener):
         self.decisions = {"swap": 0, "recompute": 0}
         self.num_recomputed_tokens = 0
         self.num_failed_steps = 0
+        self.num_policy_failures = 0
         self.num_proposed_tokens = 0
         self.num_draft_tokens = 0
         self._has_drafts = max_drafts > 0
@@ -246,6 +252,8 @@ class Statistics(Listener):
             num_recomputed_tokens=self.num_recomputed_tokens,
             num_evictions=kv.num_evictions,
             num_failed_steps=self.num_failed_steps,
+            num_policy_failures=self.num_policy_failures,
+            num_replaced_policies=_replaced(parts),
             num_proposed_tokens=self.num_proposed_tokens,
             num_draft_tokens=self.num_draft_tokens,
             num_drafts=sum(accepted),
@@ -269,13 +277,18 @@ class Statistics(Listener):
         )
 
 
+def _replaced(parts: Parts) -> dict[str, int]:
+    guards = [policy for policy in parts.policies if isinstance(policy, Guard)]
+    return dict(Counter(guard.kind for guard in guards if guard.replaced))
+
+
 def _waiting_by_reason(parts: Parts) -> dict[str, int]:
     table, queue = parts.table, parts.table.queue
     if not len(queue):
         return {}
     if parts.admission.pause is not None:
         return {Reason.PAUSED.value: len(queue)}
-    head = queue.peek()
+    head = head_of(queue)
     asked = [head, *(request for request in table.skipped if request is not head)]
     if head in table.skipped and table.blocker is not None:
         asked.append(table.blocker)

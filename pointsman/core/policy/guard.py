@@ -2,6 +2,10 @@
 
 Policies of other packages are wrapped when a scheduler is built; the built-in ones are called directly. The wrapper
 of an order knows which requests are queued, so an order that forgets one, or returns one twice, is found at once.
+
+A policy that fails again and again is replaced: after `max_policy_failures` failed steps the default of its kind
+decides, until the scheduler is built anew. The failures are forgotten after `SOUND_STEPS` steps without one. All of
+this depends on the calls alone, and a recording has the failed steps, so it replays.
 """
 
 from __future__ import annotations
@@ -9,14 +13,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.errors import ConfigError, PolicyError
+from pointsman.core.policy.eviction import LRU
+from pointsman.core.policy.fcfs import FirstComeFirstServed
 from pointsman.core.policy.gate import Gate, Limit
+from pointsman.core.policy.order import PriorityOrder
 from pointsman.core.policy.policy import Policy, spec_of
+from pointsman.core.policy.reserve import Reserve
+from pointsman.core.policy.victim import VICTIMS, default_victim
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.interfaces import Eviction, Order, Victim, View
 from pointsman.core.state.numbers import MAX_INT
@@ -24,6 +33,8 @@ from pointsman.core.state.reason import Deferral
 from pointsman.core.state.request import Request
 
 Int64Array = npt.NDArray[np.int64]
+SOUND_STEPS = 100
+"""Steps without a failure, after which earlier failures of a policy count no more."""
 
 
 def guarded(kind: str, policy: Any) -> Any:
@@ -33,10 +44,15 @@ def guarded(kind: str, policy: Any) -> Any:
     return _GUARDS[kind](policy)
 
 
+def head_of(queue: Order) -> Request:
+    """The head of a queue that is not empty, for what only observes."""
+    return queue.glance() if isinstance(queue, GuardedOrder) else queue.peek()
+
+
 class Guard:
     """What the guards have in common: the name, the version and the optional parts of the policy inside."""
 
-    _kind = ""
+    kind: ClassVar[str] = ""
 
     def __init__(self, policy: Any) -> None:
         self.policy = policy
@@ -45,10 +61,53 @@ class Guard:
         self._given_parameters = getattr(policy, "_given_parameters", {})
         self._error: PolicyError | None = None
         self._changes = itertools.count(1)
+        self._view: View | None = None
+        self._has_failed = False  # in this step
+        self._num_failures = self._num_sound = 0  # steps: failed ones that count, and those since the newest
+        self.replaced: str = ""
+        """The policy that failed too often, as it was named; empty: it decides."""
 
     def attach(self, view: View) -> None:
+        self._view = view
         if hasattr(self.policy, "attach"):
             self._call("attach", view)
+
+    def step_succeeded(self) -> None:
+        """A step was decided."""
+        if self._num_failures:
+            self._num_sound += 1
+            if self._num_sound >= SOUND_STEPS:
+                self._num_failures = 0
+
+    def step_failed(self, max_failures: int) -> None:
+        """A step failed, maybe because of this policy. It is replaced if it was the last one that it may cost."""
+        if not self._has_failed:
+            return
+        self._has_failed = False
+        self._num_failures, self._num_sound = self._num_failures + 1, 0
+        if self._num_failures >= max_failures and not self.replaced:
+            self.replaced = spec_of(self.policy)
+            self._error = None
+            default = self._default()
+            import logging  # here: it is a tenth of the core's import
+
+            logging.getLogger(__name__).error(
+                "%s %r failed in %d steps, and %s decides in its place from now on; correct the policy and start again",
+                self.kind,
+                self.replaced,
+                self._num_failures,
+                default.name or f"no {self.kind}",
+            )
+            self._replace(default)
+
+    def _default(self) -> Any:
+        """A built-in policy that can decide from any state."""
+        raise NotImplementedError
+
+    def _replace(self, default: Any) -> None:
+        if self._view is not None:
+            default.attach(self._view)
+        self.policy = default
 
     def horizon(self, num_steps: int) -> int:
         """0 without the method: every step is decided on its own."""
@@ -93,13 +152,14 @@ class Guard:
         self._error = self._broken(what)
 
     def _broken(self, what: str) -> PolicyError:
-        return PolicyError(f"{self._kind} {spec_of(self.policy)!r}: {what}. The step failed and no request is lost")
+        self._has_failed = True
+        return PolicyError(f"{self.kind} {spec_of(self.policy)!r}: {what}. The step failed and no request is lost")
 
 
 class GuardedOrder(Guard):
     """An order of another package."""
 
-    _kind = "order"
+    kind = "order"
 
     def __init__(self, policy: Order) -> None:
         super().__init__(policy)
@@ -146,6 +206,14 @@ class GuardedOrder(Guard):
             raise self._broken(f"peek returned {_named(head)}, which is not queued")
         return head  # type: ignore[no-any-return]
 
+    def glance(self) -> Request:
+        """As `peek`, for an explanation: no step fails, and the head is the oldest where the policy has none. What is
+        asked between steps is in no recording, so it changes nothing."""
+        with contextlib.suppress(Exception):
+            if not self._strays and (head := self.policy.peek()) in self._queued:
+                return head  # type: ignore[no-any-return]
+        return min(self._strays or self._queued, key=_came)
+
     def pop(self) -> Request:
         expected = self.peek()
         if expected in self._strays:
@@ -174,17 +242,33 @@ class GuardedOrder(Guard):
             self._distrust()
             self.fail_next(f"remove raised {type(error).__name__}: {error}")
 
+    def _default(self) -> Any:
+        return PriorityOrder() if self.displaces else FirstComeFirstServed()
+
+    def _replace(self, default: Any) -> None:
+        super()._replace(default)
+        self._strays.clear()
+        for request in sorted(self._queued, key=_came):
+            request._state.queue_entry = None  # of the order before, if that kept one
+            default.push(request)
+
     def position(self, request: Request) -> int:
+        """The number of requests before it, by the guard's own list where the policy cannot say."""
         if request in self._strays:
             return sum(_came(other) < _came(request) for other in self._strays)
         if self._strays:  # the policy's own queue may still have some of these
             behind = sum(_came(other) < _came(request) for other in self._queued if other not in self._strays)
             return len(self._strays) + behind
-        return int(self._call("position", request))
+        with contextlib.suppress(Exception):  # an explanation fails no step: no recording has it
+            return int(self.policy.position(request))
+        return sum(_came(other) < _came(request) for other in self._queued)
 
     def reason(self, request: Request) -> str:
         """Why it is not first, in the policy's words; "": it has none."""
-        return str(self._call("reason", request)) if hasattr(self.policy, "reason") and not self._strays else ""
+        with contextlib.suppress(Exception):
+            if hasattr(self.policy, "reason") and not self._strays:
+                return str(self.policy.reason(request))
+        return ""
 
     def __len__(self) -> int:
         return len(self._queued)
@@ -199,10 +283,15 @@ class GuardedOrder(Guard):
 class GuardedVictim(Guard):
     """A victim policy of another package."""
 
-    _kind = "victim"
+    kind = "victim"
 
     def __init__(self, policy: Victim) -> None:
         super().__init__(policy)
+        self.order = ""
+        """The name of the order, by which the default goes."""
+
+    def _default(self) -> Any:
+        return VICTIMS[default_victim(self.order)]()
 
     def choose(self, view: View, asking: int) -> int:
         answer = self._call("choose", view, asking)
@@ -218,14 +307,22 @@ class GuardedVictim(Guard):
         return int(index)
 
 
+class _NoReserve(Reserve):
+    def blocks(self, request: Request, demand: Any, view: View) -> int:
+        return 0
+
+
 class GuardedReserve(Guard):
     """A reserve of another package."""
 
-    _kind = "reserve"
+    kind = "reserve"
 
     def __init__(self, policy: Any) -> None:
         super().__init__(policy)
         self.reason = policy.reason
+
+    def _default(self) -> Any:
+        return _NoReserve()
 
     @property
     def num_changes(self) -> int:
@@ -243,7 +340,7 @@ class GuardedReserve(Guard):
 class GuardedLimit(Guard, Limit):
     """A limit of another package."""
 
-    _kind = "limit"
+    kind = "limit"
 
     def __init__(self, policy: Limit) -> None:
         super().__init__(policy)
@@ -251,6 +348,9 @@ class GuardedLimit(Guard, Limit):
         self.is_shared = policy.is_shared
         if hasattr(policy, "step_budget"):
             self.step_budget = self._step_budget
+
+    def _default(self) -> Any:
+        return Limit()
 
     @property
     def revision(self) -> int:  # type: ignore[override]
@@ -268,6 +368,8 @@ class GuardedLimit(Guard, Limit):
         self._call("open_queue")
 
     def _step_budget(self, most: int, view: View) -> int:
+        if self.replaced:
+            return most
         answer = self._call("step_budget", most, view)
         if not isinstance(answer, int) or answer > most:
             raise self._broken(f"step_budget returned {answer!r}; it must be an integer of at most {most}")
@@ -299,13 +401,16 @@ class GuardedEviction(Guard):
     """An eviction policy of another package. It is asked where no step can fail, so what it raises is raised when the
     next step opens, and until then nothing is retained."""
 
-    _kind = "eviction"
+    kind = "eviction"
 
     def __init__(self, policy: Eviction) -> None:
         super().__init__(policy)
         self.share, self.per_tenant = policy.share, policy.per_tenant
         if not isinstance(self.share, (int, float)) or not 0 <= self.share <= 1:
             raise ConfigError(f"share of eviction {policy.name!r} is {self.share!r}; it must be between 0 and 1")
+
+    def _default(self) -> Any:
+        return LRU()
 
     def open_step(self) -> None:
         """Raises PolicyError if it failed since the last step."""

@@ -14,6 +14,7 @@ from pointsman.core.kv.transfers import Transfers, make_transfers
 from pointsman.core.policy.adapters import AdapterSlots
 from pointsman.core.policy.budget import StepBudget, TokenBudget
 from pointsman.core.policy.encoder_budget import EncoderCache
+from pointsman.core.policy.guard import GuardedVictim
 from pointsman.core.policy.limits import ChunkEnds, limits_of
 from pointsman.core.policy.listening import listeners_of
 from pointsman.core.policy.partial_prefills import make_partial_prefills
@@ -132,6 +133,8 @@ def assemble(
     encoder = EncoderCache(config, budget) if config.encoder_budget else None
     queue = make("order", config.order)
     victim = make("victim", default_victim(queue.name) if config.victim is None else config.victim)
+    if isinstance(victim, GuardedVictim):
+        victim.order = queue.name
     view = SchedulerView(batch, kv, queue)
     ends = ChunkEnds(kv, budget, view) if kv.cuts_chunks else None
     limits = [make("limit", limit) for limit in limits_of(config, ends, encoder)]

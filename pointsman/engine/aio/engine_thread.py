@@ -25,7 +25,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakSet
 
-from pointsman.core.errors import DuplicateRequest, PolicyError
+from pointsman.core.errors import DuplicateRequest
 from pointsman.engine.aio.mailbox import Mailbox
 from pointsman.engine.aio.readers import Readers
 from pointsman.engine.errors import EngineDeadError, EngineStepError
@@ -283,7 +283,7 @@ class EngineThread:
         self.pulse.begin()
         try:
             engine.steps.run()
-        except (EngineStepError, PolicyError) as error:  # of both the scheduler is as it was before the step
+        except EngineStepError as error:  # the scheduler is as it was before the step
             self._num_failures += 1
             if self._num_failures > self._max_step_retries:
                 raise

@@ -88,6 +88,7 @@ class Api:
             options.get("log_stats_interval", DEFAULT_INTERVAL),
             options.get("max_step_retries", 0),
             options.get("warm_up", True),
+            record_when_full=options.get("record_when_full", "stop"),
         )
         timeout = options.get("engine_timeout", DEFAULT_TIMEOUT)
         self._listener = await EngineListener.open(ray.util.get_node_ip_address(), self._launch, start, timeout)

@@ -30,7 +30,7 @@ STEPS_A_LINE = 512
 SECONDS_A_LINE = 1.0
 """A kill loses this much, and what is in the queue of the thread."""
 MAX_QUEUED = 256
-"""Notes that wait for the disk, in lines of steps; a disk that is slower ends the recording."""
+"""Notes that wait for the thread, in lines of steps; a thread that is slower ends the recording."""
 MIN_BLOCKS_KNOWN = 1 << 16
 SECONDS_TO_CLOSE = 2.0
 
@@ -113,7 +113,7 @@ class RecordingThread:
     def ended_by(self) -> str:
         """Why no more is written; empty: it is."""
         if not self._file.ended_by and self._queue.qsize() > MAX_QUEUED:
-            self._file.ended_by = "the disk is slower than the recording"
+            self._file.end_early("the thread that writes is slower than the steps")
         return self._file.ended_by
 
     def put(self, events: list[Any], steps: list[Any]) -> None:
@@ -138,7 +138,7 @@ class RecordingThread:
                     lines.append(self._steps(steps))
                 self._file.write("".join(lines))
         except Exception as error:  # of this recording alone
-            self._file.ended_by = f"{type(error).__name__}: {error}"
+            self._file.end_early(f"{type(error).__name__}: {error}")
         finally:
             self._file.close()
 

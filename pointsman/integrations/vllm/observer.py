@@ -19,7 +19,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from pointsman.core import ConfigError
 from pointsman.integrations.vllm.observation import Observation
 from pointsman.integrations.vllm.operation import of_rank, served_name
-from pointsman.integrations.vllm.recordings import open_recording
+from pointsman.integrations.vllm.recordings import RecordingFile
 from pointsman.integrations.vllm.results import REASONS
 from pointsman.integrations.vllm.settings import read_observer_settings, read_settings, scheduler_config
 from pointsman.integrations.vllm.support import TESTED_BY_RUNNING, lacking_in_simulator, minor_version
@@ -117,12 +117,10 @@ def _observed(base: Any) -> Any:
                 observation.close()
 
         def _end_observation(self) -> None:
-            """Stop recording, with the one warning; called where an error is handled, or the recording has ended."""
+            """Stop recording, with one warning; called where an error is handled, or the recording has ended, which is
+            in the log then."""
             observation, self._observation = self._observation, None
-            why = "" if observation is None else observation.ended_by
-            if why:
-                logger.warning("Pointsman records no more: %s; vLLM goes on", why)
-            else:
+            if observation is None or not observation.ended_by:
                 logger.warning("Pointsman records no more, because of an error; vLLM goes on", exc_info=True)
             if observation is not None:
                 observation.abandon()
@@ -140,7 +138,7 @@ def _begin(
     """The recording from here on; None, with a warning: its file cannot be written."""
     path = of_rank(path or time.strftime("pointsman-recording-%Y%m%d-%H%M%S.jsonl"), vllm_config)
     try:
-        file = open_recording(path)
+        file = RecordingFile.create(path)
     except OSError as error:
         logger.warning("Pointsman records nothing: cannot write %s: %s; vLLM goes on", path, error.strerror)
         return None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pointsman.core import ConfigError, Explanation, Request, Scheduler
 from pointsman.integrations.vllm.control import Client, ControlError, ControlSocket
-from pointsman.integrations.vllm.recordings import RecordingFile, Recordings, open_recording
+from pointsman.integrations.vllm.recordings import RecordingFile, Recordings
 from pointsman.integrations.vllm.settings import Settings
 from pointsman.integrations.vllm.support import untested_parts
 from pointsman.version import __version__
@@ -134,7 +134,7 @@ def open_record(path: str | None, vllm_config: Any) -> RecordingFile | None:
         return None
     path = of_rank(path, vllm_config)
     try:
-        return open_recording(path)
+        return RecordingFile.create(path)
     except OSError as error:
         raise ConfigError(f"cannot write the recording {path}: {error.strerror}; choose another file") from None
 
@@ -347,6 +347,7 @@ class Questions:
         finally:
             with self._lock:
                 self._recordings.end(file)
+            file.close()
         yield {"state": "done", "num_bytes": file.num_bytes, "num_steps": file.num_steps, "ended_by": file.ended_by}
 
     def _has_begun(self, file: RecordingFile) -> bool:

@@ -7,70 +7,35 @@ idle, or at once.
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 from collections.abc import Callable
 from io import FileIO
 
-from pointsman.core import Recorder, Scheduler
+from pointsman.core import BackgroundFile, Recorder, Scheduler
 from pointsman.integrations.vllm.control import ControlError
+
+logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
 
 MAX_BYTES = 1 << 30
 """Maximum bytes of a recording; it ends there."""
 
 
-class RecordingFile:
-    """The file of a `Recorder`. Each line is written at once, so that it survives a crash.
+class RecordingFile(BackgroundFile):
+    """The file of a recording. An error, or the limit, ends the recording and never reaches the scheduler."""
 
-    An error, or the limit, ends the recording (`on_end` is called, once) and never reaches the scheduler.
-    """
+    def __init__(self, file: FileIO, name: str, max_bytes: int | None = None) -> None:
+        self.num_steps = 0
+        """In the file."""
+        super().__init__(file, name, max_bytes=MAX_BYTES if max_bytes is None else max_bytes)
 
-    def __init__(self, file: FileIO, name: str, max_bytes: int = MAX_BYTES) -> None:
-        self._file = file
-        self._max_bytes = max_bytes
-        self.name = name
-        self.num_bytes = self.num_steps = 0
-        self.ended_by = ""
-        """Why the recording ended early; empty while it has not."""
-        self.on_end: Callable[[], None] = lambda: None
+    def _wrote(self, pieces: list[bytes]) -> None:
+        super()._wrote(pieces)
+        self.num_steps += sum(piece.startswith(b'{"call":"schedule"') for piece in pieces)
 
-    def write(self, line: str) -> int:
-        """One line of a recording."""
-        if self.ended_by:
-            return len(line)
-        data = line.encode()
-        self.ended_by = self._write(data)
-        if self.ended_by:
-            self.on_end()
-        else:
-            self.num_bytes += len(data)
-            self.num_steps += line.startswith('{"call":"schedule"')
-        return len(line)
-
-    def _write(self, data: bytes) -> str:
-        """Why it cannot be written; empty if it was."""
-        if self.num_bytes + len(data) > self._max_bytes:
-            return f"it would be longer than {self._max_bytes} bytes"
-        try:
-            if self._file.write(data) != len(data):
-                self._file.truncate(self.num_bytes)  # no partial line
-                return "the disk is full"
-        except OSError as error:
-            return error.strerror or type(error).__name__
-        return ""
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def open_recording(path: str) -> RecordingFile:
-    """A new file that only its owner may read: a recording contains prompts, as token ids.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    return RecordingFile(FileIO(descriptor, "w"), path)
+    def _report(self, why: str) -> None:
+        logger.warning("Pointsman records no more: %s; vLLM goes on, and the file can be read up to there", why)
 
 
 class Recordings:
@@ -119,16 +84,16 @@ class Recordings:
         self._on_start()
 
     def end(self, file: RecordingFile) -> None:
-        """End a recording, whether it has begun or not."""
+        """End a recording, whether it has begun or not. The caller closes its file, which waits for the disk."""
         if file is self.current:
             self._scheduler.stop_recording()
             self.current = None
         elif file is self.waiting:
             self.waiting = None
-        file.close()
 
     def close(self) -> None:
-        """End all recordings."""
+        """End all recordings, and close their files."""
         for file in (self.current, self.waiting):
             if file is not None:
                 self.end(file)
+                file.close()

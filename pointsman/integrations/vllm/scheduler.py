@@ -154,8 +154,7 @@ class Scheduler:
         self._judge = Judge()
         self._unsent: list[Any] = []  # finished outside `update_from_output`, whose outputs alone reach clients
         self._steps: deque[Step] = deque()
-        self._max_step_retries, self._max_retention = settings.max_step_retries, settings.max_retention
-        self._num_failures = 0  # in a row, of a policy
+        self._max_retention = settings.max_retention
         self._last_step: Step | None = None  # the step that new drafts are for
         self._speculates = config.num_draft_tokens > 0
         asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
@@ -381,7 +380,6 @@ class Scheduler:
                 # What a row got in this step may not lie where its next chunk ends: states are kept at few positions.
                 self.core.reset_prefix_cache(now, preempt_running=True)
             return self._step_without_rows(error)
-        self._num_failures = 0
         ids = self._outputs.ids(output)
         of_vllm = self._outputs.make(output, ids, self.core.max_drafts if self._speculates else 0)
         if output.encoder_inputs or output.freed_encoder_entries:
@@ -396,20 +394,9 @@ class Scheduler:
 
     def _step_without_rows(self, error: PolicyError) -> Any:
         """A policy failed, and the core has undone what it had decided: no request runs in this step, and the next one
-        tries again.
-
-        Raises:
-            PolicyError: it has failed in more steps in a row than are tried again.
+        tries again. The core replaces a policy that does not stop.
         """
-        self._num_failures += 1
-        if self._num_failures > self._max_step_retries:
-            raise error
-        logger.warning(
-            "%s; no request runs in this step, which is tried again (%d of %d in a row)",
-            error,
-            self._num_failures,
-            self._max_step_retries,
-        )
+        logger.warning("%s; no request runs in this step, which is tried again", error)
         of_vllm = self._outputs.without_rows()
         self._steps.append(Step(of_vllm, None, []))
         return of_vllm

@@ -53,9 +53,7 @@ _NOT_HERE = {
 
 KNOBS = frozenset(field.name for field in fields(SchedulerConfig)) - FLAGS.keys() - _NOT_HERE
 """Knobs that `--additional-config` may set, beside those of the drop-in itself."""
-_OF_DROP_IN = frozenset({"preset", "socket", "record", "max_step_retries", "max_retention"})
-MAX_STEP_RETRIES = 3
-"""The default."""
+_OF_DROP_IN = frozenset({"preset", "socket", "record", "max_retention"})
 MAX_RETENTION = 600.0
 """The default, in seconds."""
 
@@ -70,8 +68,6 @@ class Settings:
     """Path of the control socket; "": none, None: a path in a private folder."""
     record: str | None
     """File of a recording from the start; None: none."""
-    max_step_retries: int = MAX_STEP_RETRIES
-    """How often in a row a step is tried again in which a policy failed."""
     max_retention: float = MAX_RETENTION
     """The longest retention that a request may ask for, in seconds."""
 
@@ -90,11 +86,6 @@ def read_settings(additional_config: Any) -> Settings:
     preset = knobs.pop("preset", "default")
     socket = knobs.pop("socket", None)
     record = knobs.pop("record", None)
-    retries = knobs.pop("max_step_retries", MAX_STEP_RETRIES)
-    if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
-        raise ConfigError(
-            f"max_step_retries in --additional-config is {retries!r}; it must be an integer of at least 0"
-        )
     retention = knobs.pop("max_retention", MAX_RETENTION)
     if not isinstance(retention, (int, float)) or isinstance(retention, bool) or not 0 <= retention < math.inf:
         raise ConfigError(
@@ -120,7 +111,7 @@ def read_settings(additional_config: Any) -> Settings:
             choice = ", ".join(sorted(KNOBS | _OF_DROP_IN))
             raise ConfigError(f"{name} in --additional-config is unknown; choose from {choice}")
     of_preset = {name: value for name, value in (PRESETS | SYSTEMS)[preset].items() if name in KNOBS}
-    return Settings({**of_preset, **knobs}, socket, record, retries, retention)
+    return Settings({**of_preset, **knobs}, socket, record, retention)
 
 
 def read_observer_settings(additional_config: Any) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from pointsman.core.policy.registry import KINDS
 from pointsman.core.state.reason import Reason
 from pointsman.core.state.status import ParkReason, PreemptionCause
 from pointsman.server.metrics.table import FINISH_REASONS, Definition, Reading
@@ -372,5 +373,42 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "Time in which the model ran, or the engine waited for it.",
         ),
         lambda stats: stats.counters.execute_time,
+    ),
+    (
+        Definition(
+            "pointsman:policy_failures_total",
+            "counter",
+            "steps",
+            "Steps that were scheduled again because a policy of another package failed.",
+        ),
+        lambda stats: stats.scheduler.num_policy_failures,
+    ),
+    (
+        Definition(
+            "pointsman:replaced_policies",
+            "gauge",
+            "policies",
+            "Policies of other packages that failed too often: the default of their kind decides in their place.",
+            "kind",
+        ),
+        lambda stats: {**dict.fromkeys(KINDS, 0), **stats.scheduler.num_replaced_policies},
+    ),
+    (
+        Definition(
+            "pointsman:recording_stopped",
+            "gauge",
+            "1 or 0",
+            "Whether the recording (--record) ended early, as its file could not be written; the log says why.",
+        ),
+        lambda stats: int(stats.recording is not None and bool(stats.recording.ended_by)),
+    ),
+    (
+        Definition(
+            "pointsman:recording_waiting_bytes",
+            "gauge",
+            "bytes",
+            "What of the recording waits in memory for the disk. At 64 MiB the recording ends.",
+        ),
+        lambda stats: 0 if stats.recording is None else stats.recording.num_waiting_bytes,
     ),
 )

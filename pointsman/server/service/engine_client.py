@@ -27,6 +27,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
+from pointsman.core.observe.side_file import WhenFull
 from pointsman.engine.errors import EngineDeadError, EngineStalledError, ModelLoadError
 from pointsman.engine.pausing import PauseChoice
 from pointsman.engine.stats import DEFAULT_INTERVAL, EngineStats
@@ -132,6 +133,8 @@ class EngineClient:
         options: Mapping[str, Any],
         *,
         record: str | None = None,
+        record_when_full: WhenFull = "stop",
+        must_record: bool = True,
         log_stats_interval: float | None = DEFAULT_INTERVAL,
         max_step_retries: int = 0,
         warm_up: bool = False,
@@ -145,6 +148,8 @@ class EngineClient:
         Args:
             options: keyword arguments of `Engine`.
             record: a file for the scheduler's recording.
+            record_when_full: what a full disk does to it.
+            must_record: whether an engine whose recording cannot be opened does not start.
             log_stats_interval: seconds between lines of statistics; None: none.
             max_step_retries: how often in a row a failed step is tried again.
             warm_up: whether requests of every kind are rehearsed first, so that none of the real ones is slow.
@@ -161,7 +166,16 @@ class EngineClient:
         ours, theirs = socket.socketpair()
         with theirs:
             process = start_process(theirs, cores)
-        start = Start(dict(options), record, log_stats_interval, max_step_retries, warm_up, name)
+        start = Start(
+            dict(options),
+            record,
+            log_stats_interval,
+            max_step_retries,
+            warm_up,
+            name,
+            record_when_full=record_when_full,
+            must_record=must_record,
+        )
         return await cls.connect(process, ours, start, tokenizer, timeout)
 
     @classmethod

@@ -143,6 +143,7 @@ class EngineListener:
             self._template,
             options={**self._template.options, **arrival.options},
             record=numbered(self._template.record, index, num_restarts),
+            must_record=not num_restarts,
             name=f"engine {index}",
             clock_offset=arrival.clock_offset,
         )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
+from pointsman.core.observe.side_file import WhenFull
 from pointsman.engine.outputs.request_output import RequestMetrics
 
 if TYPE_CHECKING:
@@ -139,6 +140,10 @@ class Start:
     """What lines of its log begin with, beside the program's name."""
     clock_offset: float = 0.0
     """Seconds by which the API process's `time.monotonic` is ahead of the engine's, where they are on two machines."""
+    record_when_full: WhenFull = "stop"
+    """What a full disk does to the recording."""
+    must_record: bool = True
+    """Whether an engine whose recording cannot be opened does not start."""
 
 
 # ------------------------------------------------------------------------------------------------- what comes back

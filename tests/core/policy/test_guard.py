@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from pointsman.core import PolicyError, Request, Scheduler, StepResult
+from pointsman.core import (
+    PolicyError,
+    Recorder,
+    RecordingError,
+    ReplayDifference,
+    Request,
+    Scheduler,
+    StepResult,
+    replay,
+)
+from pointsman.core.policy import registry
+from pointsman.core.policy.eviction import LRU
 from pointsman.core.policy.limits import Limit
-from pointsman.core.policy.order import FirstComeFirstServed
+from pointsman.core.policy.order import FirstComeFirstServed, PriorityOrder
 from pointsman.core.policy.policy import Policy
 from pointsman.core.policy.reserve import Reserve
 from pointsman.core.policy.victim import Latest
@@ -513,3 +525,257 @@ def test_sound_horizons_pass_the_check() -> None:
         assert scheduler.horizon(3) == 3
         scheduler.advance([6.0, 7.0, 8.0, 9.0], [7] * scheduler.num_running)
         scheduler.check_invariants()
+
+
+# ---------------------------------------------------------------------- policies that fail again and again
+
+
+class AlwaysOrder(FirstComeFirstServed):
+    """Fails where a step asks it."""
+
+    name = "always-order"
+
+    def peek(self) -> Request:
+        raise BOOM
+
+
+class AlwaysVictim(Latest):
+    name = "always-victim"
+
+    def choose(self, view: Any, asking: int) -> int:
+        raise BOOM
+
+
+class AlwaysReserve(Reserve):
+    name = "always-reserve"
+
+    def blocks(self, request: Request, demand: Any, view: Any) -> int:
+        raise BOOM
+
+
+class AlwaysLimit(Limit):
+    name = "always-limit"
+
+    def check(self, request: Request, start: int, want: int, view: Any) -> int:
+        raise BOOM
+
+    def step_budget(self, most: int, view: Any) -> int:
+        return most
+
+
+class AlwaysEviction(LRU):
+    name = "always-eviction"
+    share = 0.5
+
+    def retained(self, request: Request, num_blocks: int, now: float) -> tuple[int, float, int]:
+        raise BOOM
+
+
+ALWAYS = {
+    "order": AlwaysOrder,
+    "victim": AlwaysVictim,
+    "reserves": AlwaysReserve,
+    "token_limits": AlwaysLimit,
+    "eviction": AlwaysEviction,
+}
+
+
+def schedule_on(host: Host) -> int:
+    """Run to the end, as a host that schedules a failed step again; how many steps failed."""
+    failures = 0
+    for _ in range(400):
+        if not host.scheduler.has_unfinished_requests():
+            return failures
+        try:
+            host.step()
+        except PolicyError:
+            failures += 1
+            host.scheduler.check_invariants()
+    raise AssertionError("it does not end")
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("kind", ALWAYS)
+def test_a_policy_that_always_fails_is_replaced_by_the_default(
+    kind: str, in_flight: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    tight = {"num_blocks": 6, "max_model_len": 20, "watermark": 0.0, "max_steps_in_flight": in_flight}
+    host = host_with(kind, ALWAYS[kind](), **tight)
+    requests = [host.add(name, 4 + index, max_tokens=8) for index, name in enumerate("abcdef")]
+    assert schedule_on(host) == 3
+    host.scheduler.check_invariants()
+    for request in requests:
+        assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, request.max_tokens)
+    stats = host.scheduler.stats()
+    assert stats.num_replaced_policies == {kind.removeprefix("token_").removesuffix("s"): 1}
+    assert stats.num_policy_failures == 3
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1 and "'always-" in told[0] and "in its place from now on" in told[0]
+
+
+def test_the_order_in_the_place_of_another_has_its_whole_queue() -> None:
+    class Reversed(FirstComeFirstServed):
+        name = "reversed"
+        fails = False
+
+        def key(self, request: Request) -> tuple[Any, ...]:
+            return (-request.arrival_time, request.sequence_number)
+
+        def peek(self) -> Request:
+            if self.fails:
+                raise BOOM
+            return super().peek()
+
+    order = Reversed()
+    host = host_with("order", order, max_num_seqs=1)
+    for index in range(5):
+        host.add(f"r{index}", 3, max_tokens=2)
+    assert names(host.step().admitted) == ["r4"]
+    order.fails = True
+    host.abort("r1")
+    finished: list[str] = []
+    while host.scheduler.has_unfinished_requests():
+        with contextlib.suppress(PolicyError):
+            finished += names(host.step().admitted)
+    assert finished == ["r0", "r2", "r3"]
+    host.add("late", 3, max_tokens=2)
+    host.run_to_end()
+
+
+def test_the_order_in_the_place_of_one_that_displaces_is_by_priority() -> None:
+    class Mine(PriorityOrder):
+        name = "mine"
+
+        def peek(self) -> Request:
+            raise BOOM
+
+    host = host_with("order", Mine(), max_num_seqs=1)
+    host.add("low", 3, max_tokens=8, priority=5)
+    for _ in range(3):
+        with pytest.raises(PolicyError):
+            host.step()
+    host.step()
+    host.add("high", 3, max_tokens=2, priority=1)
+    output = host.step()
+    assert names(output.preempted) == ["low"] and names(output.admitted) == ["high"]
+    host.run_to_end()
+
+
+def test_an_order_that_takes_nothing_and_never_answers_serves_all() -> None:
+    def fail(*_: Any) -> Any:
+        raise BOOM
+
+    methods = ("push", "put_back", "pop", "peek", "remove", "position", "reason", "__len__", "__iter__")
+    Deaf = type("Deaf", (FirstComeFirstServed,), {"name": "deaf", **dict.fromkeys(methods, fail)})
+    host = host_with("order", Deaf())
+    requests = [host.add(name, 3, max_tokens=4) for name in "abc"]
+    host.abort("b")
+    assert host.explain("c").position == 1
+    assert 1 <= schedule_on(host) <= 3
+    assert [request.is_finished for request in requests] == [True] * 3
+
+
+def test_failures_far_apart_replace_no_policy() -> None:
+    class Rare(FirstComeFirstServed):
+        name = "rare"
+        is_due = False
+
+        def peek(self) -> Request:
+            if self.is_due:
+                self.is_due = False
+                raise BOOM
+            return super().peek()
+
+    order = Rare()
+    host = host_with("order", order, max_model_len=256, num_blocks=64)
+    for number in range(6):
+        host.add(f"r{number}", 3, max_tokens=101)
+        order.is_due = True
+        assert schedule_on(host) == 1
+    assert host.scheduler.stats().num_replaced_policies == {}
+    assert host.scheduler.stats().num_policy_failures == 6
+
+
+def test_a_policy_that_fails_in_every_other_step_is_replaced() -> None:
+    class Deaf(FirstComeFirstServed):
+        name = "deaf"
+
+        def on_step(self, step: Any) -> None:
+            raise BOOM
+
+    host = host_with("order", Deaf(), max_num_seqs=1)
+    for name in "ab":
+        host.add(name, 3, max_tokens=12)
+    assert schedule_on(host) == 3
+    assert host.scheduler.stats().num_replaced_policies == {"order": 1}
+
+
+def test_the_number_of_failures_is_a_knob() -> None:
+    host = host_with("order", AlwaysOrder(), max_policy_failures=7)
+    host.add("a", 3, max_tokens=2)
+    assert schedule_on(host) == 7
+    with pytest.raises(ValueError, match="max_policy_failures"):
+        Host(max_policy_failures=0)
+
+
+def test_several_policies_that_always_fail_are_all_replaced() -> None:
+    host = Host(
+        order=AlwaysOrder(), victim=AlwaysVictim(), reserves=(AlwaysReserve(), AlwaysReserve()), num_blocks=6,
+        max_model_len=20,
+    )  # fmt: skip
+    for name in "abcd":
+        host.add(name, 4, max_tokens=8)
+    assert schedule_on(host) <= 12
+    assert host.scheduler.stats().num_replaced_policies == {"order": 1, "reserve": 2, "victim": 1}
+
+
+def test_an_explanation_of_a_broken_order_fails_no_step() -> None:
+    class Mute(FirstComeFirstServed):
+        name = "mute"
+
+        def position(self, request: Request) -> int:
+            raise BOOM
+
+        def reason(self, request: Request) -> str:
+            raise BOOM
+
+        def peek(self) -> Request:
+            if self.is_observed:
+                raise BOOM
+            return super().peek()
+
+        is_observed = False
+
+    order = Mute()
+    host = host_with("order", order, max_num_seqs=1)
+    for name in "abc":
+        host.add(name, 3, max_tokens=2)
+    host.step()
+    order.is_observed = True
+    assert [host.explain(name).position for name in "bc"] == [0, 1]
+    assert host.scheduler.stats().num_waiting == 2
+    order.is_observed = False
+    assert schedule_on(host) == 0
+
+
+@pytest.mark.parametrize("kind", ALWAYS)
+def test_a_run_with_a_replaced_policy_replays(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = ALWAYS[kind]
+    name_of_kind = kind.removeprefix("token_").removesuffix("s")
+    monkeypatch.setitem(registry._BUILT_IN[name_of_kind], policy.name, policy)
+    monkeypatch.setattr(policy, "version", 7)
+    file = io.StringIO()
+    value = (policy.name,) if kind in ("reserves", "token_limits") else policy.name
+    host = Host(recorder=Recorder(file), num_blocks=6, max_model_len=20, watermark=0.0, **{kind: value})
+    for index, name in enumerate("abcdef"):
+        host.add(name, 4 + index, max_tokens=8)
+    assert schedule_on(host) == 3
+    lines = file.getvalue().splitlines()
+    assert sum('"call":"schedule_failed"' in line for line in lines) == 3
+    assert replay(lines).num_steps > 10
+    for method in ("peek", "choose", "blocks", "check", "retained"):
+        base = next(each for each in policy.__mro__[1:] if method in vars(each) or each is object)
+        if method in vars(policy) and base is not object:
+            monkeypatch.setattr(policy, method, vars(base)[method])
+    with pytest.raises((ReplayDifference, RecordingError), match=r"error was .*boom.* and is now"):
+        replay(lines)

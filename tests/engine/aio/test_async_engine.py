@@ -739,6 +739,28 @@ def test_a_policy_that_fails_once_costs_a_step_and_no_request(
     run(serve())
 
 
+def test_a_policy_that_always_fails_ends_neither_the_engine_nor_a_request(
+    make: Callable[..., AsyncEngine], loaded: LoadedModel
+) -> None:
+    class Always(FirstComeFirstServed):
+        name = "always"
+
+        def peek(self) -> Request:
+            raise ZeroDivisionError("boom")
+
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    expected = run(last_of(make().generate("The import statement", params))).token_ids
+    engine = make(order=Always())
+
+    async def serve() -> None:
+        assert (await last_of(engine.generate("The import statement", params))).token_ids == expected
+        stats = (await engine.stats()).scheduler
+        assert (stats.num_policy_failures, stats.num_replaced_policies) == (3, {"order": 1})
+        engine.check_health()
+
+    run(serve())
+
+
 def test_what_a_call_raises_is_its_callers(make: Callable[..., AsyncEngine]) -> None:
     engine = make()
 

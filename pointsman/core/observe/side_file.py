@@ -1,0 +1,290 @@
+"""Files that are written beside the serving: recordings and films. Such a file may fail, and the serving goes on.
+
+    SideFile         takes any file object, and writes in the caller's thread
+    BackgroundFile   opens a path, and writes in a thread of its own: a slow disk holds nobody up
+
+Each `write` is one piece: a line of a recording, a chunk of a film. A file that fails is written no further, so that it
+has no gap. Where the file can be cut, it ends with its last whole piece; readers leave out a part of a piece at its
+end. The failure is logged once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import os
+import stat
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from io import FileIO
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self, TypeAlias
+
+WhenFull: TypeAlias = Literal["stop", "wait"]
+"""What a full disk does to a file: it ends there, or what follows waits in memory until there is room."""
+MAX_WAITING_BYTES = 64 << 20
+"""Bytes that wait in memory for the disk. A file for which more would wait ends."""
+SECONDS_BETWEEN_WRITES = 0.05
+"""A kill loses what was written in this time."""
+SECONDS_BETWEEN_TRIES = 0.5
+"""On a full disk, with "wait"."""
+SECONDS_TO_CLOSE = 5.0
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+class Writable(Protocol):
+    """Text or binary, as the writer gives pieces."""
+
+    def write(self, data: Any, /) -> object: ...
+
+
+class SideFile:
+    """A file that may fail.
+
+    Args:
+        file: what the pieces are written to.
+        name: of the file, for the log.
+        raises: whether `write` raises what goes wrong; for a program that has nothing else to do.
+    """
+
+    def __init__(self, file: Writable, name: str = "", *, raises: bool = False) -> None:
+        self._file = file
+        self._raises = raises
+        self.name = name or str(getattr(file, "name", "of the caller"))
+        self.ended_by = ""
+        """Why no more is written; empty: it is."""
+        self.on_end: Callable[[], None] = lambda: None
+        """Called once the file has ended early, by the thread that writes the next piece."""
+        self._has_reported = False
+
+    @property
+    def num_waiting_bytes(self) -> int:
+        """Bytes that wait for the disk."""
+        return 0
+
+    def write(self, data: str | bytes) -> int:
+        """Write a piece; returns its length, whether it was written or not."""
+        if not self.has_ended():
+            self._put(data)
+            self.has_ended()
+        return len(data)
+
+    def has_ended(self) -> bool:
+        """Whether a piece would not be written. For the thread that writes."""
+        if not self.ended_by:
+            return False
+        if not self._has_reported:
+            self._has_reported = True
+            self.on_end()
+        return True
+
+    def _put(self, data: str | bytes) -> None:
+        try:
+            written = self._file.write(data)
+            if isinstance(written, int) and written < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # an unbuffered file, which took a part
+        except Exception as error:  # whatever the caller's file does
+            if self._raises:
+                raise
+            self.end_early(reason_of(error))
+
+    def end_early(self, why: str) -> None:
+        """Write no more. The log says so, once."""
+        if not self.ended_by:
+            self.ended_by = why
+            self._report(why)
+
+    def _report(self, why: str) -> None:
+        """Log that the file ended early: its name, the reason and the remedy."""
+        _log(
+            "%s is written no further: %s. Requests are served as before, and the file can be read up to there; "
+            "make room or name another file, and start again for a new one",
+            self.name,
+            why,
+        )
+
+
+class BackgroundFile(SideFile):
+    """A file that a thread of its own writes.
+
+    Args:
+        file: unbuffered; this object closes it.
+        when_full: see `WhenFull`. Any other failure ends the file.
+        max_bytes: a piece that would make the file longer ends it; None: no limit.
+        max_waiting_bytes: see `MAX_WAITING_BYTES`.
+    """
+
+    def __init__(
+        self,
+        file: FileIO,
+        name: str = "",
+        *,
+        when_full: WhenFull = "stop",
+        max_bytes: int | None = None,
+        max_waiting_bytes: int = MAX_WAITING_BYTES,
+    ) -> None:
+        super().__init__(file, name)
+        self._raw = file
+        self._when_full = when_full
+        self._max_bytes = max_bytes
+        self._max_waiting = max_waiting_bytes
+        self.num_bytes = 0
+        """In the file, of whole pieces."""
+        found = os.fstat(file.fileno())
+        self._is_watched = stat.S_ISREG(found.st_mode) and found.st_nlink > 0  # a pipe has no length, and no name
+        self._start = file.tell() if self._is_watched else 0
+        self._lock = threading.Lock()
+        self._pieces: deque[bytes] = deque()
+        self._num_put = self._num_waiting = 0  # bytes: in all, and of those that are not in the file
+        self._has_pieces, self._is_closing, self._is_closed = threading.Event(), threading.Event(), threading.Event()
+        self._is_full = False
+        self._thread = threading.Thread(target=self._run, name="pointsman-side-file", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    @classmethod
+    def create(cls, path: str | Path, **options: Any) -> Self:
+        """A new file at `path`, in place of an older one. Only its owner may read it: a recording has prompts.
+
+        Raises:
+            OSError: there can be none.
+        """
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        return cls(FileIO(descriptor, "w"), str(path), **options)
+
+    @property
+    def num_waiting_bytes(self) -> int:
+        """Bytes that wait for the disk."""
+        return self._num_waiting
+
+    def close(self, timeout: float = SECONDS_TO_CLOSE) -> None:
+        """Write what waits, and close the file. A disk that hangs is waited for up to `timeout` seconds."""
+        atexit.unregister(self.close)
+        self._is_closing.set()
+        self._has_pieces.set()
+        self._is_closed.wait(timeout)
+        if not self._is_closed.is_set():
+            self.end_early(f"{self._num_waiting:,} bytes were not written within {timeout:g} s of its end")
+
+    # ------------------------------------------------------------------ the caller's thread
+
+    def _put(self, data: str | bytes) -> None:
+        piece = data.encode() if isinstance(data, str) else bytes(data)
+        size = len(piece)
+        if self._is_closing.is_set():
+            self.ended_by = "it is closed"
+        elif self._max_bytes is not None and self._num_put + size > self._max_bytes:
+            self._end_behind(f"it would be longer than {self._max_bytes} bytes")
+        elif self._num_waiting + size > self._max_waiting:
+            what = "the disk is full" if self._is_full else "the disk is too slow"
+            self._end_behind(f"{what}, and more than {self._max_waiting:,} bytes would wait in memory")
+        else:
+            with self._lock:
+                self._pieces.append(piece)
+                self._num_put += size
+                self._num_waiting += size
+            if not self._has_pieces.is_set():
+                self._has_pieces.set()
+
+    def _end_behind(self, why: str) -> None:
+        """Take no more. What waits is still written, if the disk allows."""
+        self.end_early(why)
+        self._has_pieces.set()
+
+    # ------------------------------------------------------------------ the file's thread
+
+    def _run(self) -> None:
+        try:
+            while self._pieces or not (self._is_closing.is_set() or self.ended_by):
+                self._has_pieces.wait()
+                self._is_closing.wait(SECONDS_BETWEEN_WRITES)
+                self._has_pieces.clear()
+                with self._lock:
+                    pieces = list(self._pieces)
+                    self._pieces.clear()
+                if self._is_closing.is_set():
+                    self._has_pieces.set()  # nothing more is waited for
+                if not self._write(pieces):
+                    break
+        except Exception as error:
+            self.end_early(reason_of(error))
+        finally:
+            with self._lock:
+                self._pieces.clear()
+                self._num_waiting = 0
+            try:
+                self._raw.close()
+            except OSError as error:  # some file systems report only here what they could not write
+                self.end_early(f"{reason_of(error)} when it was closed; its end may be missing")
+            self._is_closed.set()
+
+    def _write(self, pieces: list[bytes]) -> bool:
+        """Write pieces, as far as they can be; whether all were."""
+        left = memoryview(b"".join(pieces))
+        total = len(left)
+        while len(left):
+            try:
+                self._check()
+                left = left[self._raw.write(left) or 0 :]
+                self._is_full = False
+            except OSError as error:
+                is_last_try = self._is_closing.is_set()
+                if error.errno in _NO_ROOM and self._when_full == "wait" and not is_last_try:
+                    self._wait_for_room()
+                    continue
+                self._cut(pieces, total - len(left))
+                self.end_early(reason_of(error))
+                return False
+        self._wrote(pieces)
+        return True
+
+    def _wait_for_room(self) -> None:
+        if not self._is_full:
+            self._is_full = True
+            _log(
+                "%s waits, because the disk is full; make room before more than %s bytes wait in memory, or it ends",
+                self.name,
+                f"{self._max_waiting:,}",
+            )
+        self._is_closing.wait(SECONDS_BETWEEN_TRIES)
+
+    def _check(self) -> None:
+        """Raises OSError: what is written would not be found behind what was."""
+        if not self._is_watched:
+            return
+        found = os.fstat(self._raw.fileno())
+        if not found.st_nlink:
+            raise OSError(errno.ENOENT, "the file was deleted")
+        if found.st_size < self._start + self.num_bytes:
+            raise OSError(errno.EIO, "another program has shortened the file")
+
+    def _wrote(self, pieces: list[bytes]) -> None:
+        """These are in the file."""
+        size = sum(map(len, pieces))
+        self.num_bytes += size
+        with self._lock:
+            self._num_waiting -= size
+
+    def _cut(self, pieces: list[bytes], num_written: int) -> None:
+        """Only so many bytes of the pieces were written: the file ends with the last whole one."""
+        ends = accumulate(map(len, pieces))
+        num_whole = sum(end <= num_written for end in ends)
+        self._wrote(pieces[:num_whole])
+        end = self._start + self.num_bytes
+        with suppress(OSError):  # then a part of a piece is at its end, which readers leave out
+            if self._is_watched and os.fstat(self._raw.fileno()).st_size > end:
+                self._raw.truncate(end)
+
+
+def _log(message: str, *arguments: object) -> None:
+    import logging  # here: it is a tenth of the core's import
+
+    logging.getLogger(__name__).error(message, *arguments)
+
+
+def reason_of(error: Exception) -> str:
+    """An error in words, without the name of the file."""
+    return (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
