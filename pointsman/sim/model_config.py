@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pointsman.files import MAX_MESSAGE, read_input, shown
 from pointsman.sim.errors import UnsupportedModel
 from pointsman.sim.model import ModelShape, Quantization
 
@@ -74,7 +75,7 @@ def read_config(path: Path, name: str) -> ModelShape:
         OSError: the file cannot be read.
     """
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_input(path).decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise UnsupportedModel(f"{path}: not JSON ({error})") from None
     if not isinstance(config, dict):
@@ -288,4 +289,4 @@ class _Reader:
         return value
 
     def _error(self, text: str) -> UnsupportedModel:
-        return UnsupportedModel(f"{self._path}: {text}")
+        return UnsupportedModel(f"{self._path}: {shown(text, MAX_MESSAGE)}")

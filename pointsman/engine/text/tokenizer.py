@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from pointsman.engine.errors import ModelLoadError, first_line
+from pointsman.files import MAX_SETTINGS, open_regular, read_regular, shown
 
 logger = logging.getLogger(__name__)
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", TOKENIZER_CONFIG)
+MODEL_SUFFIXES = frozenset({".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken", ".py"})
 VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "tokenization_*.py")
 """Patterns: beside one of these, `tokenizer_config.json` is not alone."""
 
@@ -41,12 +43,30 @@ def check_model_directory(path: Path) -> None:
     """Refuse what is no model's directory, before anything is started or imported for it.
 
     Raises:
-        ModelLoadError: there is no such directory, or it has no config.json.
+        ModelLoadError: there is no such directory, it has no config.json, or one of its files is no regular file.
     """
     if not path.is_dir():
         raise ModelLoadError(f"no model directory at {path}; give a directory with config.json and *.safetensors")
+    _check_files(path)
     if not (path / "config.json").is_file():
         raise ModelLoadError(f"{path} has no config.json; give a directory in the Hugging Face format")
+
+
+def _check_files(path: Path) -> None:
+    """Refuse named pipes and the like, which would be waited for, and links that lead nowhere.
+
+    Raises:
+        ModelLoadError: a file of a model is none that can be read.
+    """
+    for file in sorted(path.iterdir()):
+        if file.suffix not in MODEL_SUFFIXES:
+            continue
+        try:
+            with open_regular(file):
+                pass
+        except OSError as error:
+            if not file.is_dir():
+                raise ModelLoadError(f"{file} cannot be read: {error.strerror}; copy it again") from None
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -56,7 +76,7 @@ def read_object(file: Path) -> dict[str, Any]:
         ModelLoadError: there is none, or something else.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(file, MAX_SETTINGS).decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{file} cannot be read: {first_line(error)}; copy it again") from error
     if not isinstance(content, dict):
@@ -70,6 +90,8 @@ def read_tokenizer(path: Path) -> Any | None:
     Raises:
         ModelLoadError: its files cannot be read, or there is no vocabulary among them.
     """
+    if path.is_dir():
+        _check_files(path)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         logger.warning("%s has no tokenizer; prompts must be token ids", path)
         return None
@@ -78,11 +100,19 @@ def read_tokenizer(path: Path) -> Any | None:
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(path, local_files_only=True)
+            # A model's own code is never run: transformers would ask on standard input whether it may be.
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            tokenizer.decode(tokenizer("a")["input_ids"])  # what is broken fails here, and not for each request
         except Exception as error:
+            if "trust_remote_code" in str(error):
+                raise ModelLoadError(
+                    f"{path}: its tokenizer needs code of its own (auto_map), which is not run here; convert it to a "
+                    "tokenizer.json"
+                ) from None
             raise ModelLoadError(
                 f"{path}: the tokenizer cannot be loaded: {first_line(error)}; copy the model's tokenizer files again"
             ) from error
+    return tokenizer
 
 
 def _check_tokenizer_files(path: Path) -> None:
@@ -102,7 +132,9 @@ def _check_tokenizer_files(path: Path) -> None:
     for name, value in content.items():
         is_right, wanted = TOKENIZER_FIELDS.get(name, (None, ""))
         if value is not None and is_right is not None and not is_right(value):
-            raise ModelLoadError(f"{settings}: {name} is {value!r:.80}; it must be {wanted}; correct or remove it")
+            raise ModelLoadError(
+                f"{settings}: {name} is {shown(repr(value))}; it must be {wanted}; correct or remove it"
+            )
 
 
 def _is_token(value: Any) -> bool:
