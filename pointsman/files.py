@@ -121,8 +121,8 @@ def _open(path: Path) -> tuple[io.FileIO, str | None]:
         raise OSError(errno.EINVAL, f"it is {kind}; give a regular file", os.fspath(path))
     descriptor = os.open(path, os.O_RDONLY | _NO_WAITING | getattr(os, "O_BINARY", 0))
     mode = os.fstat(descriptor).st_mode
-    kind = None if stat.S_ISREG(mode) else next((name for is_kind, name in _KINDS if is_kind(mode)), "no file")
-    return io.FileIO(descriptor), kind
+    other = None if stat.S_ISREG(mode) else next((name for is_kind, name in _KINDS if is_kind(mode)), "no file")
+    return io.FileIO(descriptor), other
 
 
 def _wait_for_data(file: io.FileIO, path: Path) -> None:

@@ -147,7 +147,7 @@ VLLM_BENCH = json.dumps(
         "itls": [[0.125, 0.25], [], []],
         "start_times": [1000.0, 1000.5, 999.0],
         "generated_texts": ['a "text" ]}', "", "b"],
-        "errors": ["", "Traceback", ""],
+        "errors": ["", "failed", ""],
     }
 )
 
@@ -290,8 +290,7 @@ def _read_measurements(path: Path) -> object:
 def _read_observed(path: Path) -> object:
     from pointsman.traces import read_observed
 
-    found = read_observed(path)
-    return found.measured()
+    return read_observed(path)
 
 
 def _read_steps(path: Path) -> object:
@@ -417,7 +416,7 @@ READERS: dict[str, Reader] = {
     "times-vllm-bench": Reader("json", _text("bench.json", VLLM_BENCH), _read_measurements, _TRACE),
     "times-guidellm": Reader("json", _text("guidellm.json", _guidellm()), _read_measurements, _TRACE),
     "times-recording": Reader("json-lines", _copy("plain.jsonl"), _read_measurements, _TRACE),
-    "observed": Reader("json-lines", _observed, _read_observed, (*_TRACE, "pointsman.traces.values:Broken"), _LINE),
+    "observed": Reader("json-lines", _observed, _read_observed, _TRACE, _LINE),
     "steps": Reader(
         "json-lines", _timed_recording, _read_steps, ("pointsman.sim.errors:CalibrationError",), r"line \d+|step_time"
     ),
@@ -428,11 +427,13 @@ READERS: dict[str, Reader] = {
     "shape": Reader(
         "json", _text("config.json", json.dumps(SHAPE)), _model_shape, ("pointsman.sim.errors:UnsupportedModel",)
     ),
-    "replay": Reader("json-lines", _copy("plain.jsonl"), _replay, _REPLAYED, r"line \d+|empty", names_file=False),
-    "replay-connector": Reader(
-        "json-lines", _copy("connector.jsonl"), _replay, _REPLAYED, r"line \d+|empty", names_file=False
-    ),
-    "film": Reader("binary", _film, _read_film, ("pointsman.core.observe.film_format:FilmError",)),
+    **{
+        f"replay-{name}": Reader(
+            "json-lines", _copy(f"{name}.jsonl"), _replay, _REPLAYED, r"line \d+|empty", names_file=False
+        )
+        for name in ("plain", "connector", "drafts")
+    },
+    "film": Reader("binary", _film, _read_film, ("pointsman.core.observe.film_format:FilmError",), names_file=False),
     "yaml": Reader("lines", _text("serve.yaml", YAML), _read_yaml, _COMMAND),
     "keys": Reader("lines", _text("keys.txt", KEYS), _read_keys, _COMMAND),
     "chat-template": Reader("lines", _text("chat.jinja", TEMPLATE), _read_template, _COMMAND),
@@ -457,6 +458,7 @@ READERS: dict[str, Reader] = {
         _text("config.json", json.dumps(SHAPE)),
         _command("simulate", "--model", "FILE", "--requests", "5", "--json"),
         _COMMAND,
+        names_file=False,  # a model that does not fit, for example
     ),
     "command-simulate-profile": Reader(
         "json", _profile, _command("simulate", "--profile", "FILE", "--requests", "5", "--json"), _COMMAND

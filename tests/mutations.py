@@ -25,13 +25,15 @@ NUMBERS = (
     "1" + "0" * 40, "9" * 5000, "0x10", "1_000", "٣", "true",
 )  # fmt: skip
 VALUES = (
-    *NUMBERS, "null", "false", '""', '"x"', '"-1"', "[]", "{}", "[null]", "[[[]]]", '{"": null}', '"\\ud800"', '"\\u0000"',
+    *NUMBERS, "null", "false", '""', '"x"', '"-1"', "[]", "{}", "[null]", "[[[]]]", '{"": null}', '"\\ud800"',
+    '"\\u0000"',
     '"../../../../etc/passwd"', '"/dev/zero"', '"' + "y" * 100_000 + '"', "[" + "0," * 50_000 + "0]",
     "[" * DEEP + "]" * DEEP, '{"a":' * DEEP + "1" + "}" * DEEP,
 )  # fmt: skip
 PIECES = (
-    b"\x00", b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\xfe\xff", b"\r", b"\n", b"\n\n\n", b"\x1a", b'"', b"{",
-    b"}", b"[", b"]", b",", b":", b"\\", b"'", b"%", b"\xe2\x80\xa8", b"\x00" * 4096, b"&a [*a]", b"!!python/object:os.x",
+    b"\x00", b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\xfe\xff", b"\r", b"\n", b"\n\n\n", b"\x1a", b'"',
+    b"{", b"}", b"[", b"]", b",", b":", b"\\", b"'", b"%", b"\xe2\x80\xa8", b"\x00" * 4096,
+    b"&a [*a]", b"!!python/object:os.x",
 )  # fmt: skip
 _NUMBER = re.compile(rb"-?\d+(\.\d+)?([eE][-+]?\d+)?")
 

@@ -129,9 +129,9 @@ def film_recording(recording: Path, file: BinaryIO, *, with_blocks: bool = True)
         )
         with BufferedReader(open_regular(recording)) as opened, bar:
             replay(_counted_lines(opened, bar), lambda scheduler: scheduler.start_film(recorder))
-    except (ReplayDifference, ValueError) as error:  # ValueError: RecordingError, or a line that is no text
+        recorder.close()
+    except (ReplayDifference, ValueError, OverflowError) as error:  # OverflowError: a number beyond 64 bits
         raise CommandError(f"{recording}: {error}") from None
-    recorder.close()
     return recorder
 
 

@@ -35,7 +35,7 @@ class ReplayDifference(PointsmanError):
     """The first decision of a replay that is not the recorded one."""
 
     def __init__(self, line: int, step_id: int | None, field: str, recorded: object, replayed: object) -> None:
-        where = f"step {step_id}" if step_id is not None else "a call outside steps"
+        where = f"step {shown(repr(step_id))}" if step_id is not None else "a call outside steps"
         super().__init__(
             f"line {line}, {where}: {field} was {shown(repr(recorded), MAX_MESSAGE)} and is now "
             f"{shown(repr(replayed), MAX_MESSAGE)}"

@@ -16,7 +16,6 @@ That balances rows of very different length without knowing how many threads the
 from __future__ import annotations
 
 import ctypes
-import inspect
 import logging
 from collections.abc import Callable
 from functools import cache
@@ -27,12 +26,13 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import cfunc, njit, types
-from numba.core import cgutils, config
+from numba import njit, types
+from numba.core import cgutils, sigutils
+from numba.core.ccallback import CFunc
 from numba.extending import intrinsic, overload
 
 from pointsman.engine.arrays import Int64Array
-from pointsman.engine.errors import first_line
+from pointsman.engine.kernels.disk_cache import keep_on_disk
 from pointsman.engine.machine import num_cores
 from pointsman.engine.threads import openmp_library
 
@@ -240,27 +240,11 @@ class Kernel:
 
 
 def _compile(body: Callable[[Any], None]) -> Any:
-    """Compile, or take what was compiled before from disk; where that fails, compile and keep it in memory.
-
-    What is on disk can be full, read-only, or broken in ways that raise anything.
-    """
-    options = {"error_model": "numpy", "fastmath": FAST}
-    if not _kept_in_memory:
-        try:
-            return cfunc(SIGNATURE, cache=True, **options)(body)
-        except Exception as error:  # of the compiler itself, it is raised again below
-            _kept_in_memory.append(body.__name__)
-            logger.warning(
-                "compiled kernels cannot be kept on disk (%s), so each start compiles them again; free or empty %s, or "
-                "name another folder with NUMBA_CACHE_DIR",
-                first_line(error),
-                config.CACHE_DIR or Path(inspect.getfile(body)).with_name("__pycache__"),
-            )
-    return cfunc(SIGNATURE, **options)(body)
-
-
-_kept_in_memory: list[str] = []
-"""The first kernel that could not be kept on disk. The others are not tried there: each would be compiled twice."""
+    """Compile, or take what was compiled before from disk."""
+    function = CFunc(body, sigutils.normalize_signature(SIGNATURE), {}, {"error_model": "numpy", "fastmath": FAST})
+    keep_on_disk(function, body)
+    function.compile()
+    return function
 
 
 @cache

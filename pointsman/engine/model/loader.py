@@ -336,8 +336,8 @@ def _check_size(path: Path, config: Any, weights: _Weights) -> None:
     num_layers = getattr(text, "num_hidden_layers", 0)
     if num_layers > weights.num_tensors:
         raise ModelLoadError(
-            f"{file}: num_hidden_layers is {num_layers}, and the weights hold {weights.num_tensors} tensors; they do not "
-            "belong together"
+            f"{file}: num_hidden_layers is {num_layers}, and the weights hold {weights.num_tensors} tensors; they do "
+            "not belong together"
         )
     with torch.device("meta"):
         try:
