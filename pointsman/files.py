@@ -98,11 +98,11 @@ def lines_of(file: BinaryIO) -> Iterator[str]:
     """
     for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), start=1):
         if len(raw) > MAX_LINE:
-            raise ValueError(f"line {number}: longer than {MAX_LINE} bytes; is it a text file?")
+            raise ValueError(f"line {number}: longer than {MAX_LINE:,} bytes; is it the right file?")
         try:
             line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"line {number}: {error}") from None
+            raise ValueError(f"line {number}: no UTF-8 text ({error.reason} at byte {error.start})") from None
         yield line
 
 

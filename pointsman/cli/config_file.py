@@ -87,7 +87,9 @@ def _entries(yaml: Any, text: str, path: str) -> list[tuple[int, object, Any]] |
             if not all(isinstance(one, yaml.ScalarNode) for one in (key, *parts)):
                 raise CommandError(f"{place}: {shown(str(key.value))} is neither a value nor a list of values")
             try:
-                entries.append((key.start_mark.line + 1, *map(loader.construct_object, (key, value))))
+                entries.append(
+                    (key.start_mark.line + 1, loader.construct_object(key), loader.construct_object(value, deep=True))
+                )
             except ValueError as error:  # a number of thousands of digits, the 31st of February
                 raise CommandError(f"{place}: {shown(str(error), 200)}") from None
         return entries

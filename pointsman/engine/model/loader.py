@@ -320,7 +320,7 @@ def _check_weights(path: Path) -> _Weights:
         absent = sorted(named - {file.name for file in files})
         if absent:
             raise ModelLoadError(
-                f"{index}: {len(absent)} of {len(named)} weight files are not in {path}, first {shown(absent[0])}"
+                f"{index}: {path} lacks {len(absent)} of {len(named)} weight files, first {shown(absent[0])}"
             )
     return _Weights(num_tensors, num_elements)
 

@@ -101,8 +101,7 @@ def read_tokenizer(path: Path) -> Any | None:
 
         try:
             # A model's own code is never run: transformers would ask on standard input whether it may be.
-            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-            tokenizer.decode(tokenizer("a")["input_ids"])  # what is broken fails here, and not for each request
+            return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except Exception as error:
             if "trust_remote_code" in str(error):
                 raise ModelLoadError(
@@ -112,7 +111,6 @@ def read_tokenizer(path: Path) -> Any | None:
             raise ModelLoadError(
                 f"{path}: the tokenizer cannot be loaded: {first_line(error)}; copy the model's tokenizer files again"
             ) from error
-    return tokenizer
 
 
 def _check_tokenizer_files(path: Path) -> None:
@@ -154,6 +152,19 @@ TOKENIZER_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "chat_template": (_is_template, "a Jinja template as text"),
     "tokenizer_class": (lambda value: isinstance(value, str), "the name of a class"),
     "added_tokens_decoder": (lambda value: isinstance(value, dict), "an object of token id -> token"),
+    "model_max_length": (
+        lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 1,
+        "a number of at least 1",
+    ),
+    "model_input_names": (
+        lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
+        "a list of names",
+    ),
+    **dict.fromkeys(("padding_side", "truncation_side"), (lambda value: value in ("left", "right"), "left or right")),
+    **dict.fromkeys(
+        ("add_bos_token", "add_eos_token", "clean_up_tokenization_spaces", "split_special_tokens"),
+        (lambda value: isinstance(value, bool), "true or false"),
+    ),
 }
 """Of tokenizer_config.json: whether a value is right, and what it must be."""
 
@@ -162,12 +173,18 @@ def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> lis
     """The text's token ids, with BOS and the like where the tokenizer adds them.
 
     Raises:
-        ValueError: the text is none that one could read.
+        ValueError: the text is none that one could read, or the tokenizer is broken.
     """
     try:
         token_ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-    except TypeError:  # what tokenizers says of lone surrogates, which UTF-8 has no bytes for
-        raise ValueError("the prompt is not valid Unicode text (a lone surrogate); remove or replace it") from None
+    except TypeError as error:  # what tokenizers says of lone surrogates, which UTF-8 has no bytes for
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError("the prompt is not valid Unicode text (a lone surrogate); remove or replace it") from None
+        raise ValueError(
+            f"the tokenizer failed: {first_line(error)}; copy the model's tokenizer files again"
+        ) from error
     return token_ids
 
 
