@@ -10,6 +10,7 @@ import errno
 import io
 import logging
 import os
+import reprlib
 import select
 import stat
 from collections.abc import Callable, Iterator
@@ -18,12 +19,12 @@ from typing import BinaryIO
 
 logger = logging.getLogger(__name__)
 
-MAX_LINE = 2**25
+MAX_LINE = 2**24
 """Bytes of a line, or of one JSON value. As Python objects they can take 24 times as much: `[[],[],[]]`."""
 MAX_SETTINGS = 2**24
 """Bytes of a JSON file of settings, or of a file of keys."""
-MAX_WRITTEN = 2**20
-"""Bytes of a file that people write, in a language that takes seconds to read for each MiB: YAML, a Jinja template."""
+MAX_WRITTEN = 2**16
+"""Bytes of a file that people write, in a language that takes many seconds to read for each MiB: YAML, a template."""
 MAX_MESSAGE = 800
 """Characters of an error about what is in a file."""
 SILENT = 2.0
@@ -106,11 +107,20 @@ def lines_of(file: BinaryIO) -> Iterator[str]:
         yield line
 
 
-def shown(value: object, length: int = 80) -> str:
-    """A value as `repr` writes it, or a message as it is, on one line of at most `length` characters."""
-    text = value if isinstance(value, str) else repr(value)
+def shown(text: str, length: int = 80) -> str:
+    """A text on one line of at most `length` characters."""
     text = " ".join(text[: 20 * length].split())
     return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def represented(value: object, length: int = 80) -> str:
+    """A value as `repr` writes it, on one line of about `length` characters; of large values only the beginning is
+    looked at."""
+    brief = reprlib.Repr()
+    brief.maxlevel = 3
+    brief.maxlist = brief.maxdict = brief.maxtuple = brief.maxset = length
+    brief.maxstring = brief.maxother = brief.maxlong = length
+    return shown(brief.repr(value), length)
 
 
 def _open(path: Path) -> tuple[io.FileIO, str | None]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pointsman import files
-from pointsman.files import lines_of, open_input, open_regular, read_input, read_regular, shown
+from pointsman.files import lines_of, open_input, open_regular, read_input, read_regular, represented, shown
 
 
 @pytest.fixture
@@ -91,5 +91,5 @@ def test_lines_that_are_no_text_are_named() -> None:
 
 
 def test_what_is_shown_of_a_value_is_one_short_line() -> None:
-    assert shown("a\nb") == "a b" and shown([1]) == "[1]"
-    assert shown("x" * 100, 10) == "xxxxxxx..." and len(shown(list(range(10**5)))) == 80
+    assert shown("a\nb") == "a b" and represented([1, "x"]) == "[1, 'x']"
+    assert shown("x" * 100, 10) == "xxxxxxx..." and len(represented([[0] * 10**5] * 10**5)) == 80

@@ -41,7 +41,7 @@ from pointsman.cli.workload import (
 from pointsman.core import Recorder, ReplayDifference
 from pointsman.core import replay as core_replay
 from pointsman.engine.machine import wait_briefly
-from pointsman.files import lines_of, open_input, shown
+from pointsman.files import lines_of, open_input, represented
 
 if TYPE_CHECKING:
     from pointsman.engine import Engine
@@ -333,8 +333,8 @@ def replay(
     except ReplayDifference as difference:
         where = "a call outside steps" if difference.step_id is None else f"step {difference.step_id}"
         print(f"{file}, line {difference.line}: the replay differs at {where}, in {difference.field}")
-        print(f"recorded: {shown(repr(difference.recorded), 400)}")
-        print(f"replayed: {shown(repr(difference.replayed), 400)}")
+        print(f"recorded: {represented(difference.recorded, 400)}")
+        print(f"replayed: {represented(difference.replayed, 400)}")
         return EXIT_FAILED
     print(
         f"{report.num_steps} steps replayed ({report.num_calls} calls, {report.num_requests} requests, "

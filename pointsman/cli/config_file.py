@@ -18,7 +18,7 @@ from typing import Any, get_args, get_origin
 
 from pointsman.cli.errors import CommandError
 from pointsman.cli.options import NUMBERS_OR_WORDS, SIZES
-from pointsman.files import MAX_WRITTEN, read_input, shown
+from pointsman.files import MAX_WRITTEN, read_input, represented, shown
 
 KINDS = {
     bool: "true or false",
@@ -108,7 +108,7 @@ def _checked(
         if name in SECRETS:
             raise CommandError(f"{place}: {key} is a secret; use {SECRETS[name]}")
         if name not in options:
-            raise CommandError(f"{place}: {shown(repr(key))} is no option{_nearest(name[:80], options)}")
+            raise CommandError(f"{place}: {represented(key)} is no option{_nearest(name[:80], options)}")
         if name in lines:
             raise CommandError(f"{place}: {key} was set in line {lines[name]} already; leave one out")
         lines[name] = line
@@ -138,7 +138,7 @@ def typed(place: str, name: str, value: Any, annotation: Any) -> Any:
         wanted = "a size like 64MiB"
     elif name in NUMBERS_OR_WORDS:
         wanted = "a whole number or a word"
-    raise CommandError(f"{place}: {name} is {shown(repr(value))}; it must be {wanted}")
+    raise CommandError(f"{place}: {name} is {represented(value)}; it must be {wanted}")
 
 
 def option_type(annotation: Any) -> Any:

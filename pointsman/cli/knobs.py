@@ -21,7 +21,7 @@ from pointsman.engine.params.engine_args import (
     speculation_knobs,
     what_needs_one_group,
 )
-from pointsman.files import shown
+from pointsman.files import represented
 
 SIZES = {"kv_cache_bytes", "kv_offload_bytes", "kv_store_bytes"}
 """Knobs that may be given like 64MiB."""
@@ -139,7 +139,7 @@ def size(value: int | str, name: str) -> int:
     text = str(value)
     found = _SIZE.fullmatch(text)
     if found is None or found[2].lower() not in _UNITS:
-        raise ValueError(f"{name} {shown(repr(text))} is not a size; write for example 64MiB, 512KiB or 1.5GiB")
+        raise ValueError(f"{name} {represented(text)} is not a size; write for example 64MiB, 512KiB or 1.5GiB")
     num_bytes = int(float(found[1]) * _UNITS[found[2].lower()])
     if num_bytes < 1:
         raise ValueError(f"{name} {text!r} is less than one byte; write for example 64MiB")

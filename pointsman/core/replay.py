@@ -28,17 +28,17 @@ from pointsman.core.state.output import Copies, SchedulerOutput, StepResult
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import FinishReason, ParkReason, PauseMode
 from pointsman.core.step.assembly import Start
-from pointsman.files import MAX_MESSAGE, shown
+from pointsman.files import MAX_MESSAGE, represented, shown
 
 
 class ReplayDifference(PointsmanError):
     """The first decision of a replay that is not the recorded one."""
 
     def __init__(self, line: int, step_id: int | None, field: str, recorded: object, replayed: object) -> None:
-        where = f"step {shown(repr(step_id))}" if step_id is not None else "a call outside steps"
+        where = f"step {represented(step_id)}" if step_id is not None else "a call outside steps"
         super().__init__(
-            f"line {line}, {where}: {field} was {shown(repr(recorded), MAX_MESSAGE)} and is now "
-            f"{shown(repr(replayed), MAX_MESSAGE)}"
+            f"line {line}, {where}: {field} was {represented(recorded, MAX_MESSAGE)} and is now "
+            f"{represented(replayed, MAX_MESSAGE)}"
         )
         self.line = line
         self.step_id = step_id
@@ -126,7 +126,7 @@ class _Replay:
             return
         name = call.get("call")
         if name not in self._calls:
-            raise RecordingError(f"line {number} calls {shown(repr(name))}, which no scheduler has")
+            raise RecordingError(f"line {number} calls {represented(name)}, which no scheduler has")
         if self._connector is not None:
             self._connector.expect(call.get("answers", []))
         self._calls[name](self._scheduler, call, number)
@@ -135,16 +135,16 @@ class _Replay:
     def _open(self, header: dict[str, Any]) -> Scheduler:
         if header.get("format") != FORMAT:
             raise RecordingError(
-                f"line 1 is no header of a recording (format {shown(repr(header.get('format')))}, not {FORMAT!r})"
+                f"line 1 is no header of a recording (format {represented(header.get('format'))}, not {FORMAT!r})"
             )
         if header.get("format_version") != FORMAT_VERSION:
             raise RecordingError(
-                f"line 1: the recording has format version {shown(header.get('format_version'))}; this library reads "
+                f"line 1: the recording has format version {represented(header.get('format_version'))}; this library reads "
                 f"{FORMAT_VERSION}"
             )
         if "observed" in header:
             raise RecordingError(
-                f"it was observed: {shown(header['observed'].get('scheduler'))} decided, and prompts are not in it, so "
+                f"it was observed: {represented(header['observed'].get('scheduler'))} decided, and prompts are not in it, so "
                 "nothing can be decided again; pointsman vllm compare simulates it"
             )
         config = header["config"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pointsman.files import MAX_MESSAGE, read_input, shown
+from pointsman.files import MAX_MESSAGE, read_input, represented, shown
 from pointsman.sim.errors import UnsupportedModel
 from pointsman.sim.model import ModelShape, Quantization
 
@@ -287,7 +287,7 @@ class _Reader:
         if value is None and "default" in default:
             return default["default"]
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
-            raise self._error(f"{names[0]} is {shown(repr(value))}; it must be a whole number from {least} to {MOST}")
+            raise self._error(f"{names[0]} is {represented(value)}; it must be a whole number from {least} to {MOST}")
         return value
 
     def _error(self, text: str) -> UnsupportedModel:

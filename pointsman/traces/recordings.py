@@ -15,7 +15,7 @@ from itertools import chain, islice
 from typing import Any, BinaryIO
 
 from pointsman.core.recording import FORMAT, FORMAT_VERSION
-from pointsman.files import shown
+from pointsman.files import represented, shown
 from pointsman.traces.lines import numbered_lines
 from pointsman.traces.observed import is_observed, parse_observed
 from pointsman.traces.requests import MAX_HASH_ID, MeasuredRequest, TraceRequest
@@ -43,7 +43,7 @@ class _Recorded:
         try:
             self.tail.extend(token_ids)
         except (TypeError, OverflowError):
-            raise Broken(f"token ids must be a list of integers, not {shown(repr(token_ids))}") from None
+            raise Broken(f"token ids must be a list of integers, not {represented(token_ids)}") from None
         self.num_prompt_tokens += len(token_ids)
         full = len(self.tail) // block_size * block_size
         for start in range(0, full, block_size):

@@ -29,12 +29,14 @@ from pointsman.engine.model.settings import (
     read_generation_settings,
 )
 from pointsman.engine.text.tokenizer import check_model_directory, model_directory, read_object, read_tokenizer
-from pointsman.files import shown
+from pointsman.files import MAX_MESSAGE, represented, shown
 
 logger = logging.getLogger(__name__)
 
 MOST_TIMES = 2
 """A model has at most so many times the parameters of its files; one that shares weights may count them twice."""
+MAX_TENSORS = 2**18
+"""Of all files; the largest models have some ten thousand."""
 MANY_BUFFERED = 2**24
 """Constants, such as masks, that any model may have."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -90,13 +92,12 @@ def load_model(
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Errors name the directory, where they do not name a file in it."""
+    """Errors name the directory, where they do not name a file in it, and are short."""
     try:
         yield
     except ModelLoadError as error:
-        if str(path) in str(error):
-            raise
-        raise type(error)(f"{path}: {error}") from error
+        text = str(error) if str(path) in str(error) else f"{path}: {error}"
+        raise type(error)(shown(text, MAX_MESSAGE)) from error
 
 
 def wrap_model(
@@ -281,7 +282,7 @@ def _read_config(path: Path) -> Any:
         if model_type not in CONFIG_MAPPING:
             own = "; the model's own code (auto_map) is not run here" if "auto_map" in content else ""
             raise UnsupportedModel(
-                f"{file}: transformers does not know the model type {shown(repr(model_type))}{own}"
+                f"{file}: transformers does not know the model type {represented(model_type)}{own}"
             ) from error
         raise UnsupportedModel(
             f"{file}: model type {model_type!r} cannot be configured: {first_line(error)}"
@@ -304,9 +305,13 @@ def _check_weights(path: Path) -> _Weights:
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118  it is no mapping
-                    num_tensors += 1
+                names = tensors.keys()
+                if (num_tensors := num_tensors + len(names)) > MAX_TENSORS:
+                    raise ModelLoadError(f"{file}: more than {MAX_TENSORS:,} tensors; is it a model's file?")
+                for name in names:
                     num_elements += math.prod(tensors.get_slice(name).get_shape())
+        except ModelLoadError:
+            raise
         except (SafetensorError, OSError, ValueError) as error:
             raise ModelLoadError(
                 f"{file} is truncated or corrupt ({file.stat().st_size} bytes; {first_line(error)}); copy it again"

@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 from pointsman.engine.errors import ModelLoadError, first_line
 from pointsman.engine.params.sampling import SamplingParams
 from pointsman.engine.text.tokenizer import read_object
-from pointsman.files import shown
+from pointsman.files import represented
 
 GENERATION_CONFIG = "generation_config.json"
 REMEDY = "correct the field, or copy the model's own file again"
@@ -203,7 +203,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return shown(repr(value))
+    return represented(value)
 
 
 Check = tuple[Callable[[Any], bool], str]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman.engine.errors import ModelLoadError, first_line
-from pointsman.files import MAX_SETTINGS, open_regular, read_regular, shown
+from pointsman.files import MAX_SETTINGS, open_regular, read_regular, represented
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ def _check_tokenizer_files(path: Path) -> None:
         is_right, wanted = TOKENIZER_FIELDS.get(name, (None, ""))
         if value is not None and is_right is not None and not is_right(value):
             raise ModelLoadError(
-                f"{settings}: {name} is {shown(repr(value))}; it must be {wanted}; correct or remove it"
+                f"{settings}: {name} is {represented(value)}; it must be {wanted}; correct or remove it"
             )
 
 
