@@ -137,15 +137,16 @@ class _Replay:
             raise RecordingError(
                 f"line 1 is no header of a recording (format {represented(header.get('format'))}, not {FORMAT!r})"
             )
-        if header.get("format_version") != FORMAT_VERSION:
+        version = header.get("format_version")
+        if version != FORMAT_VERSION:
             raise RecordingError(
-                f"line 1: the recording has format version {represented(header.get('format_version'))}; this library reads "
-                f"{FORMAT_VERSION}"
+                f"line 1: the recording has format version {represented(version)}; this library reads {FORMAT_VERSION}"
             )
         if "observed" in header:
+            other = shown(str(header["observed"]["scheduler"]))
             raise RecordingError(
-                f"it was observed: {represented(header['observed'].get('scheduler'))} decided, and prompts are not in it, so "
-                "nothing can be decided again; pointsman vllm compare simulates it"
+                f"it was observed: {other} decided, and prompts are not in it, so nothing can be decided again; "
+                "pointsman vllm compare simulates it"
             )
         config = header["config"]
         check_num_blocks(config["num_blocks"])
