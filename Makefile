@@ -25,11 +25,11 @@ SHARD ?=
 
 # The parts, each with its tests and its benchmarks.
 PARTS := core sim engine server vllm page
-TESTS_core := tests/core tests/property tests/traces tests/test_routing.py tests/test_forms.py
+TESTS_core := tests/core tests/property tests/traces tests/test_routing.py tests/test_forms.py tests/test_files.py
 TESTS_sim := tests/sim
 TESTS_engine := tests/engine
 TESTS_server := tests/examples tests/server tests/cli tests/release tests/test_benchmarks.py tests/test_docs.py \
-    tests/test_forking.py
+    tests/test_forking.py tests/test_broken_files.py
 TESTS_vllm := tests/integrations
 TESTS_page := tests/web
 BENCHMARKS_core := scheduler_step prefix_scaling

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from io import BufferedReader
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -36,9 +37,10 @@ from pointsman.cli.workload import (
     text_workload,
     trace_workload,
 )
-from pointsman.core import BackgroundFile, Recorder, RecordingError, ReplayDifference
+from pointsman.core import BackgroundFile, Recorder, ReplayDifference
 from pointsman.core import replay as core_replay
 from pointsman.engine.machine import wait_briefly
+from pointsman.files import lines_of, open_input, represented
 
 if TYPE_CHECKING:
     from pointsman.engine import Engine
@@ -143,7 +145,7 @@ def serve(config: options.ConfigFile = None, preset: options.Preset = None, **va
     try:
         return run(settings.engine, settings.server, **settings.options)
     except ValueError as error:  # the model, the address, or a knob that depends on the model
-        raise CommandError(str(error)) from None
+        raise CommandError(settings.placed(error)) from None
 
 
 @app.command()
@@ -321,17 +323,17 @@ def replay(
     Exit code 0: no difference; 1: the first difference is printed; 2: the file is not a recording.
     """
     try:
-        with open(file, encoding="utf-8") as lines:
-            report = core_replay(lines)
+        with BufferedReader(open_input(file)) as opened:
+            report = core_replay(lines_of(opened))
     except OSError as error:
         raise CommandError(f"cannot read the recording {file}: {error.strerror}") from None
-    except (RecordingError, UnicodeDecodeError) as error:
+    except ValueError as error:  # RecordingError, or a line that is no text
         raise CommandError(f"{file}: {error}") from None
     except ReplayDifference as difference:
         where = "a call outside steps" if difference.step_id is None else f"step {difference.step_id}"
         print(f"{file}, line {difference.line}: the replay differs at {where}, in {difference.field}")
-        print(f"recorded: {_shorten(difference.recorded)}")
-        print(f"replayed: {_shorten(difference.replayed)}")
+        print(f"recorded: {represented(difference.recorded, 400)}")
+        print(f"replayed: {represented(difference.replayed, 400)}")
         return EXIT_FAILED
     print(
         f"{report.num_steps} steps replayed ({report.num_calls} calls, {report.num_requests} requests, "
@@ -377,11 +379,6 @@ def record(
     with an empty scheduler.
     """
     return vllm.record(socket, file, seconds)
-
-
-def _shorten(value: object, length: int = 400) -> str:
-    text = repr(value)
-    return text if len(text) <= length else f"{text[:length]}... ({len(text)} characters)"
 
 
 def _demo_knobs(given: dict[str, Any]) -> dict[str, int]:

@@ -14,12 +14,11 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pointsman.cli.errors import CommandError
 from pointsman.cli.options import NUMBERS_OR_WORDS, SIZES
+from pointsman.files import MAX_WRITTEN, read_input, represented, shown
 
 KINDS = {
     bool: "true or false",
@@ -35,8 +34,8 @@ SECRETS = {
 """Secrets, which the file must not contain, and what to use instead."""
 
 
-def read_config(path: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the file by option.
+def read_config(path: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of the file by option, and where each stands, as "FILE, line 5".
 
     Args:
         path: the file, UTF-8.
@@ -50,25 +49,29 @@ def read_config(path: str, options: Mapping[str, Any]) -> dict[str, Any]:
     except ModuleNotFoundError:
         raise CommandError("--config needs PyYAML; install it with: pip install 'pointsman[server]'") from None
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_input(path, MAX_WRITTEN).decode("utf-8")
     except OSError as error:
         raise CommandError(f"cannot read the configuration {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise CommandError(f"{path} is not UTF-8 text; save it as UTF-8") from None
     try:
-        entries = _entries(yaml, text)
+        entries = _entries(yaml, text, path)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}, line {mark.line + 1}" if mark is not None else path
-        raise CommandError(f"{place}: not YAML: {getattr(error, 'problem', None) or error}") from None
+        raise CommandError(f"{place}: not YAML: {shown(getattr(error, 'problem', None) or str(error), 200)}") from None
+    except RecursionError:
+        raise CommandError(f"{path}: lists within lists, deeper than can be read; write one option a line") from None
     if entries is None:
         raise CommandError(f'{path} is not a mapping; write one option a line, like "max_num_seqs: 64"')
     return _checked(path, entries, options)
 
 
-def _entries(yaml: Any, text: str) -> list[tuple[int, object, Any]] | None:
+def _entries(yaml: Any, text: str, path: str) -> list[tuple[int, object, Any]] | None:
     """(line, key, value) of each entry; None: the document is not a mapping. Only plain types are constructed, as by
     `safe_load`, which reports neither lines nor duplicate keys.
+
+    Of what an option cannot be nothing is constructed: aliases in lists of lists could stand for billions of values.
     """
     loader = yaml.SafeLoader(text)
     try:
@@ -77,13 +80,26 @@ def _entries(yaml: Any, text: str) -> list[tuple[int, object, Any]] | None:
             return []
         if not isinstance(node, yaml.MappingNode):
             return None
-        build = partial(loader.construct_object, deep=True)
-        return [(key.start_mark.line + 1, build(key), build(value)) for key, value in node.value]
+        entries = []
+        for key, value in node.value:
+            place = f"{path}, line {key.start_mark.line + 1}"
+            parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            if not all(isinstance(one, yaml.ScalarNode) for one in (key, *parts)):
+                raise CommandError(f"{place}: {shown(str(key.value))} is neither a value nor a list of values")
+            try:
+                entries.append(
+                    (key.start_mark.line + 1, loader.construct_object(key), loader.construct_object(value, deep=True))
+                )
+            except ValueError as error:  # a number of thousands of digits, the 31st of February
+                raise CommandError(f"{place}: {shown(str(error), 200)}") from None
+        return entries
     finally:
         loader.dispose()
 
 
-def _checked(path: str, entries: list[tuple[int, object, Any]], options: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(
+    path: str, entries: list[tuple[int, object, Any]], options: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
     values: dict[str, Any] = {}
     lines: dict[str, int] = {}
     for line, key, value in entries:
@@ -92,13 +108,13 @@ def _checked(path: str, entries: list[tuple[int, object, Any]], options: Mapping
         if name in SECRETS:
             raise CommandError(f"{place}: {key} is a secret; use {SECRETS[name]}")
         if name not in options:
-            raise CommandError(f"{place}: {key!r} is no option{_nearest(name, options)}")
+            raise CommandError(f"{place}: {represented(key)} is no option{_nearest(name[:80], options)}")
         if name in lines:
             raise CommandError(f"{place}: {key} was set in line {lines[name]} already; leave one out")
         lines[name] = line
         if value is not None:
             values[name] = typed(place, name, value, options[name])
-    return values
+    return values, {name: f"{path}, line {lines[name]}" for name in values}
 
 
 def _nearest(name: str, options: Mapping[str, Any]) -> str:
@@ -122,7 +138,7 @@ def typed(place: str, name: str, value: Any, annotation: Any) -> Any:
         wanted = "a size like 64MiB"
     elif name in NUMBERS_OR_WORDS:
         wanted = "a whole number or a word"
-    raise CommandError(f"{place}: {name} is {value!r}; it must be {wanted}")
+    raise CommandError(f"{place}: {name} is {represented(value)}; it must be {wanted}")
 
 
 def option_type(annotation: Any) -> Any:

@@ -6,8 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, BinaryIO, TextIO
+from typing import Annotated, BinaryIO
 
 import typer
 from rich.console import Console
@@ -17,10 +18,11 @@ from rich.text import Text
 from pointsman.cli.display import one_line
 from pointsman.cli.errors import EXIT_OK, CommandError
 from pointsman.cli.progress_bar import ProgressBar
-from pointsman.core import RecordingError, ReplayDifference, replay
+from pointsman.core import ReplayDifference, replay
 from pointsman.core.observe.film import FilmRecorder
 from pointsman.core.observe.film_format import MAGIC, FilmError, Op
 from pointsman.core.observe.side_file import SideFile
+from pointsman.files import lines_of, open_regular
 from pointsman.web.film import Film
 from pointsman.web.story import Teller, counted, life_of, lives_of, meaning_of, preemptions_of
 
@@ -28,8 +30,6 @@ MOST_ROWS = 40
 """Requests that a table names."""
 MOST_REASONS = 3
 """Of a wait, in a table."""
-MAX_LINE = 1 << 26
-"""Characters of a line of a recording; a prompt of a million tokens takes 7 million."""
 
 
 def film(
@@ -89,7 +89,7 @@ def is_film(path: Path) -> bool:
         CommandError: it cannot be read.
     """
     try:
-        with path.open("rb") as opened:
+        with open_regular(path) as opened:  # it is read again
             return opened.read(len(MAGIC)) == MAGIC
     except OSError as error:
         raise CommandError(f"cannot read {path}: {error.strerror}") from None
@@ -128,22 +128,19 @@ def film_recording(recording: Path, file: BinaryIO, *, with_blocks: bool = True)
         bar = ProgressBar(
             f"of {recording.name} replayed", math.ceil(megabytes), noun="MB", figure="{task.fields[now]:,.0f} lines"
         )
-        with recording.open(encoding="utf-8") as opened, bar:
-            replay(_lines_of(opened, bar), lambda scheduler: scheduler.start_film(recorder))
-    except (RecordingError, ReplayDifference, UnicodeDecodeError) as error:
+        with BufferedReader(open_regular(recording)) as opened, bar:
+            replay(_counted_lines(opened, bar), lambda scheduler: scheduler.start_film(recorder))
+        recorder.close()
+    except (ReplayDifference, ValueError, OverflowError) as error:  # OverflowError: a number beyond 64 bits
         raise CommandError(f"{recording}: {error}") from None
-    recorder.close()
     return recorder
 
 
-def _lines_of(opened: TextIO, bar: ProgressBar) -> Iterator[str]:
-    """A line at a time, none of them so long that it fills the memory: that is no recording."""
-    num_characters = num_lines = 0
-    while line := opened.readline(MAX_LINE + 1):
-        if len(line) > MAX_LINE:
-            raise RecordingError(f"a line has more than {MAX_LINE:,} characters; it is no recording, or a broken one")
+def _counted_lines(opened: BinaryIO, bar: ProgressBar) -> Iterator[str]:
+    num_characters = 0
+    for num_lines, line in enumerate(lines_of(opened), start=1):
         yield line
-        num_characters, num_lines = num_characters + len(line), num_lines + 1
+        num_characters += len(line)
         bar.update(num_characters // 1_000_000, num_lines)
 
 

@@ -21,6 +21,7 @@ from pointsman.engine.params.engine_args import (
     speculation_knobs,
     what_needs_one_group,
 )
+from pointsman.files import represented
 
 SIZES = {"kv_cache_bytes", "kv_offload_bytes", "kv_store_bytes"}
 """Knobs that may be given like 64MiB."""
@@ -29,7 +30,7 @@ NO_LIMITS = "none"
 _UNITS = {"": 1, "b": 1}
 for _power, _prefix in enumerate("kmgt", start=1):
     _UNITS |= {f"{_prefix}ib": 1024**_power, _prefix: 1024**_power, f"{_prefix}b": 1000**_power}
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
     if not 0 <= arguments.get("watchdog_seconds", 0) < math.inf:
         raise ValueError(f"--watchdog-seconds is {arguments['watchdog_seconds']}; give 0 or more seconds, 0 for never")
     for name in SIZES & arguments.keys():
-        arguments[name] = size(arguments[name])
+        arguments[name] = size(arguments[name], name)
     if "kv_cache_bytes" in arguments and "num_blocks" in arguments:
         raise ValueError("--num-blocks and --kv-cache-bytes both set the size of the pool; give one of them")
     if "draft_table" in arguments:
@@ -144,8 +145,11 @@ def number_or_word(value: int | str) -> int | str:
         return value
 
 
-def size(value: int | str) -> int:
+def size(value: int | str, name: str) -> int:
     """Bytes of "64MiB", "64M" (the same), "64MB" (64,000,000), "1.5GiB", or of a plain number.
+
+    Args:
+        name: of the option, for errors.
 
     Raises:
         ValueError: it is not a size, or less than one byte.
@@ -153,8 +157,8 @@ def size(value: int | str) -> int:
     text = str(value)
     found = _SIZE.fullmatch(text)
     if found is None or found[2].lower() not in _UNITS:
-        raise ValueError(f"{text!r} is not a size; write for example 64MiB, 512KiB or 1.5GiB")
+        raise ValueError(f"{name} {represented(text)} is not a size; write for example 64MiB, 512KiB or 1.5GiB")
     num_bytes = int(float(found[1]) * _UNITS[found[2].lower()])
     if num_bytes < 1:
-        raise ValueError(f"{text!r} is less than one byte; write for example 64MiB")
+        raise ValueError(f"{name} {text!r} is less than one byte; write for example 64MiB")
     return num_bytes

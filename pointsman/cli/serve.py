@@ -7,6 +7,7 @@ environment alone; only secrets come from the environment.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,13 @@ from pointsman.cli.config_file import read_config
 from pointsman.cli.errors import CommandError
 from pointsman.cli.knobs import engine_arguments, size
 from pointsman.core.observe.side_file import WhenFull
-from pointsman.server.config import ServerConfig
+from pointsman.files import MAX_MESSAGE, MAX_SETTINGS, MAX_WRITTEN, read_input, shown
+from pointsman.server.config import ServerConfig, is_key
 from pointsman.server.service.heartbeat import LEAST_TIMEOUT
 
 API_KEY_VARIABLE = "POINTSMAN_API_KEY"
 OPERATOR_KEY_VARIABLE = "POINTSMAN_OPERATOR_KEY"
+KEY_FILES = {"API": "api_key_file", "operator": "operator_key_file"}
 FILE_OPTIONS = {"preset": options.Preset, **options.SERVER, **options.KNOBS}
 """Options that a configuration file may set, beside secrets."""
 RUN_OPTIONS = (
@@ -46,6 +49,12 @@ class ServeSettings:
     server: ServerConfig
     options: dict[str, Any]
     """The other arguments of `pointsman.server.serve.run`."""
+    places: Mapping[str, str]
+    """By what an error names (an option, an API key): the file, and the line, from which it came."""
+
+    def placed(self, error: ValueError) -> str:
+        """What an error says, behind the place of the first value from a file that it names."""
+        return _placed(error, self.places)
 
 
 def serve_settings(values: Mapping[str, Any], config_path: str | None, environment: Mapping[str, str]) -> ServeSettings:
@@ -59,12 +68,17 @@ def serve_settings(values: Mapping[str, Any], config_path: str | None, environme
     Raises:
         CommandError: a value or a file cannot be used.
     """
-    settings = read_config(config_path, FILE_OPTIONS) if config_path is not None else {}
-    settings |= options.given(values)
+    settings, places = read_config(config_path, FILE_OPTIONS) if config_path is not None else ({}, {})
+    given = options.given(values)
+    settings |= given
+    places = {name: place for name, place in places.items() if name not in given}
+    places |= {f"{kind} key": settings[name] for kind, name in KEY_FILES.items() if name in settings}
     preset = settings.pop("preset", None)
     knobs = {name: settings.pop(name) for name in options.KNOBS if name in settings}
     model = settings.pop("model", "demo")
     settings.setdefault("served_model_name", [model])
+    if "chat_template" in settings:
+        places["chat_template"] = settings["chat_template"]
     others = {name: settings.pop(name) for name in RUN_OPTIONS if name in settings}
     try:
         engine = {"model": model, **engine_arguments(knobs, preset)}
@@ -73,8 +87,15 @@ def serve_settings(values: Mapping[str, Any], config_path: str | None, environme
         _check_run_options(others)
         server = _server_config(settings, environment)
     except ValueError as error:
-        raise CommandError(str(error)) from None
-    return ServeSettings(engine=engine, server=server, options=others)
+        raise CommandError(_placed(error, places)) from None
+    return ServeSettings(engine=engine, server=server, options=others, places=places)
+
+
+def _placed(error: ValueError, places: Mapping[str, str]) -> str:
+    message = shown(str(error), MAX_MESSAGE)
+    words = message.replace("-", "_")
+    named = next((place for name, place in places.items() if re.search(rf"\b{name}\b", words)), None)
+    return message if named is None or named in message else f"{named}: {message}"
 
 
 def _check_run_options(values: dict[str, Any]) -> None:
@@ -113,9 +134,9 @@ def _server_config(settings: dict[str, Any], environment: Mapping[str, str]) -> 
     operator_keys, _ = _keys("operator", settings, environment.get(OPERATOR_KEY_VARIABLE))
     for name in ("max_request_bytes", "max_total_request_bytes"):
         if name in settings:
-            settings[name] = size(settings[name])
+            settings[name] = size(settings[name], name)
     if "chat_template" in settings:
-        settings["chat_template"] = _read("chat template", settings["chat_template"])
+        settings["chat_template"] = _read("chat template", settings["chat_template"], MAX_WRITTEN)
     settings["served_model_name"] = tuple(settings["served_model_name"])
     settings["allowed_host"] = tuple(settings.get("allowed_host", ()))
     if any(names):
@@ -139,10 +160,15 @@ def _keys(kind: str, settings: dict[str, Any], variable: str | None) -> tuple[tu
     if given:
         return tuple(given), ("",) * len(given)
     if path is not None:
-        lines = [line.strip() for line in _read(f"{name}s", path).splitlines() if line.strip()]
+        text = _read(f"{name}s", path, MAX_SETTINGS)
+        lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
         if not lines:
             raise CommandError(f"{path} holds no {name}; write one a line, or leave --{kind}-key-file out")
-        return _named(lines, path) if kind == "api" else (tuple(lines), ("",) * len(lines))
+        keys, names = _named(lines, path) if kind == "api" else ([line for _, line in lines], [""] * len(lines))
+        for (number, _), key in zip(lines, keys, strict=True):
+            if not is_key(key):
+                raise CommandError(f"{path}, line {number}: the {name} holds characters other than printable ASCII")
+        return tuple(keys), tuple(names)
     if variable is not None:
         if not variable.strip():
             which = API_KEY_VARIABLE if kind == "api" else OPERATOR_KEY_VARIABLE
@@ -151,26 +177,28 @@ def _keys(kind: str, settings: dict[str, Any], variable: str | None) -> tuple[tu
     return (), ()
 
 
-def _named(lines: list[str], path: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The keys and names of lines like `key` or `name:key`.
+def _named(lines: list[tuple[int, str]], path: str) -> tuple[list[str], list[str]]:
+    """The keys and names of numbered lines like `key` or `name:key`.
 
     Raises:
         CommandError: a line with a colon lacks its name or its key.
     """
     keys, names = [], []
-    for place, line in enumerate(lines, 1):
+    for place, (number, line) in enumerate(lines, 1):
         name, colon, key = (part.strip() for part in line.partition(":"))
         if colon and not (name and key):
             lacks = "key behind" if name else "name before"
-            raise CommandError(f"API key {place} in {path} has no {lacks} its colon; write NAME:KEY, or KEY alone")
+            raise CommandError(
+                f"{path}, line {number}: API key {place} has no {lacks} its colon; write NAME:KEY, or KEY alone"
+            )
         keys.append(key if colon else name)
         names.append(name if colon else "")
-    return tuple(keys), tuple(names)
+    return keys, names
 
 
-def _read(what: str, path: str) -> str:
+def _read(what: str, path: str, max_bytes: int) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_input(path, max_bytes).decode("utf-8-sig")
     except OSError as error:
         raise CommandError(f"cannot read the {what} in {path}: {error.strerror}") from None
     except UnicodeDecodeError:

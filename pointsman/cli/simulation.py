@@ -370,7 +370,7 @@ def _service(options: Mapping[str, Any], preset: str | None, as_vllm: bool) -> S
             raise CommandError(
                 "--kv-offload-bytes needs the size of the KV and the link to the host: give --model and --device"
             )
-        host_memory = HostMemory.of(size(options["kv_offload_bytes"]), shape, on, parallel)
+        host_memory = HostMemory.of(size(options["kv_offload_bytes"], "kv_offload_bytes"), shape, on, parallel)
     check_host_memory(host_memory, config)
 
     def memory(config: SchedulerConfig) -> KvMemory:

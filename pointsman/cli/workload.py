@@ -10,12 +10,14 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
+from io import BufferedReader
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pointsman.cli.demo_prompts import DEMO_PROMPTS
 from pointsman.cli.errors import CommandError
+from pointsman.files import MAX_MESSAGE, lines_of, open_input, shown
 from pointsman.traces import TraceError, TraceRequest, about_left_out, prompt_token_ids, read_trace, served
 
 if TYPE_CHECKING:
@@ -168,7 +170,7 @@ def prompts_workload(path: str, sampling: Sampling) -> Workload:
                 raise ValueError(f"request_id {request_id!r} is taken by an earlier line; give each its own")
             job = _job(request_id, fields, place, sampling)
         except ValueError as error:
-            workload.problems.append(Problem(request_id, f"{place}: {error}"))
+            workload.problems.append(Problem(request_id, f"{place}: {shown(str(error), MAX_MESSAGE)}"))
         else:
             taken.add(request_id)
             workload.jobs.append(job)
@@ -249,16 +251,14 @@ def _given(prompt: Prompt) -> Callable[[int], Prompt]:
 def _lines(path: str) -> Iterator[tuple[int, str]]:
     """(line number, text) of the lines that are not blank."""
     try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-        text = data.decode("utf-8-sig")
+        with nullcontext(sys.stdin.buffer) if path == "-" else BufferedReader(open_input(path)) as file:
+            for number, line in enumerate(lines_of(file), start=1):
+                if (stripped := line.rstrip("\r\n")) and not stripped.isspace():
+                    yield number, stripped
     except OSError as error:
         raise CommandError(f"cannot read the prompts {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise CommandError(f"{path}, line {line}: not UTF-8 text ({error.reason})") from None
-    for number, line in enumerate(text.split("\n"), start=1):
-        if (stripped := line.rstrip("\r")) and not stripped.isspace():
-            yield number, stripped
+    except ValueError as error:
+        raise CommandError(f"{path}, {error}") from None
 
 
 def _prompt_fields(text: str) -> dict[str, Any]:

@@ -36,6 +36,8 @@ from pointsman.version import __version__
 
 FORMAT = "pointsman-recording"
 FORMAT_VERSION = 1
+MAX_BLOCKS = 2**25
+"""KV blocks of a pool that a file may ask for when it is replayed or simulated: about 0.5 GB, and four seconds."""
 
 OBSERVED_STEPS = (
     "began_us",
@@ -93,6 +95,16 @@ _OUTPUT_ARRAYS = (
 
 class RecordingError(PointsmanError, ValueError):
     """A line that is no part of a recording. The message names the line."""
+
+
+def check_num_blocks(value: object) -> None:
+    """Refuse a pool that a broken file asks for, and that would fill the memory.
+
+    Raises:
+        ValueError: it has more than `MAX_BLOCKS` blocks.
+    """
+    if isinstance(value, int) and value > MAX_BLOCKS:
+        raise ValueError(f"num_blocks is {value}, and at most {MAX_BLOCKS} are replayed or simulated; correct it")
 
 
 class WholeLines(Generic[AnyStr]):

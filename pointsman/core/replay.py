@@ -18,6 +18,7 @@ from pointsman.core.recording import (
     FORMAT_VERSION,
     RecordingError,
     WholeLines,
+    check_num_blocks,
     output_decision,
     run_decision,
     update_decision,
@@ -28,14 +29,18 @@ from pointsman.core.state.output import Copies, SchedulerOutput, StepResult
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import FinishReason, ParkReason, PauseMode
 from pointsman.core.step.assembly import Start
+from pointsman.files import MAX_MESSAGE, represented, shown
 
 
 class ReplayDifference(PointsmanError):
     """The first decision of a replay that is not the recorded one."""
 
     def __init__(self, line: int, step_id: int | None, field: str, recorded: object, replayed: object) -> None:
-        where = f"step {step_id}" if step_id is not None else "a call outside steps"
-        super().__init__(f"line {line}, {where}: {field} was {recorded!r} and is now {replayed!r}")
+        where = f"step {represented(step_id)}" if step_id is not None else "a call outside steps"
+        super().__init__(
+            f"line {line}, {where}: {field} was {represented(recorded, MAX_MESSAGE)} and is now "
+            f"{represented(replayed, MAX_MESSAGE)}"
+        )
         self.line = line
         self.step_id = step_id
         self.field = field
@@ -104,14 +109,15 @@ class _Replay:
         for number, text in enumerate(lines, start=1):
             try:
                 self._line(json.loads(text), number)
-            except (ReplayDifference, RecordingError):
+            except (ReplayDifference, RecordingError, OSError):
                 raise
             except json.JSONDecodeError as error:
                 raise RecordingError(
                     f"line {number} is not JSON ({error.msg}); the recording is cut or broken"
                 ) from None
-            except (KeyError, TypeError, ValueError, AttributeError, PointsmanError) as error:
-                raise RecordingError(f"line {number} cannot be replayed: {error}") from error
+            except Exception as error:  # values that no recorder wrote can fail anywhere in the scheduler
+                what = str(error) if isinstance(error, PointsmanError) else f"{type(error).__name__}: {error}"
+                raise RecordingError(f"line {number} cannot be replayed: {shown(what, MAX_MESSAGE)}") from error
         if self._scheduler is None:
             raise RecordingError("the file is empty; a recording starts with a header line")
         preemptions = self._scheduler.stats().num_preemptions
@@ -125,7 +131,7 @@ class _Replay:
             return
         name = call.get("call")
         if name not in self._calls:
-            raise RecordingError(f"line {number} calls {name!r}, which no scheduler has")
+            raise RecordingError(f"line {number} calls {represented(name)}, which no scheduler has")
         if self._connector is not None:
             self._connector.expect(call.get("answers", []))
         self._calls[name](self._scheduler, call, number)
@@ -134,24 +140,29 @@ class _Replay:
     def _open(self, header: dict[str, Any]) -> Scheduler:
         if header.get("format") != FORMAT:
             raise RecordingError(
-                f"line 1 is no header of a recording (format {header.get('format')!r}, not {FORMAT!r})"
+                f"line 1 is no header of a recording (format {represented(header.get('format'))}, not {FORMAT!r})"
             )
-        if header.get("format_version") != FORMAT_VERSION:
+        version = header.get("format_version")
+        if version != FORMAT_VERSION:
             raise RecordingError(
-                f"the recording has format version {header.get('format_version')}; this library reads {FORMAT_VERSION}"
+                f"line 1: the recording has format version {represented(version)}; this library reads {FORMAT_VERSION}"
             )
         if "observed" in header:
+            other = shown(str(header["observed"]["scheduler"]))
             raise RecordingError(
-                f"it was observed: {header['observed'].get('scheduler')} decided, and prompts are not in it, so "
-                "nothing can be decided again; pointsman vllm compare simulates it"
+                f"it was observed: {other} decided, and prompts are not in it, so nothing can be decided again; "
+                "pointsman vllm compare simulates it"
             )
         config = header["config"]
+        check_num_blocks(config["num_blocks"])
         if header.get("connector") is not None:
             self._connector = RecordedConnector(header["connector"]["saves_evicted"])
         try:
             scheduler = Scheduler(SchedulerConfig(**config), connector=self._connector, start=Start(**header["start"]))
         except (TypeError, ConfigError) as error:
-            raise RecordingError(f"the header's configuration cannot be used: {error}") from error
+            raise RecordingError(
+                f"line 1: the configuration cannot be used: {shown(str(error), MAX_MESSAGE)}"
+            ) from error
         for name, version in header.get("policies", {}).items():
             here = scheduler.policies.get(name)
             if here != version:

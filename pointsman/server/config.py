@@ -86,7 +86,7 @@ class ServerConfig:
             raise ValueError("host is empty; give an address such as 127.0.0.1, or 0.0.0.0 for every network")
         _check_int("port", self.port, 0, 65535)
         for kind, keys in (("API key", self.api_keys), ("operator key", self.operator_keys)):
-            if not all(map(_is_key, keys)):
+            if not all(map(is_key, keys)):
                 raise ValueError(f"an {kind} is empty, or holds spaces at its ends or characters other than ASCII")
         if set(self.api_keys) & set(self.operator_keys):
             raise ValueError(
@@ -223,7 +223,8 @@ _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _HOST = re.compile(r"(?:([A-Za-z0-9._-]+)|\[([0-9A-Fa-f:.]+)\])(?::([0-9]{1,5}))?")
 
 
-def _is_key(key: str) -> bool:
+def is_key(key: str) -> bool:
+    """Whether a text can be an API key or an operator key."""
     return bool(key) and key == key.strip() and key.isascii() and key.isprintable()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import numpy.typing as npt
 
 from pointsman.core import ConfigError, KVGroup
 from pointsman.core.recording import FORMAT as RECORDING
+from pointsman.files import open_regular
 from pointsman.sim.accuracy import RequestErrors, StepErrors, Times
 from pointsman.sim.errors import CalibrationError
 from pointsman.sim.fit import Problem, Progress, run_log, search, times_of, typical_load
@@ -269,11 +271,11 @@ def _step_notes(held_out: StepErrors, *, is_all: bool) -> list[str]:
 
 
 def _is_recording(path: str | PathLike[str]) -> bool:
-    with Path(path).open("rb") as file:
-        head = file.readline(2**20)
+    with open_regular(path) as file:
+        head = BufferedReader(file).readline(2**20)
     try:
         header = json.loads(head)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(header, dict) and header.get("format") == RECORDING
 

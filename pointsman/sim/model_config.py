@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pointsman.files import MAX_MESSAGE, read_input, represented, shown
 from pointsman.sim.errors import UnsupportedModel
 from pointsman.sim.model import ModelShape, Quantization
 
@@ -57,6 +58,8 @@ _FAMILIES: Mapping[str, _Family] = {
     "olmo2": _Family(defaults=_UNTIED),
     "granite": _Family(defaults=_UNTIED),
 }
+MOST = 2**40
+"""Of any count; products of two of them are numbers that floats hold."""
 _OTHER_CACHES = re.compile(r"^(mamba|ssm|rwkv|linear_(attn|attention|num|key|value)|conv_|time_|recurrent|lru_)")
 """Fields of state-space and linear-attention layers, whose state is no KV cache."""
 
@@ -74,7 +77,7 @@ def read_config(path: Path, name: str) -> ModelShape:
         OSError: the file cannot be read.
     """
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_input(path).decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise UnsupportedModel(f"{path}: not JSON ({error})") from None
     if not isinstance(config, dict):
@@ -283,9 +286,9 @@ class _Reader:
         value = self._get(*names, **default)
         if value is None and "default" in default:
             return default["default"]
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self._error(f"{names[0]} is {value!r}; it must be a whole number, at least {least}")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
+            raise self._error(f"{names[0]} is {represented(value)}; it must be a whole number from {least} to {MOST}")
         return value
 
     def _error(self, text: str) -> UnsupportedModel:
-        return UnsupportedModel(f"{self._path}: {text}")
+        return UnsupportedModel(f"{self._path}: {shown(text, MAX_MESSAGE)}")

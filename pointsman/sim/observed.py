@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from pointsman.core import ConfigError, Scheduler, SchedulerConfig
+from pointsman.core import Scheduler, SchedulerConfig
+from pointsman.core.recording import check_num_blocks
 from pointsman.sim.accuracy import Times
 from pointsman.sim.errors import SimulationError
 from pointsman.sim.outcome import REASONS, Event, Timeline, Timings
@@ -49,8 +50,9 @@ def replayed(observed: Observed, source: str, limit: int | None = None) -> Repla
     if unknown := sorted(set(observed.config) - known):
         raise SimulationError(f"{source}: no setting is called {unknown[0]!r}; record with this version of Pointsman")
     try:
+        check_num_blocks(observed.config.get("num_blocks"))
         config = SchedulerConfig(**observed.config)
-    except (ConfigError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise SimulationError(f"{source}: its settings cannot be used: {error}; record it again") from None
     ended = [each for each in observed.requests if each.reason is not None]
     recorded = Trace(

@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core import ConfigError, KVGroup, SchedulerConfig
+from pointsman.core.recording import check_num_blocks
+from pointsman.files import MAX_MESSAGE, read_input, shown
 from pointsman.sim.errors import CalibrationError, SimulationError
 from pointsman.sim.step_time import LinearStepTime, StepLoad, StepTime
 from pointsman.version import __version__
@@ -212,7 +214,7 @@ class Profile:
             raise CalibrationError(f"no field {error.args[0]!r} in it; calibrate again") from None
         except CalibrationError:
             raise
-        except (SimulationError, TypeError, ValueError, AttributeError) as error:
+        except (SimulationError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CalibrationError(f"{error}; calibrate again") from None
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -228,7 +230,7 @@ def load_profile(path: str | PathLike[str]) -> Profile:
         OSError: the file cannot be read.
     """
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        values = json.loads(read_input(path).decode("utf-8"))
     except (ValueError, RecursionError) as error:  # ValueError: no JSON, or no UTF-8
         raise CalibrationError(f"{path}: not JSON ({error}); pointsman calibrate writes profiles") from None
     if not isinstance(values, dict):
@@ -236,7 +238,7 @@ def load_profile(path: str | PathLike[str]) -> Profile:
     try:
         return Profile.from_dict(values)
     except CalibrationError as error:
-        raise CalibrationError(f"{path}: {error}") from None
+        raise CalibrationError(f"{path}: {shown(str(error), MAX_MESSAGE)}") from None
 
 
 def warn_outside(profile: Profile, hull: Hull) -> list[str]:
@@ -276,6 +278,7 @@ def _settings(values: Mapping[str, Any]) -> EngineSettings:
             values = {**values, name: _groups(value)}
         elif not (value is None and name in ("num_blocks", "max_model_len")):
             _count(name, value)
+    check_num_blocks(values.get("num_blocks"))
     return EngineSettings(**values)
 
 

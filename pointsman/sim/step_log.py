@@ -9,21 +9,22 @@ least squares over relative errors.
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Iterator
+from io import BufferedReader
 from os import PathLike
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.recording import WholeLines
+from pointsman.files import MAX_MESSAGE, open_regular, shown
 from pointsman.sim.accuracy import StepErrors
 from pointsman.sim.errors import CalibrationError
 from pointsman.sim.step_time import ATTENDED, LinearStepTime, StepLoad
 from pointsman.traces import MAX_TOKENS, Observed, read_observed
-from pointsman.traces.observed import is_observed
+from pointsman.traces.lines import numbered_lines
+from pointsman.traces.values import Broken, json_object, number
 
 _TO_NEXT = "step times include what the host does between steps"
 _DEVICE_ONLY = "times between steps are not in step times: the recording has no two steps in a row"
@@ -74,17 +75,16 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
     unfinished: set[str] = set()
     config: dict[str, Any] = {}
     num_requests = num_untimed = 0
-    with Path(path).open(encoding="utf-8") as lines:
-        if is_observed(lines.readline()):
-            return observed_steps(read_observed(path), path)
-        lines.seek(0)
-        for line_number, line in enumerate(WholeLines(lines), start=1):
-            if not line.strip():
-                continue
+    with open_regular(path) as opened:
+        lines = numbered_lines(BufferedReader(opened), of_recording=True)
+        is_first = True
+        for line_number, line in _checked(lines, path):
             try:
-                call = json.loads(line)
-                if line_number == 1:
-                    config = dict(call["config"])
+                call = json_object(line)
+                if is_first:
+                    if "observed" in call:
+                        return observed_steps(read_observed(path), path)
+                    config, is_first = dict(call["config"]), False
                     continue
                 name = call["call"]
                 if name == "add":
@@ -93,7 +93,7 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
                 elif name == "finish":
                     unfinished.discard(call["id"])
                 elif name == "schedule":
-                    load, now = _load(call["decision"]), float(call["now"])
+                    load, now = _load(call["decision"]), number("now", call["now"])
                     if last is not None:
                         to_next[last] = now
                     planned[call["step"]] = load, now
@@ -107,15 +107,15 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
                         last = None
                     (load, begin), taken = planned.pop(call["step"]), call["step_time"]
                     if load.num_rows and taken is not None:
-                        if not 0 < float(taken) < float("inf"):
+                        if number("step_time", taken) <= 0:
                             raise ValueError(f"step_time is {taken}; it must be more than 0 seconds")
                         loads.append(load)
                         seconds.append(float(taken))
                         begins.append((call["step"], begin))
                     elif load.num_rows:
                         num_untimed += 1
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                what = f"{type(error).__name__}: {error}"
+            except (Broken, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+                what = shown(f"{type(error).__name__}: {error}", MAX_MESSAGE)
                 raise CalibrationError(f"{path}, line {line_number}: no call of a recording ({what})") from None
     if not seconds:
         raise CalibrationError(
@@ -134,6 +134,13 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
         num_requests,
         _TO_NEXT if has_host.any() else _DEVICE_ONLY,
     )
+
+
+def _checked(lines: Iterator[tuple[int, str]], path: str | PathLike[str]) -> Iterator[tuple[int, str]]:
+    try:
+        yield from lines
+    except Broken as error:
+        raise CalibrationError(f"{path}, {error}") from None
 
 
 def observed_steps(observed: Observed, path: str | PathLike[str]) -> StepLog:

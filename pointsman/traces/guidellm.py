@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from pointsman.files import represented
 from pointsman.traces.json_stream import JsonStream
 from pointsman.traces.requests import LeftOut, MeasuredRequest, TraceRequest
-from pointsman.traces.values import Broken, field, measured, number, shorten, tokens
+from pointsman.traces.values import Broken, field, measured, number, tokens
 
 VERSIONS = (1, 2)
 
@@ -43,7 +44,7 @@ def _check_version(stream: JsonStream, metadata: Any) -> None:
     version = metadata.get("version") if isinstance(metadata, dict) else None
     if version not in VERSIONS:
         raise stream.broken(
-            f"metadata.version is {shorten(repr(version))}; read are versions 1 and 2 of the report, "
+            f"metadata.version is {represented(version)}; read are versions 1 and 2 of the report, "
             "which guidellm 0.5 to 0.8 write"
         )
 

@@ -12,10 +12,11 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from pointsman.traces.values import Broken, shorten
+from pointsman.files import MAX_LINE, shown
+from pointsman.traces.values import Broken
 
 CHUNK = 2**18
-MAX_VALUE = 2**26
+MAX_VALUE = MAX_LINE
 """Characters of one value that is taken whole."""
 
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -170,4 +171,4 @@ class JsonStream:
         found = self._text[self._at : self._at + 80]
         if not found:
             return self.broken(f"not JSON ({expected} expected): the file ends here; is it cut short?")
-        return self.broken(f"not JSON ({expected} expected): {shorten(found)!r}")
+        return self.broken(f"not JSON ({expected} expected): {shown(found)!r}")

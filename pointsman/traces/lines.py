@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, TypeAlias
 
 from pointsman.core.recording import WholeLines
+from pointsman.files import lines_of, shown
 from pointsman.traces.requests import (
     MAX_HASH_ID,
     MOONCAKE_BLOCK_SIZE,
@@ -22,12 +23,8 @@ from pointsman.traces.values import (
     measured,
     number,
     seconds,
-    shorten,
     tokens,
 )
-
-MAX_LINE = 2**26
-"""Bytes. What is longer is no line of a trace, and would fill the memory."""
 
 LineReader: TypeAlias = Callable[[str], TraceRequest | MeasuredRequest]
 
@@ -41,16 +38,13 @@ def numbered_lines(file: BinaryIO, *, of_recording: bool = False) -> Iterator[tu
     Raises:
         Broken: a line is no UTF-8 text, or too long.
     """
-    lines: Iterator[bytes] = iter(lambda: file.readline(MAX_LINE + 1), b"")
-    for line_number, raw in enumerate(WholeLines(lines) if of_recording else lines, start=1):
-        if len(raw) > MAX_LINE:
-            raise Broken(f"line {line_number}: longer than {MAX_LINE} bytes; write one request a line")
-        try:
-            line = raw.decode("utf-8-sig" if line_number == 1 else "utf-8").strip()
-        except UnicodeDecodeError as error:
-            raise Broken(f"line {line_number}: {error}") from None
-        if line:
-            yield line_number, line
+    try:
+        lines = lines_of(file)
+        for line_number, line in enumerate(WholeLines(lines) if of_recording else lines, start=1):
+            if stripped := line.strip():
+                yield line_number, stripped
+    except ValueError as error:
+        raise Broken(str(error)) from None
 
 
 def read_lines(file: BinaryIO, read_line: LineReader) -> Iterator[TraceRequest | MeasuredRequest]:
@@ -69,7 +63,7 @@ def read_csv(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest]:
             read_line = _csv_reader(columns, "timestamp", "request tokens", "response tokens", seconds)
         else:
             raise Broken(
-                f"line {line_number}: no trace format begins like this: {shorten(header)!r}; a CSV has the columns "
+                f"line {line_number}: no trace format begins like this: {shown(header)!r}; a CSV has the columns "
                 "TIMESTAMP, ContextTokens and GeneratedTokens, or Timestamp, Request tokens and Response tokens"
             )
         yield from _read(lines, read_line)
@@ -91,7 +85,7 @@ def _csv_reader(
     def read(line: str) -> TraceRequest:
         values = [value.strip(' "') for value in line.split(",")]
         if len(values) != len(columns):
-            raise Broken(f"{len(values)} values where the header names {len(columns)} columns: {shorten(line)!r}")
+            raise Broken(f"{len(values)} values where the header names {len(columns)} columns: {shown(line)!r}")
         return TraceRequest(
             arrival_time=read_time(values[at_arrival]),
             num_prompt_tokens=tokens("prompt tokens", integer(values[at_prompt]), 0),
@@ -133,7 +127,7 @@ def _hashed(fields: dict[str, Any], line_number: int, units: float, block_size: 
     length = tokens("input_length", field(fields, "input_length"), 0)
     hash_ids = fields.get("hash_ids", [])
     if not isinstance(hash_ids, list) or not all(type(i) is int and 0 <= i < MAX_HASH_ID for i in hash_ids):
-        raise Broken(f"hash_ids must be a list of integers from 0 to 2**62 - 1, not {shorten(str(hash_ids))}")
+        raise Broken(f"hash_ids must be a list of integers from 0 to 2**62 - 1, not {shown(str(hash_ids))}")
     retention = fields.get("retention")
     if retention is not None and number("retention", retention) < 0:
         raise Broken(f"retention is {retention}; it must be a number of seconds, at least 0")

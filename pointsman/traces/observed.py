@@ -10,8 +10,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from io import BufferedReader
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,10 @@ import numpy.typing as npt
 
 from pointsman.core.recording import FORMAT, FORMAT_VERSION, OBSERVED_STEPS
 from pointsman.core.state.status import FinishReason
+from pointsman.files import MAX_MESSAGE, open_input, shown
 from pointsman.traces.lines import numbered_lines
 from pointsman.traces.requests import MAX_HASH_ID, MeasuredRequest, TraceError, TraceRequest
-from pointsman.traces.values import Broken, json_object, measured, number, shorten, tokens
+from pointsman.traces.values import Broken, json_object, measured, number, tokens, whole
 
 Int64Array = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -125,11 +126,11 @@ def read_observed(path: str | PathLike[str]) -> Observed:
         TraceError: it is none; the message names the file and the line.
         OSError: it cannot be read.
     """
-    with Path(path).open("rb") as file:
+    with BufferedReader(open_input(path)) as file:
         try:
             return parse_observed(numbered_lines(file, of_recording=True))
         except Broken as error:
-            raise TraceError(f"{path}, {error}") from None
+            raise TraceError(f"{path}, {shown(str(error), MAX_MESSAGE)}") from None
 
 
 def parse_observed(lines: Iterable[tuple[int, str]]) -> Observed:
@@ -148,9 +149,9 @@ def parse_observed(lines: Iterable[tuple[int, str]]) -> Observed:
                 reader.take(call)
         except Broken as error:
             raise Broken(f"line {line_number}: {error}") from None
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             what = f"{type(error).__name__}: {error}"
-            raise Broken(f"line {line_number}: no call of a recording ({what}): {shorten(line)!r}") from None
+            raise Broken(f"line {line_number}: no call of a recording ({what}): {shown(line)!r}") from None
     if reader is None:
         raise Broken("line 1: the file is empty; a recording begins with a header")
     return reader.close()
@@ -194,16 +195,14 @@ class _Reader:
     def _add(self, fields: dict[str, Any], now: float) -> None:
         blocks = fields["blocks"]
         length = tokens("num_prompt_tokens", fields["num_prompt_tokens"], 1)
-        ids = None if blocks is None else self._chains.take(*blocks)
-        if ids is not None and len(ids) * self._found.hash_block_size > length:
-            raise Broken(f"{len(ids)} blocks of {self._found.hash_block_size} tokens are more than {length} tokens")
+        ids = None if blocks is None else self._chains.take(*blocks, max_blocks=length // self._found.hash_block_size)
         request = ObservedRequest(
             request_id=str(fields["request_id"]),
             arrival=number("arrival_time", fields["arrival_time"]),
             queued=now,
             num_prompt_tokens=length,
             max_tokens=tokens("max_tokens", fields["max_tokens"], 1),
-            priority=int(fields["priority"]),
+            priority=whole("priority", fields["priority"]),
             block_hash_ids=ids,
         )
         self._by_id[request.request_id] = request
@@ -228,8 +227,8 @@ class _Reader:
         if len(sizes) != 1:
             raise Broken(f"columns of different lengths: {sorted(sizes)}")
         for name, column in zip(OBSERVED_STEPS, columns, strict=True):
-            if not all(type(value) is int for value in column):
-                raise Broken(f"{name} must be whole numbers")
+            if not all(type(value) is int and abs(value) <= MAX_HASH_ID for value in column):
+                raise Broken(f"{name} must be whole numbers of at most 2**62")
             self._columns[name] += column
         self._num_steps += len(columns[0])
 
@@ -264,9 +263,15 @@ class _Chains:
         self._parents: list[int | None] = []  # the block before each run
         self._next = 0
 
-    def take(self, parent: int | None, first: int, num_new: int) -> tuple[int, ...]:
-        """The ids of a prompt's blocks, from its start."""
+    def take(self, parent: int | None, first: int, num_new: int, *, max_blocks: int) -> tuple[int, ...]:
+        """The ids of a prompt's blocks, from its start.
+
+        Raises:
+            Broken: lines are missing, or the ids are more than `max_blocks`.
+        """
         pieces = [range(first, first + num_new), *self._chain(parent)]
+        if num_new < 0 or (count := sum(map(len, pieces))) > max_blocks:
+            raise Broken(f"{num_new} new blocks make {count} of them, and the prompt fills {max_blocks}")
         if num_new:
             next_id = self._next
             if first != next_id or first + num_new > MAX_HASH_ID:

@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
 from pointsman.core.recording import FORMAT
+from pointsman.files import MAX_MESSAGE, open_input, shown
 from pointsman.traces.guidellm import read_guidellm
 from pointsman.traces.json_stream import JsonStream
 from pointsman.traces.lines import read_csv, read_hashed, read_lines, read_measured, read_measured_times
 from pointsman.traces.recordings import read_recording
 from pointsman.traces.requests import LeftOut, MeasuredRequest, Trace, TraceError, TraceRequest, about_left_out
-from pointsman.traces.values import Broken, shorten
+from pointsman.traces.values import Broken
 from pointsman.traces.vllm_bench import read_vllm_bench
 
 HEAD = 2**20
@@ -96,7 +96,7 @@ def read_measurements(path: str | PathLike[str]) -> Trace[MeasuredRequest]:
 
 def _open(path: str | PathLike[str]) -> io.BufferedReader:
     """A file whose head can be seen before it is read, a pipe included."""
-    return io.BufferedReader(Path(path).open("rb", buffering=0), HEAD)
+    return io.BufferedReader(open_input(path), HEAD)
 
 
 def _shifted(each: MeasuredRequest, start: float) -> MeasuredRequest:
@@ -116,7 +116,7 @@ def _read(file: io.BufferedReader, name: str, timed: bool) -> Iterator[Row]:
         for each in _recognise(file.peek(), timed)(file):
             yield LeftOut.NO_PROMPT if _has_no_prompt(each) else each
     except Broken as error:
-        raise TraceError(f"{name}, {error}") from None
+        raise TraceError(f"{name}, {shown(str(error), MAX_MESSAGE)}") from None
 
 
 def _has_no_prompt(row: Row) -> bool:
@@ -146,5 +146,5 @@ def _recognise(head: bytes, timed: bool) -> Reader:
             return read_recording
     raise stream.broken(
         'neither "input_length" nor "input_toks" among its fields, nor is it a recording, a result of vllm bench serve '
-        f"or a guidellm report: {shorten(begin.splitlines()[0])!r}"
+        f"or a guidellm report: {shown(begin.splitlines()[0])!r}"
     )

@@ -15,10 +15,11 @@ from itertools import chain, islice
 from typing import Any, BinaryIO
 
 from pointsman.core.recording import FORMAT, FORMAT_VERSION
+from pointsman.files import represented, shown
 from pointsman.traces.lines import numbered_lines
 from pointsman.traces.observed import is_observed, parse_observed
 from pointsman.traces.requests import MAX_HASH_ID, MeasuredRequest, TraceRequest
-from pointsman.traces.values import Broken, json_object, measured, number, shorten, tokens
+from pointsman.traces.values import Broken, json_object, measured, number, tokens, whole
 
 
 @dataclass(slots=True)
@@ -42,7 +43,7 @@ class _Recorded:
         try:
             self.tail.extend(token_ids)
         except (TypeError, OverflowError):
-            raise Broken(f"token ids must be a list of integers, not {shorten(repr(token_ids))}") from None
+            raise Broken(f"token ids must be a list of integers, not {represented(token_ids)}") from None
         self.num_prompt_tokens += len(token_ids)
         full = len(self.tail) // block_size * block_size
         for start in range(0, full, block_size):
@@ -63,7 +64,7 @@ class _Recorded:
         request = TraceRequest(
             arrival_time=self.queued,
             num_prompt_tokens=tokens("the prompt's length", self.num_prompt_tokens, 1),
-            num_output_tokens=self.num_output_tokens,
+            num_output_tokens=tokens("the output's length", self.num_output_tokens, 0),
             block_hash_ids=tuple(self.hash_ids),
             hash_block_size=block_size,
             max_tokens=self.max_tokens,
@@ -93,9 +94,9 @@ def read_recording(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest]:
             reader.take(json_object(line))
         except Broken as error:
             raise Broken(f"line {line_number}: {error}") from None
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             what = f"{type(error).__name__}: {error}"
-            raise Broken(f"line {line_number}: no call of a recording ({what}): {shorten(line)!r}") from None
+            raise Broken(f"line {line_number}: no call of a recording ({what}): {shown(line)!r}") from None
     for recorded in reader.recorded:
         try:
             yield recorded.request(reader.block_size)
@@ -142,12 +143,13 @@ class _Reader:
 
     def _add(self, fields: dict[str, Any], now: float) -> None:
         origin = repr((fields["cache_salt"], fields["adapter"])).encode()
+        max_tokens, retention = fields["max_tokens"], fields.get("retention")  # older recordings have no retention
         recorded = _Recorded(
             request_id=fields["request_id"],
             queued=now,
-            max_tokens=fields["max_tokens"],
-            priority=fields["priority"],
-            retention=fields.get("retention"),  # older recordings have none
+            max_tokens=None if max_tokens is None else tokens("max_tokens", max_tokens, 0),
+            priority=whole("priority", fields["priority"]),
+            retention=None if retention is None else number("retention", retention),
             chain=hashlib.blake2b(origin, digest_size=8).digest(),
         )
         recorded.extend(fields["prompt_token_ids"], self.block_size)

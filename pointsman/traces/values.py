@@ -8,7 +8,8 @@ import sys
 from datetime import UTC, datetime
 from typing import Any
 
-from pointsman.traces.requests import MAX_TOKENS, MeasuredRequest, TraceRequest
+from pointsman.files import represented, shown
+from pointsman.traces.requests import MAX_HASH_ID, MAX_TOKENS, MeasuredRequest, TraceRequest
 
 
 class Broken(Exception):
@@ -36,9 +37,9 @@ def json_object(line: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
-        raise Broken(f"not JSON ({error}): {shorten(line)!r}") from None
+        raise Broken(f"not JSON ({error}): {shown(line)!r}") from None
     if not isinstance(value, dict):
-        raise Broken(f"not a JSON object: {shorten(line)!r}")
+        raise Broken(f"not a JSON object: {shown(line)!r}")
     return value
 
 
@@ -51,9 +52,16 @@ def field(fields: dict[str, Any], name: str) -> Any:
 def tokens(name: str, value: object, least: int) -> int:
     """A number of tokens, at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool):
-        raise Broken(f"{name} is {shorten(repr(value))}; it must be a whole number")
+        raise Broken(f"{name} is {represented(value)}; it must be a whole number")
     if not least <= value <= MAX_TOKENS:
         raise Broken(f"{name} is {value}; it must be between {least} and {MAX_TOKENS}")
+    return value
+
+
+def whole(name: str, value: object) -> int:
+    """A whole number of any size that a column of 64 bits holds."""
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) > MAX_HASH_ID:
+        raise Broken(f"{name} is {represented(value)}; it must be a whole number of at most 2**62")
     return value
 
 
@@ -66,14 +74,14 @@ def number(name: str, value: object) -> float:
     """A finite number."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
         return float(value)
-    raise Broken(f"{name} is {shorten(repr(value))}; it must be a finite number")
+    raise Broken(f"{name} is {represented(value)}; it must be a finite number")
 
 
 def seconds(text: str) -> float:
     try:
         return number("timestamp", float(text))
     except ValueError:
-        raise Broken(f"timestamp is {text!r}; it must be a number of seconds") from None
+        raise Broken(f"timestamp is {represented(text)}; it must be a number of seconds") from None
 
 
 def date_time(text: str) -> float:
@@ -81,9 +89,5 @@ def date_time(text: str) -> float:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
-        raise Broken(f"timestamp is {text!r}; expected a form like 2023-11-16 18:15:46.6805900") from None
+        raise Broken(f"timestamp is {represented(text)}; expected a form like 2023-11-16 18:15:46.6805900") from None
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-
-
-def shorten(text: str, length: int = 80) -> str:
-    return text if len(text) <= length else text[: length - 3] + "..."

@@ -189,7 +189,7 @@ def test_an_altered_input_is_caught_where_it_changes_a_decision() -> None:
         ),
         (["hello\n"], "line 1 is not JSON .*; the recording is cut or broken"),
         (["[1, 2]\n"], "line 1 cannot be replayed"),
-        (['{"format": "pointsman-recording", "format_version": 1}\n'], "line 1 cannot be replayed: 'config'"),
+        (['{"format": "pointsman-recording", "format_version": 1}\n'], "line 1 cannot be replayed: KeyError: 'config'"),
     ],
     ids=["empty", "another format", "another version", "no JSON", "no object", "no config"],
 )

@@ -26,11 +26,13 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import cfunc, njit, types
-from numba.core import cgutils
+from numba import njit, types
+from numba.core import cgutils, sigutils
+from numba.core.ccallback import CFunc
 from numba.extending import intrinsic, overload
 
 from pointsman.engine.arrays import Int64Array
+from pointsman.engine.kernels.disk_cache import keep_on_disk
 from pointsman.engine.machine import num_cores
 from pointsman.engine.pulse import SECONDS_TO_COMPILE, beat
 from pointsman.engine.threads import openmp_library
@@ -241,15 +243,11 @@ class Kernel:
 
 
 def _compile(body: Callable[[Any], None]) -> Any:
-    """Compile, or take what was compiled before from disk; without a place on disk, compile."""
-    options = {"error_model": "numpy", "fastmath": FAST}
-    try:
-        return cfunc(SIGNATURE, cache=True, **options)(body)
-    except RuntimeError as error:
-        if "cannot cache" not in str(error):
-            raise
-        logger.warning("compiled kernels are not kept: no folder can be written; NUMBA_CACHE_DIR can name one")
-        return cfunc(SIGNATURE, **options)(body)
+    """Compile, or take what was compiled before from disk."""
+    function = CFunc(body, sigutils.normalize_signature(SIGNATURE), {}, {"error_model": "numpy", "fastmath": FAST})
+    keep_on_disk(function, body)
+    function.compile()
+    return function
 
 
 @cache

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,9 +29,16 @@ from pointsman.engine.model.settings import (
     read_generation_settings,
 )
 from pointsman.engine.text.tokenizer import check_model_directory, model_directory, read_object, read_tokenizer
+from pointsman.files import MAX_MESSAGE, represented, shown
 
 logger = logging.getLogger(__name__)
 
+MOST_TIMES = 2
+"""A model has at most so many times the parameters of its files; one that shares weights may count them twice."""
+MAX_TENSORS = 2**18
+"""Of all files; the largest models have some ten thousand."""
+MANY_BUFFERED = 2**24
+"""Constants, such as masks, that any model may have."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -61,9 +70,10 @@ def load_model(
     path = model_directory(model)
     place = choose_device(device)
     config = _read_config(path)
-    check_config(config)
+    with _naming(path):
+        check_config(config)
     generation = read_generation_settings(path, config)
-    _check_weights(path)
+    _check_size(path, config, _check_weights(path))
     options: dict[str, Any] = {
         "tokenizer": read_tokenizer(path),
         "path": str(path),
@@ -72,11 +82,22 @@ def load_model(
         "attention": attention,
         "quantization": quantization,
     }
+    with _naming(path):
+        try:
+            return wrap_model(_read_weights(path, config, DTYPES[dtype]).to(place), fuse=fuse, **options)
+        except FusionFailed as error:
+            logger.warning("%s; loading it again with its own layers, which are slower", error)
+        return wrap_model(_read_weights(path, config, DTYPES[dtype]).to(place), fuse=False, **options)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors name the directory, where they do not name a file in it, and are short."""
     try:
-        return wrap_model(_read_weights(path, config, DTYPES[dtype]).to(place), fuse=fuse, **options)
-    except FusionFailed as error:
-        logger.warning("%s; loading it again with its own layers, which are slower", error)
-    return wrap_model(_read_weights(path, config, DTYPES[dtype]).to(place), fuse=False, **options)
+        yield
+    except ModelLoadError as error:
+        text = str(error) if str(path) in str(error) else f"{path}: {error}"
+        raise type(error)(shown(text, MAX_MESSAGE)) from error
 
 
 def wrap_model(
@@ -255,10 +276,14 @@ def _read_config(path: Path) -> Any:
         raise ModelLoadError(f"{file} names no model_type; copy the model's own config.json")
     check_fields(content, file)
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        # A model's own code is never run: transformers would ask on standard input whether it may be.
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         if model_type not in CONFIG_MAPPING:
-            raise UnsupportedModel(f"{path}: transformers does not know {model_type!r}") from error
+            own = "; the model's own code (auto_map) is not run here" if "auto_map" in content else ""
+            raise UnsupportedModel(
+                f"{file}: transformers does not know the model type {represented(model_type)}{own}"
+            ) from error
         raise UnsupportedModel(
             f"{file}: model type {model_type!r} cannot be configured: {first_line(error)}"
         ) from error
@@ -267,28 +292,79 @@ def _read_config(path: Path) -> Any:
     return config
 
 
-def _check_weights(path: Path) -> None:
-    """Open every safetensors file, so that a broken one is named before anything large is read."""
+def _check_weights(path: Path) -> _Weights:
+    """Open every safetensors file, so that a broken one is named before anything large is read.
+
+    Raises:
+        ModelLoadError: there are none, one cannot be read, or the index names others.
+    """
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise ModelLoadError(f"{path} has no weights (*.safetensors); other formats are not read")
+    num_tensors = num_elements = 0
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
-                tensors.keys()
+                names = tensors.keys()
+                if (num_tensors := num_tensors + len(names)) > MAX_TENSORS:
+                    raise ModelLoadError(f"{file}: more than {MAX_TENSORS:,} tensors; is it a model's file?")
+                for name in names:
+                    num_elements += math.prod(tensors.get_slice(name).get_shape())
+        except ModelLoadError:
+            raise
         except (SafetensorError, OSError, ValueError) as error:
             raise ModelLoadError(
                 f"{file} is truncated or corrupt ({file.stat().st_size} bytes; {first_line(error)}); copy it again"
             ) from error
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        try:
-            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise ModelLoadError(f"{index} cannot be read: {first_line(error)}") from error
+        weight_map = read_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ModelLoadError(f"{index}: weight_map must be an object of tensor -> file; copy it again")
+        named = set(weight_map.values())
         absent = sorted(named - {file.name for file in files})
         if absent:
-            raise ModelLoadError(f"{path} lacks {len(absent)} of {len(named)} weight files, first {absent[0]}")
+            raise ModelLoadError(
+                f"{index}: {path} lacks {len(absent)} of {len(named)} weight files, first {shown(absent[0])}"
+            )
+    return _Weights(num_tensors, num_elements)
+
+
+def _check_size(path: Path, config: Any, weights: _Weights) -> None:
+    """Refuse a configuration of a model that is much larger than its weights. transformers would fill what is missing,
+    with memory that the machine may not have, before it reports that anything is.
+
+    Raises:
+        ModelLoadError: it has more layers, or twice as many parameters.
+    """
+    file, text = path / "config.json", config.get_text_config(decoder=True)
+    num_layers = getattr(text, "num_hidden_layers", 0)
+    if num_layers > weights.num_tensors:
+        raise ModelLoadError(
+            f"{file}: num_hidden_layers is {num_layers}, and the weights hold {weights.num_tensors} tensors; they do "
+            "not belong together"
+        )
+    with torch.device("meta"):
+        try:
+            model: Any = AutoModelForCausalLM.from_config(
+                config, attn_implementation=ATTENTION_NAME, trust_remote_code=False
+            )
+        except Exception:  # reported where the weights are read
+            return
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_buffered = sum(buffer.numel() for buffer in model.buffers())
+    if max(num_parameters, num_buffered - MANY_BUFFERED) > MOST_TIMES * weights.num_elements:
+        raise ModelLoadError(
+            f"{file} describes {num_parameters:,} parameters and {num_buffered:,} constants, and the weights hold "
+            f"{weights.num_elements:,} numbers; they do not belong together"
+        )
+
+
+class _Weights(NamedTuple):
+    """What the headers of the weight files say."""
+
+    num_tensors: int
+    num_elements: int
 
 
 def _read_weights(path: Path, config: Any, dtype: torch.dtype) -> Any:
@@ -303,6 +379,7 @@ def _read_weights(path: Path, config: Any, dtype: torch.dtype) -> Any:
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             local_files_only=True,
+            trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, with names

@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 from pointsman.engine.errors import ModelLoadError, first_line
 from pointsman.engine.params.sampling import SamplingParams
 from pointsman.engine.text.tokenizer import read_object
+from pointsman.files import represented
 
 GENERATION_CONFIG = "generation_config.json"
 REMEDY = "correct the field, or copy the model's own file again"
@@ -202,8 +203,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return represented(value)
 
 
 Check = tuple[Callable[[Any], bool], str]
@@ -218,11 +218,16 @@ _NAME: Check = (lambda value: isinstance(value, str), "a name")
 _TRUTH: Check = (lambda value: isinstance(value, bool), "true or false")
 _ANYTHING: Check = (lambda value: True, "anything")
 
+MAX_LAYERS = 10_000
+"""transformers lists the kind of each layer before it sees that there are no weights for them."""
 CONFIG_FIELDS: Mapping[str, Check] = {
     "max_position_embeddings": _COUNT,
     "vocab_size": _COUNT,
     "hidden_size": _COUNT,
-    "num_hidden_layers": _COUNT,
+    "num_hidden_layers": (
+        lambda value: _is_int(value) and 1 <= value <= MAX_LAYERS,
+        f"an integer from 1 to {MAX_LAYERS}",
+    ),
     "num_attention_heads": _COUNT,
     "num_key_value_heads": _COUNT,
     "sliding_window": (_is_int, "an integer, or null"),

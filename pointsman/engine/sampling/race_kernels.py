@@ -13,10 +13,13 @@ only where that is installed; without it the sampler uses the form in PyTorch, w
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 
 from pointsman.engine.arrays import Float32Array, Float64Array, Int64Array, UInt64Array
+from pointsman.engine.kernels.disk_cache import keep_on_disk
 from pointsman.engine.sampling.race import MULTIPLIERS, SHIFTS, TOKEN_STEP
 
 _STEP = np.uint64(TOKEN_STEP)
@@ -29,7 +32,13 @@ _ALMOST = 0.99  # room for rounding of the probabilities' sum
 _NUM_BUCKETS = 1024  # 1.0 is in the last but a few; probabilities are not above it
 
 
-@njit(cache=True, nogil=True)
+def _compiled(body: Any) -> Any:
+    function = njit(nogil=True)(body)
+    keep_on_disk(function, body)
+    return function
+
+
+@_compiled
 def draw_rows(
     logits: Float32Array,
     probs: Float32Array,
@@ -74,7 +83,7 @@ def draw_rows(
         tokens[i] = _race(probs[i], candidates[:count], least, keys[i])
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(nogil=True, inline="always")
 def _uniform(key: np.uint64, t: int) -> float:
     x = key + (np.uint64(t) + _ONE) * _STEP
     x = (x ^ (x >> _SHIFT_1)) * _MULTIPLIER_1
@@ -83,7 +92,7 @@ def _uniform(key: np.uint64, t: int) -> float:
     return (np.float64(np.int64(x >> _TOP_52)) + 0.5) * 2.0**-52
 
 
-@njit(cache=True, nogil=True)
+@_compiled
 def _race_all(probs: Float32Array, key: np.uint64) -> int:
     best, winner = 0.0, 0
     for t in range(len(probs)):
@@ -95,7 +104,7 @@ def _race_all(probs: Float32Array, key: np.uint64) -> int:
     return winner
 
 
-@njit(cache=True, nogil=True)
+@_compiled
 def _race(probs: Float32Array, candidates: Int64Array, least: float, key: np.uint64) -> int:
     best, winner = 0.0, candidates[0] if len(candidates) else 0
     for t in candidates:
@@ -109,7 +118,7 @@ def _race(probs: Float32Array, candidates: Int64Array, least: float, key: np.uin
     return winner
 
 
-@njit(cache=True, nogil=True)
+@_compiled
 def _kth_largest(values: Float32Array, k: int) -> np.float32:
     """The k-th largest of more than k values, by a heap whose root is the least of the k largest so far."""
     heap = values[:k].copy()
@@ -123,7 +132,7 @@ def _kth_largest(values: Float32Array, k: int) -> np.float32:
     return root
 
 
-@njit(cache=True, nogil=True)
+@_compiled
 def _sink(heap: Float32Array, at: int) -> None:
     size, value = len(heap), heap[at]
     while True:
@@ -139,7 +148,7 @@ def _sink(heap: Float32Array, at: int) -> None:
     heap[at] = value
 
 
-@njit(cache=True, nogil=True)
+@_compiled
 def _least_in_nucleus(probs: Float32Array, candidates: Int64Array, limit: float) -> float:
     """The probability of the last token of the smallest set of most likely candidates whose sum is at least `limit`."""
     bits = probs.view(np.uint32)
@@ -166,6 +175,6 @@ def _least_in_nucleus(probs: Float32Array, candidates: Int64Array, limit: float)
     return least
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(nogil=True, inline="always")
 def _bucket(bits: np.uint32) -> np.int64:
     return np.int64(bits >> _BUCKET_SHIFT) & (_NUM_BUCKETS - 1)  # the mask is for NaN only, which has more bits set

@@ -221,10 +221,10 @@ class Sampler:
 
 @cache
 def compiled_draw() -> Callable[..., None] | None:
-    """`race_kernels.draw_rows`; None without Numba, or where Numba finds no folder to keep what it compiles."""
+    """`race_kernels.draw_rows`; None without Numba."""
     try:
         from pointsman.engine.sampling.race_kernels import draw_rows
-    except (ImportError, RuntimeError) as error:
+    except ImportError as error:
         logger.info("tokens are drawn without compiled code, which is slower: %s", error)
         return None
     beat(SECONDS_TO_COMPILE)  # by its first call

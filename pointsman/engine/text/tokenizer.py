@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from pointsman.engine.errors import ModelLoadError, first_line
+from pointsman.files import MAX_SETTINGS, open_regular, read_regular, represented
 
 logger = logging.getLogger(__name__)
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", TOKENIZER_CONFIG)
+MODEL_SUFFIXES = frozenset({".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken", ".py"})
 VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "tokenization_*.py")
 """Patterns: beside one of these, `tokenizer_config.json` is not alone."""
 
@@ -41,12 +43,30 @@ def check_model_directory(path: Path) -> None:
     """Refuse what is no model's directory, before anything is started or imported for it.
 
     Raises:
-        ModelLoadError: there is no such directory, or it has no config.json.
+        ModelLoadError: there is no such directory, it has no config.json, or one of its files is no regular file.
     """
     if not path.is_dir():
         raise ModelLoadError(f"no model directory at {path}; give a directory with config.json and *.safetensors")
+    _check_files(path)
     if not (path / "config.json").is_file():
         raise ModelLoadError(f"{path} has no config.json; give a directory in the Hugging Face format")
+
+
+def _check_files(path: Path) -> None:
+    """Refuse named pipes and the like, which would be waited for, and links that lead nowhere.
+
+    Raises:
+        ModelLoadError: a file of a model is none that can be read.
+    """
+    for file in sorted(path.iterdir()):
+        if file.suffix not in MODEL_SUFFIXES:
+            continue
+        try:
+            with open_regular(file):
+                pass
+        except OSError as error:
+            if not file.is_dir():
+                raise ModelLoadError(f"{file} cannot be read: {error.strerror}; copy it again") from None
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -56,7 +76,7 @@ def read_object(file: Path) -> dict[str, Any]:
         ModelLoadError: there is none, or something else.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(file, MAX_SETTINGS).decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{file} cannot be read: {first_line(error)}; copy it again") from error
     if not isinstance(content, dict):
@@ -70,6 +90,8 @@ def read_tokenizer(path: Path) -> Any | None:
     Raises:
         ModelLoadError: its files cannot be read, or there is no vocabulary among them.
     """
+    if path.is_dir():
+        _check_files(path)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         logger.warning("%s has no tokenizer; prompts must be token ids", path)
         return None
@@ -78,8 +100,14 @@ def read_tokenizer(path: Path) -> Any | None:
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(path, local_files_only=True)
+            # A model's own code is never run: transformers would ask on standard input whether it may be.
+            return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except Exception as error:
+            if "trust_remote_code" in str(error):
+                raise ModelLoadError(
+                    f"{path}: its tokenizer needs code of its own (auto_map), which is not run here; convert it to a "
+                    "tokenizer.json"
+                ) from None
             raise ModelLoadError(
                 f"{path}: the tokenizer cannot be loaded: {first_line(error)}; copy the model's tokenizer files again"
             ) from error
@@ -102,7 +130,9 @@ def _check_tokenizer_files(path: Path) -> None:
     for name, value in content.items():
         is_right, wanted = TOKENIZER_FIELDS.get(name, (None, ""))
         if value is not None and is_right is not None and not is_right(value):
-            raise ModelLoadError(f"{settings}: {name} is {value!r:.80}; it must be {wanted}; correct or remove it")
+            raise ModelLoadError(
+                f"{settings}: {name} is {represented(value)}; it must be {wanted}; correct or remove it"
+            )
 
 
 def _is_token(value: Any) -> bool:
@@ -122,6 +152,19 @@ TOKENIZER_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "chat_template": (_is_template, "a Jinja template as text"),
     "tokenizer_class": (lambda value: isinstance(value, str), "the name of a class"),
     "added_tokens_decoder": (lambda value: isinstance(value, dict), "an object of token id -> token"),
+    "model_max_length": (
+        lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 1,
+        "a number of at least 1",
+    ),
+    "model_input_names": (
+        lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
+        "a list of names",
+    ),
+    **dict.fromkeys(("padding_side", "truncation_side"), (lambda value: value in ("left", "right"), "left or right")),
+    **dict.fromkeys(
+        ("add_bos_token", "add_eos_token", "clean_up_tokenization_spaces", "split_special_tokens"),
+        (lambda value: isinstance(value, bool), "true or false"),
+    ),
 }
 """Of tokenizer_config.json: whether a value is right, and what it must be."""
 
@@ -130,12 +173,18 @@ def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> lis
     """The text's token ids, with BOS and the like where the tokenizer adds them.
 
     Raises:
-        ValueError: the text is none that one could read.
+        ValueError: the text is none that one could read, or the tokenizer is broken.
     """
     try:
         token_ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-    except TypeError:  # what tokenizers says of lone surrogates, which UTF-8 has no bytes for
-        raise ValueError("the prompt is not valid Unicode text (a lone surrogate); remove or replace it") from None
+    except TypeError as error:  # what tokenizers says of lone surrogates, which UTF-8 has no bytes for
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError("the prompt is not valid Unicode text (a lone surrogate); remove or replace it") from None
+        raise ValueError(
+            f"the tokenizer failed: {first_line(error)}; copy the model's tokenizer files again"
+        ) from error
     return token_ids
 
 

@@ -1,0 +1,154 @@
+"""Opens and reads files that a user names: no pipe hangs without a word, and no file fills the memory.
+
+A refusal is an `OSError` whose `strerror` names the limit and the remedy, so that callers report it as they report a
+missing file.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+import reprlib
+import select
+import stat
+from collections.abc import Callable, Iterator
+from os import PathLike
+from typing import BinaryIO
+
+logger = logging.getLogger(__name__)
+
+MAX_LINE = 2**24
+"""Bytes of a line, or of one JSON value. As Python objects they can take 24 times as much: `[[],[],[]]`."""
+MAX_SETTINGS = 2**24
+"""Bytes of a JSON file of settings, or of a file of keys."""
+MAX_WRITTEN = 2**16
+"""Bytes of a file that people write, in a language that takes many seconds to read for each MiB: YAML, a template."""
+MAX_MESSAGE = 800
+"""Characters of an error about what is in a file."""
+SILENT = 2.0
+"""Seconds without data after which a reader of a pipe says that it waits."""
+_NO_WAITING = getattr(os, "O_NONBLOCK", 0)
+"""Windows has neither this nor named pipes in directories."""
+_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISBLK, "a block device"),
+    (stat.S_ISCHR, "a device"),
+)
+
+Path = str | PathLike[str]
+
+
+def open_regular(path: Path) -> io.FileIO:
+    """A regular file, opened for reading. Links are followed.
+
+    Raises:
+        OSError: it cannot be opened, or is something else; opening a named pipe would wait for its writer.
+    """
+    file, kind = _open(path)
+    if kind is None:
+        return file
+    file.close()
+    raise OSError(errno.EINVAL, f"it is {kind}; give a regular file", os.fspath(path))
+
+
+def open_input(path: Path) -> io.FileIO:
+    """A regular file, a pipe or a terminal, opened for reading once from its start. If a pipe has no data for `SILENT`
+    seconds, a warning says so; then this waits on.
+
+    Raises:
+        OSError: it cannot be opened, or is a directory, a socket or a block device.
+    """
+    file, kind = _open(path)
+    if kind in ("a directory", "a socket", "a block device"):
+        file.close()
+        raise OSError(errno.EINVAL, f"it is {kind}; give a file or a pipe", os.fspath(path))
+    if kind is not None and _NO_WAITING:
+        if kind == "a named pipe":
+            _wait_for_data(file, path)
+        os.set_blocking(file.fileno(), True)
+    return file
+
+
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """The content of a regular file of at most `max_bytes` bytes.
+
+    Raises:
+        OSError: it cannot be opened or read, is something else, or is larger.
+    """
+    return _whole(open_regular(path), path, max_bytes)
+
+
+def read_input(path: Path, max_bytes: int = MAX_SETTINGS) -> bytes:
+    """The content of a file or of a pipe, of at most `max_bytes` bytes.
+
+    Raises:
+        OSError: see `open_input`; or it is larger.
+    """
+    return _whole(open_input(path), path, max_bytes)
+
+
+def lines_of(file: BinaryIO) -> Iterator[str]:
+    """The lines of UTF-8 text, with their ends; a byte-order mark is left out.
+
+    Raises:
+        ValueError: a line is no UTF-8 text, or longer than `MAX_LINE`; the message names its number.
+    """
+    for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), start=1):
+        if len(raw) > MAX_LINE:
+            raise ValueError(f"line {number}: longer than {MAX_LINE:,} bytes; is it the right file?")
+        try:
+            line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"line {number}: no UTF-8 text ({error.reason} at byte {error.start})") from None
+        yield line
+
+
+def shown(text: str, length: int = 80) -> str:
+    """A text on one line of at most `length` characters."""
+    text = " ".join(text[: 20 * length].split())
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def represented(value: object, length: int = 80) -> str:
+    """A value as `repr` writes it, on one line of about `length` characters; of large values only the beginning is
+    looked at."""
+    brief = reprlib.Repr()
+    brief.maxlevel = 3
+    brief.maxlist = brief.maxdict = brief.maxtuple = brief.maxset = length
+    brief.maxstring = brief.maxother = brief.maxlong = length
+    return shown(brief.repr(value), length)
+
+
+def _open(path: Path) -> tuple[io.FileIO, str | None]:
+    """The file, not blocking, and what it is; None: a regular file."""
+    mode = os.stat(path).st_mode
+    if stat.S_ISSOCK(mode) or stat.S_ISDIR(mode):  # neither can be opened as a file
+        kind = "a socket" if stat.S_ISSOCK(mode) else "a directory"
+        raise OSError(errno.EINVAL, f"it is {kind}; give a regular file", os.fspath(path))
+    descriptor = os.open(path, os.O_RDONLY | _NO_WAITING | getattr(os, "O_BINARY", 0))
+    mode = os.fstat(descriptor).st_mode
+    other = None if stat.S_ISREG(mode) else next((name for is_kind, name in _KINDS if is_kind(mode)), "no file")
+    return io.FileIO(descriptor), other
+
+
+def _wait_for_data(file: io.FileIO, path: Path) -> None:
+    poll = select.poll()
+    poll.register(file, select.POLLIN | select.POLLHUP)
+    if not poll.poll(1e3 * SILENT):
+        logger.warning("%s is a pipe without data; waiting for a program that writes into it", os.fspath(path))
+        poll.poll()
+
+
+def _whole(file: io.FileIO, path: Path, max_bytes: int) -> bytes:
+    with file:
+        pieces, left = [], max_bytes + 1
+        while left and (piece := file.read(min(left, 2**20))):
+            pieces.append(piece)
+            left -= len(piece)
+    if not left:
+        raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes; is it the right file?", os.fspath(path))
+    return b"".join(pieces)
