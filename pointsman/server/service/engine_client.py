@@ -490,13 +490,11 @@ class EngineClient:
 
     def _on_close(self) -> None:
         self._ending = asyncio.get_running_loop().create_task(self._note_death())
+        self._ending.add_done_callback(lambda _: self._gone.set())
 
     async def _note_death(self) -> None:
         """The connection is closed: wait for the process, and fail all that is open, unless it counts as dead."""
-        try:
-            code = await self._exit_code()
-        finally:
-            self._gone.set()
+        code = await self._exit_code()
         if self._death is None:
             why = _describe_end(code)
             if not self._is_stopping:

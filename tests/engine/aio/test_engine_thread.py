@@ -1,0 +1,36 @@
+"""The thread that owns an engine, between its steps."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from pointsman.engine import Engine, SamplingParams
+from pointsman.engine.aio import engine_thread
+from pointsman.engine.aio.engine_thread import Call, EngineThread, Stop
+
+
+def test_freed_memory_is_given_back_though_questions_keep_coming(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine of the server is asked for a sign of life every second, and is idle all the same."""
+    given_back: list[float] = []
+    monkeypatch.setattr(engine_thread, "give_back_freed_pages", lambda: given_back.append(time.monotonic()))
+    monkeypatch.setattr(engine_thread, "SECONDS_TO_IDLE", 0.4)
+    engine = Engine("demo", num_blocks=16, max_model_len=64, num_threads=1)
+    engine.add_request("a", [5, 6, 7], SamplingParams(max_tokens=4))
+    thread = EngineThread(engine, max_step_retries=0, log_stats_interval=None)
+    thread.start()
+    try:
+        for _ in range(30):
+            answer: Future[Any] = Future()
+            thread.send(Call(lambda engine: engine.has_unfinished_requests(), answer))
+            answer.result(10)
+            time.sleep(0.05)
+        assert len(given_back) == 1, "once for each time in which it computed"
+        reading = thread.pulse.take()
+        assert reading.mean_step and reading.longest > 0
+    finally:
+        thread.send(Stop(drain=False))
+        thread.join(10)
