@@ -243,6 +243,25 @@ def test_recordings_are_one_for_each_engine(tmp_path: Path) -> None:
             replay(file)
 
 
+def test_a_drain_finishes_the_requests_of_an_engine_that_hangs() -> None:
+    """Operators see the hang meanwhile: its engine is down, and not the server."""
+    with start_server(*TWO, "--engine-timeout", "2", "--drain-timeout", "120") as server:
+        with httpx.Client(base_url=server.url, timeout=120) as http, ThreadPoolExecutor(8) as pool:
+            prompts = [f"{number} {FIELDS['prompt']}" for number in range(8)]
+            expected = [http.post("/v1/completions", json={**FIELDS, "prompt": one}).json() for one in prompts]
+            http.post("/pause", params={"mode": "keep"})
+            asked = [pool.submit(http.post, "/v1/completions", json={**FIELDS, "prompt": one}) for one in prompts]
+            wait_until(lambda: len(listed(http)) == 8, 20, "all requests are there")
+            os.kill(server.engine_pids[1], signal.SIGSTOP)
+            http.post("/resume")  # 503, where the engine was silent for long already
+            server.signal(signal.SIGTERM)
+            wait_until(lambda: 0.0 in samples(http, "pointsman:engine_up").values(), 20, "the hang is noticed")
+            assert http.get("/health").status_code == 200
+            answers = [one.result().json() for one in asked]
+            assert [one["choices"][0]["text"] for one in answers] == [one["choices"][0]["text"] for one in expected]
+        assert server.wait(60) == 0
+
+
 @pytest.mark.long
 def test_requests_wait_while_no_engine_lives_and_the_server_ends_when_none_comes_back() -> None:
     with start_server(*SMALL, "--max-engine-restarts", "1") as server, httpx.Client(base_url=server.url) as http:
