@@ -284,8 +284,8 @@ def test_when_one_of_several_cannot_be_started_none_is_left_running(monkeypatch:
     clients: list[EngineClient] = []
     make = EngineClient.__init__
 
-    def noted(client: EngineClient, process: Any) -> None:
-        make(client, process)
+    def noted(client: EngineClient, *arguments: Any) -> None:
+        make(client, *arguments)
         clients.append(client)
 
     monkeypatch.setattr(EngineClient, "__init__", noted)
