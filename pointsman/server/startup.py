@@ -171,6 +171,8 @@ def _address(config: ServerConfig, url: str) -> str:
 def _setting(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
+    if isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value):
+        return " + ".join(value) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
