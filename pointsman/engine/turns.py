@@ -5,7 +5,8 @@
     room.give_back("a", 3)
 
     turns = Turns()
-    turns.put("a", job, cost=5000)
+    waiting = turns.put("a", job, cost=5000)
+    turns.remove(waiting)              # it is not wanted any more
     turn = turns.take()                # of the tenant that has been served least
     ...
     turns.end(turn)
@@ -15,8 +16,9 @@ Neither is safe against calls from several threads at once; who has threads hold
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Generic, TypeVar
 
@@ -27,6 +29,9 @@ SHARE = 3
 
 _LEAST_KEPT = 64
 """Tenants that are remembered, even if none of them has anything to do."""
+_MOST_KEPT = 4096
+"""Tenants that have nothing to do, and are remembered because they were served more than others. With more of them,
+their names are made up."""
 
 
 class RoomError(Exception):
@@ -92,27 +97,26 @@ class Room:
 
 @dataclass(slots=True, eq=False)
 class Turn(Generic[ItemT]):
-    """An item whose turn it is."""
+    """An item that waits for its turn, or whose turn it is."""
 
     tenant: str
     item: ItemT
     cost: float
+    number: int
+    """In the order of `put`."""
 
 
 class _Tenant(Generic[ItemT]):
     """A tenant's queue."""
 
-    __slots__ = ("discount", "finish", "num_out", "queue")
+    __slots__ = ("num_out", "queue", "start")
 
     def __init__(self) -> None:
-        self.finish = 0.0
-        """Virtual time at which all that it has put so far is served, without the discount."""
+        self.start = 0.0
+        """Virtual time at which the first item of the queue starts, or the next one does at the earliest."""
         self.num_out = 0
         """Items that were taken and have not ended."""
-        self.queue: deque[tuple[float, int, float, ItemT]] = deque()
-        """Virtual start, the number in the order of `put`, cost and item."""
-        self.discount = 0.0
-        """Of the starts in the queue: the cost of items before them that were dropped."""
+        self.queue: OrderedDict[Turn[ItemT], None] = OrderedDict()
 
 
 class Turns(Generic[ItemT]):
@@ -121,7 +125,7 @@ class Turns(Generic[ItemT]):
 
     That is start-time fair queuing (Goyal, Vin and Cheng, SIGCOMM 1996): an item starts at the virtual time at which
     the tenant's last one ends, but not before that of the item that was taken last, so that an idle tenant saves
-    nothing up. The item that starts first is next.
+    nothing up. The item that starts first is next. With n tenants, each method takes O(log n), on average.
 
     Args:
         most_out: items of one tenant that may be out (taken, and not ended) at once; None: any number. With less than
@@ -135,13 +139,15 @@ class Turns(Generic[ItemT]):
         self._number = count()
         self._len = self._num_out = 0
         self._prune_at = _LEAST_KEPT
+        # A heap of starts, numbers and tenants of first items. What was offered and is not true any more is left in it.
+        self._offers: list[tuple[float, int, str]] = []
 
     def __len__(self) -> int:
         """Items that wait."""
         return self._len
 
-    def put(self, tenant: str, item: ItemT, cost: float = 1.0) -> None:
-        """An item waits.
+    def put(self, tenant: str, item: ItemT, cost: float = 1.0) -> Turn[ItemT]:
+        """An item waits; what `remove` knows it by, and `take` returns.
 
         Args:
             tenant: whose it is.
@@ -151,63 +157,85 @@ class Turns(Generic[ItemT]):
         own = self._tenants.get(tenant)
         if own is None:
             own = self._tenants[tenant] = _Tenant()
-        start = max(self._now + own.discount, own.finish)
-        own.finish = start + cost
-        own.queue.append((start, next(self._number), cost, item))
+        turn = Turn(tenant, item, cost, next(self._number))
+        is_first = not own.queue
+        own.queue[turn] = None
         self._len += 1
+        if is_first:
+            own.start = max(own.start, self._now)
+            self._offer(own)
+        return turn
 
-    def remove(self, tenant: str, item: ItemT) -> None:
+    def remove(self, turn: Turn[ItemT]) -> None:
         """An item does not wait any more; those behind it in the tenant's queue move up, as if it had never been put.
-
-        Args:
-            tenant: whose it is.
-            item: the object that was put, and was not taken.
+        Nothing happens if it was taken.
         """
-        own = self._tenants[tenant]
-        place = next(at for at, entry in enumerate(own.queue) if entry[-1] is item)
-        behind = [own.queue.pop() for _ in range(len(own.queue) - place - 1)]
-        start = own.queue.pop()[0]
-        cost = (behind[-1][0] if behind else own.finish) - start
-        own.queue.extend((entry[0] - cost, *entry[1:]) for entry in reversed(behind))
-        own.finish -= cost
+        own = self._tenants.get(turn.tenant)
+        if own is None or turn not in own.queue:
+            return
+        is_first = turn is next(iter(own.queue))
+        del own.queue[turn]
         self._len -= 1
-        if not own.queue and not own.num_out and own.finish <= self._now:
-            del self._tenants[tenant]
+        if is_first:
+            self._offer(own)
+        if not own.queue and not own.num_out and own.start <= self._now:
+            del self._tenants[turn.tenant]
 
     def take(self) -> Turn[ItemT] | None:
         """The next item; None: none waits, or the tenants of all that wait have as many out as they may."""
-        ready = (
-            (own.queue[0][0] - own.discount, own.queue[0][1], tenant)
-            for tenant, own in self._tenants.items()
-            if own.queue and (self._most_out is None or own.num_out < self._most_out)
-        )
-        found = min(ready, default=None)
-        if found is None:
-            return None
-        start, _, tenant = found
-        own = self._tenants[tenant]
-        _, _, cost, item = own.queue.popleft()
-        self._now = max(self._now, start)
-        own.num_out += 1
-        self._num_out += 1
-        self._len -= 1
-        return Turn(tenant, item, cost)
+        while self._offers:
+            offer = heappop(self._offers)
+            start, _, tenant = offer
+            own = self._tenants.get(tenant)
+            if own is None or self._offer_of(own) != offer:
+                continue
+            turn, _ = own.queue.popitem(last=False)
+            self._now = max(self._now, start)
+            own.start = start + turn.cost
+            own.num_out += 1
+            self._num_out += 1
+            self._len -= 1
+            self._offer(own)
+            return turn
+        return None
 
     def drop(self, turn: Turn[ItemT]) -> None:
         """What was taken is not wanted any more: it is done, and costs the tenant nothing."""
-        self._tenants[turn.tenant].discount += turn.cost
+        self._tenants[turn.tenant].start -= turn.cost
         self.end(turn)
 
     def end(self, turn: Turn[ItemT]) -> None:
         """What was taken is done."""
-        self._tenants[turn.tenant].num_out -= 1
+        own = self._tenants[turn.tenant]
+        own.num_out -= 1
         self._num_out -= 1
         if not self._num_out and not self._len:  # nobody has anything to catch up with
             self._tenants.clear()
-        elif len(self._tenants) > self._prune_at:
-            self._tenants = {
-                tenant: own
-                for tenant, own in self._tenants.items()
-                if own.queue or own.num_out or own.finish - own.discount > self._now
-            }
-            self._prune_at = max(_LEAST_KEPT, 2 * len(self._tenants))
+            self._offers.clear()
+            return
+        self._offer(own)
+        if len(self._tenants) > self._prune_at:
+            self._prune()
+
+    def _offer_of(self, own: _Tenant[ItemT]) -> tuple[float, int, str] | None:
+        """The first item of a tenant as it stands in the heap; None: none waits, or may be taken now."""
+        if not own.queue or (self._most_out is not None and own.num_out >= self._most_out):
+            return None
+        first = next(iter(own.queue))
+        return own.start, first.number, first.tenant
+
+    def _offer(self, own: _Tenant[ItemT]) -> None:
+        offer = self._offer_of(own)
+        if offer is None:
+            return
+        heappush(self._offers, offer)
+        if len(self._offers) > 2 * len(self._tenants) + _LEAST_KEPT:  # most of them are not true any more
+            self._offers = [offer for own in self._tenants.values() if (offer := self._offer_of(own)) is not None]
+            heapify(self._offers)
+
+    def _prune(self) -> None:
+        """Forget idle tenants that have nothing to catch up with, or all idle ones where they are very many."""
+        busy = {tenant: own for tenant, own in self._tenants.items() if own.queue or own.num_out}
+        ahead = {tenant: own for tenant, own in self._tenants.items() if own.start > self._now}
+        self._tenants = busy if len(ahead) > _MOST_KEPT else {**busy, **ahead}
+        self._prune_at = max(_LEAST_KEPT, 2 * len(self._tenants))

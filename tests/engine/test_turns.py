@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.engine.turns import SHARE, Room, RoomError, Turn, Turns
+from pointsman.engine.turns import _MOST_KEPT, SHARE, Room, RoomError, Turn, Turns
 
 TENANTS = ("a", "b", "c")
 
@@ -144,10 +145,9 @@ def test_all_come_out_once_and_each_tenants_in_order(steps: list[tuple[str, int]
 
 def test_what_is_removed_does_not_come_and_costs_nothing() -> None:
     turns = Turns[int]()
-    for item in range(50):
-        turns.put("a", item)
+    waiting = [turns.put("a", item) for item in range(50)]
     for item in (0, *range(10, 49)):
-        turns.remove("a", item)
+        turns.remove(waiting[item])
     for item in range(100, 110):
         turns.put("b", item)
     turns.put("a", 50)
@@ -159,9 +159,51 @@ def test_what_is_removed_does_not_come_and_costs_nothing() -> None:
 def test_tenants_whose_items_are_removed_are_forgotten() -> None:
     turns = Turns[int]()
     for item in range(5000):
-        turns.put(f"tenant {item}", item)
-        turns.remove(f"tenant {item}", item)
+        turns.remove(turns.put(f"tenant {item}", item))
     assert not turns._tenants and not len(turns)
+
+
+def test_removing_what_was_taken_changes_nothing() -> None:
+    turns = Turns[int]()
+    turns.put("a", 0)
+    turns.put("a", 1)
+    turn = turns.take()
+    assert turn is not None
+    turns.remove(turn)
+    assert [turn.item for turn in drain(turns)] == [1]
+
+
+def test_what_is_put_and_removed_again_and_again_leaves_nothing() -> None:
+    turns = Turns[int]()
+    for item in range(3):
+        turns.put("b", item)
+        turns.put("a", item)
+    busy = turns.take()
+    for item in range(5000):
+        turns.remove(turns.put("a", item))
+        turns.remove(turns.put("c", item))
+    assert busy is not None and len(turns._offers) < 200 and len(turns) == 5
+
+
+def test_made_up_tenants_are_forgotten_while_a_worker_is_held() -> None:
+    turns = Turns[int]()
+    turns.put("held", 0)
+    assert turns.take() is not None
+    for item in range(50_000):
+        turns.put(f"tenant {item}", item)
+        turn = turns.take()
+        assert turn is not None
+        turns.end(turn)
+    assert len(turns._tenants) <= 2 * (_MOST_KEPT + 1) and len(turns._offers) < 200
+
+
+def test_a_turn_among_many_tenants_costs_no_look_at_each() -> None:
+    turns = Turns[int]()
+    for item in range(20_000):
+        turns.put(f"tenant {item}", item)
+    began = time.process_time()
+    assert [turn.item for turn in drain(turns)] == [*range(20_000)]
+    assert time.process_time() - began < 5  # a look at each takes 40 s
 
 
 # ----------------------------------------------------------------------------------------------------- rooms

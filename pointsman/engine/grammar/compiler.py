@@ -106,8 +106,8 @@ class _SharedJob(Job):
         self.requests: dict[Request, None] = {}
         self.num_requests = Counter[str]()
         """By tenant."""
-        self.queued: set[str] = set()
-        """Tenants in whose queues it stands."""
+        self.queued: dict[str, Turn[_SharedJob]] = {}
+        """Its places in the queues of tenants."""
         self.is_out = False
         """Whether it is being compiled, or has its outcome."""
 
@@ -149,17 +149,15 @@ class _Stage:
                 f"{TOO_MANY_GRAMMARS}{self._which} wait to be compiled: {error.held} of this tenant, of at most "
                 f"{most} now, and {error.total} of all, of at most {error.size}; try again later"
             ) from None
-        self._turns.put(tenant, job)
-        job.queued.add(tenant)
+        job.queued[tenant] = self._turns.put(tenant, job)
         job.stage = self
         job.is_out = False
         self._has_news.notify()
 
     def remove(self, tenant: str, job: _SharedJob) -> None:
         """A job does not wait in the queue of this tenant any more."""
-        self._turns.remove(tenant, job)
+        self._turns.remove(job.queued.pop(tenant))
         self._room.give_back(tenant, 1)
-        job.queued.discard(tenant)
 
     def take(self) -> Turn[_SharedJob] | None:
         """Wait for the next job, which has left all queues; None: the stage is closed."""
@@ -168,7 +166,7 @@ class _Stage:
             if turn is not None:
                 job = turn.item
                 self._room.give_back(turn.tenant, 1)
-                job.queued.discard(turn.tenant)
+                del job.queued[turn.tenant]
                 for tenant in tuple(job.queued):
                     self.remove(tenant, job)
                 job.is_out = True

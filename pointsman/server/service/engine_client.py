@@ -270,8 +270,9 @@ class EngineClient:
         self._send(Add([(stream.key, stream.request) for stream in streams]))
 
     def abandon(self, stream: ClientStream) -> None:
-        """Abort the request of a stream that has lost its reader, unless it was not sent or has finished."""
-        if self.inbox.streams.pop(stream.key, None) is not None:
+        """Abort the request of a stream that has lost its reader, unless it was not sent here or has finished."""
+        if self.inbox.streams.get(stream.key) is stream:  # an engine before this one had the same keys
+            del self.inbox.streams[stream.key]
             self._send(Abandon(stream.key))
             self.inbox.report_end(stream, Delta(finish_reason="abort"))
 

@@ -66,14 +66,15 @@ class Sending:
         for first in range(0, len(streams), MAX_TOGETHER):
             together = streams[first : first + MAX_TOGETHER]
             group = _Group()
-            self._turns.put(tenant, group, len(together))
+            turn = self._turns.put(tenant, group, len(together))
             self._begin_next()
             try:
-                if group.turn is None:
+                if not group.is_out:
                     await self._wait(group)
+                self._turns.remove(turn)  # where it has waited long enough
                 await self._client.queue(together)
             finally:
-                self._end(group)
+                self._end(group, turn)
 
     async def _wait(self, group: _Group) -> None:
         """Return when it is the group's turn, or it has waited long enough."""
@@ -85,30 +86,27 @@ class Sending:
     def _begin_next(self) -> None:
         while self._num_out < MAX_OUT and (turn := self._turns.take()) is not None:
             group = turn.item
-            if group.is_over or (group.waiter is not None and group.waiter.done()):  # it was cancelled, or went before
-                self._turns.drop(turn)
-                continue
+            group.is_out = True
             self._num_out += 1
-            group.turn = turn
-            if group.waiter is not None:
+            if group.waiter is not None and not group.waiter.done():
                 group.waiter.set_result(None)
 
-    def _end(self, group: _Group) -> None:
-        group.is_over = True
-        if group.turn is not None:
-            self._turns.end(group.turn)
+    def _end(self, group: _Group, turn: Turn[_Group]) -> None:
+        if group.is_out:
+            self._turns.end(turn)
             self._num_out -= 1
             self._begin_next()
+        else:
+            self._turns.remove(turn)
 
 
 class _Group:
     """Requests that are sent together."""
 
-    __slots__ = ("is_over", "turn", "waiter")
+    __slots__ = ("is_out", "waiter")
 
     def __init__(self) -> None:
-        self.turn: Turn[_Group] | None = None
-        """Once it is its turn."""
+        self.is_out = False
+        """Whether its turn has come."""
         self.waiter: asyncio.Future[None] | None = None
         """Where it waits for its turn."""
-        self.is_over = False

@@ -52,7 +52,11 @@ class _Lane:
     async def run(self, tenant: str, cost: float, function: Callable[[], ResultT]) -> ResultT:
         """Call a function in the thread when it is the tenant's turn."""
         turn = await self._wait(tenant, cost)
-        job = self._thread.submit(function)
+        try:
+            job = self._thread.submit(function)
+        except RuntimeError:  # the system has no room for the thread
+            self._end(turn)
+            raise
         try:
             return await asyncio.wrap_future(job)
         finally:
@@ -69,11 +73,13 @@ class _Lane:
             assert turn is not None  # nothing waits while the thread is idle
             return turn
         waiter: asyncio.Future[_Turn] = asyncio.get_running_loop().create_future()
-        self._turns.put(tenant, waiter, cost)
+        waiting = self._turns.put(tenant, waiter, cost)
         try:
             return await waiter
         except asyncio.CancelledError:
-            if not waiter.cancelled():  # its turn has come just now
+            if waiter.cancelled():
+                self._turns.remove(waiting)
+            else:  # its turn has come just now
                 self._turns.drop(waiter.result())
                 self._begin_next()
             raise
@@ -85,10 +91,11 @@ class _Lane:
     def _begin_next(self) -> None:
         """The turn of the next one that is still wanted."""
         while (turn := self._turns.take()) is not None:
-            if turn.item is not None and not turn.item.cancelled():
+            assert turn.item is not None  # what begins without waiting has begun
+            if not turn.item.cancelled():
                 turn.item.set_result(turn)
                 return
-            self._turns.drop(turn)
+            self._turns.drop(turn)  # its task is told of this in the next turn of the loop
         self._is_busy = False
 
     def _end_later(self, turn: _Turn) -> Callable[[Future[ResultT]], None]:

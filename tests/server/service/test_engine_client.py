@@ -139,6 +139,21 @@ def test_who_closes_or_is_cancelled_frees_the_blocks() -> None:
     with_client(test, max_steps_in_flight=2)
 
 
+def test_closing_a_stream_of_an_engine_that_was_replaced_ends_no_other() -> None:
+    """Each engine numbers its requests from 0, and a reader may close its stream minutes after the last token."""
+
+    async def test(client: EngineClient) -> None:
+        async with asyncio.timeout(10):
+            other = client.generate(EngineRequest("other", [5, 6], SamplingParams(max_tokens=50, ignore_eos=True)))
+            await other.start()
+            closed = client.generate(EngineRequest("closed", [5, 6], SamplingParams(max_tokens=1)))
+            closed.note_sent(other.key)  # by the engine before
+            await closed.aclose()
+            assert sum([len(delta.token_ids) async for delta in other]) == 50
+
+    with_client(test)
+
+
 def test_an_explanation_says_who_asks_and_until_when() -> None:
     async def test(client: EngineClient) -> None:
         first = client.generate(EngineRequest("first", [5, 6], ENDLESS))

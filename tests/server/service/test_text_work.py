@@ -83,6 +83,41 @@ def test_what_a_disconnected_client_waits_for_is_dropped() -> None:
     asyncio.run(run())
 
 
+def test_a_client_that_disconnects_again_and_again_is_not_behind_what_it_left() -> None:
+    async def run() -> None:
+        work = text_work(is_shared=True)
+        busy = asyncio.ensure_future(one(work, "a", 5000, run_for(0.1)))
+        await asyncio.sleep(0.01)
+        for _ in range(50):
+            left = asyncio.ensure_future(one(work, "b", 5000, run_for(0)))
+            await asyncio.sleep(0)
+            left.cancel()
+            await asyncio.gather(left, return_exceptions=True)
+        others = [asyncio.ensure_future(one(work, "a", 5000, run_for(0.01))) for _ in range(20)]
+        await asyncio.sleep(0)
+        await one(work, "b", 5000, run_for(0))
+        assert busy.done() and sum(other.done() for other in others) <= 2
+        await asyncio.gather(*others)
+
+    asyncio.run(run())
+
+
+def test_a_thread_that_cannot_be_started_is_started_for_the_next_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        work = text_work()
+
+        def fail(_: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="new thread"):
+            patch.setattr(threading.Thread, "start", fail)
+            await one(work, "", 5, run_for(0))
+        async with asyncio.timeout(5):
+            await one(work, "", 5, run_for(0))
+
+    asyncio.run(run())
+
+
 def test_a_client_that_leaves_its_text_at_work_frees_the_thread_later() -> None:
     """Or a client could have several texts in one thread at once, by disconnecting again and again."""
 
