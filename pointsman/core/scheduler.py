@@ -719,8 +719,10 @@ class Scheduler:
             what = "a connector" if self._kv.has_connector else "encoder_budget"
             raise InvalidTransition(f"with {what} a recording begins with the scheduler: give it a recorder")
         if self._kv_cache is not None:
-            name = type(self._kv).__name__
-            raise InvalidTransition(f"the KV blocks of {name} cannot be recorded, as a replay would need it; film the run")
+            kind = type(self._kv).__name__
+            raise InvalidTransition(
+                f"the KV blocks of {kind} cannot be recorded, as a replay would need it; film the run"
+            )
 
     def start_recording(self, recorder: Recorder) -> None:
         """Record all that happens from now on.
