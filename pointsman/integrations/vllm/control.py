@@ -126,7 +126,7 @@ class ControlSocket:
     """
 
     def __init__(self, path: str | None, answer: Answer) -> None:
-        self.path = own_path() if path is None else os.path.abspath(path)
+        self.path = os.path.abspath(own_path() if path is None else path)
         self._answer = answer
         self._listening = _listen(self.path)
         self._inode = os.stat(self.path).st_ino
