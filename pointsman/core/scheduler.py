@@ -708,6 +708,22 @@ class Scheduler:
         if not self._events.wants_blocks:
             self._kv.returned = None
 
+    def check_recordable(self) -> None:
+        """Whether a recording may begin later than the scheduler, once there are no requests.
+
+        Raises:
+            InvalidTransition: never, as there is an encoder cache, a connector or a `kv_cache` of the caller, whose
+                state a new scheduler lacks.
+        """
+        if self._config.encoder_budget or self._kv.has_connector:
+            what = "a connector" if self._kv.has_connector else "encoder_budget"
+            raise InvalidTransition(f"with {what} a recording begins with the scheduler: give it a recorder")
+        if self._kv_cache is not None:
+            kind = type(self._kv).__name__
+            raise InvalidTransition(
+                f"the KV blocks of {kind} cannot be recorded, as a replay would need it; film the run"
+            )
+
     def start_recording(self, recorder: Recorder) -> None:
         """Record all that happens from now on.
 
@@ -716,13 +732,11 @@ class Scheduler:
 
         Raises:
             InvalidTransition: a recording is under way, there are requests or steps in flight, or an output has yet to
-                report something; or there is an encoder cache or a connector, whose state a new scheduler lacks.
+                report something; or no recording can begin here, see `check_recordable`.
         """
         if self._recorder is not None:
             raise InvalidTransition("a recording is under way; stop_recording() first")
-        if self._config.encoder_budget or self._kv.has_connector:
-            what = "a connector" if self._kv.has_connector else "encoder_budget"
-            raise InvalidTransition(f"with {what} a recording begins with the scheduler: give it a recorder")
+        self.check_recordable()
         if not self.is_idle:
             raise InvalidTransition(
                 f"a recording begins with no request present: {self.num_running} running, {self.num_queued} queued, "
@@ -731,10 +745,6 @@ class Scheduler:
         # One step number is left out, so that drafts for an earlier step are stale and not checked.
         start = Start(self._next_step_id + 1, self._table.next_serial)
         kv, pause = self._kv, self._admission.pause
-        if self._kv_cache is not None:
-            raise InvalidTransition(
-                f"the KV blocks of {type(kv).__name__} cannot be recorded, as a replay would need it; film the run"
-            )
         self._recorder = recorder
         self._listeners = (*self._listeners, recorder)
         self._assemble(start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import errno
+import fcntl
 import io
 import json
 import os
@@ -15,7 +16,7 @@ import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -38,6 +39,9 @@ def raw(path: str) -> socket.socket:
     sock.settimeout(10)
     sock.connect(path)
     return sock
+
+
+NOBODY = cast(control.Client, None)
 
 
 def nobody(question: dict[str, Any], client: control.Client) -> Any:
@@ -138,6 +142,17 @@ def test_one_that_took_the_place_is_not_removed(tmp_path: Path) -> None:
     with operated(path):
         host.close()
         assert ask(path, "explain")["requests"] == []
+
+
+def test_a_lock_on_its_folder_does_not_hold_up_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "LOCK_SECONDS", 0.3)
+    folder = os.open(tmp_path, os.O_RDONLY)  # in a shared folder, as any user may
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        with operated(tmp_path / "s"):
+            assert ask(tmp_path / "s", "explain")["requests"] == []
+    finally:
+        os.close(folder)
 
 
 @pytest.mark.parametrize(
@@ -250,6 +265,8 @@ def test_an_idle_scheduler_answers(tmp_path: Path) -> None:
         (b'{"ask": "explain", "limit": 0}\n', "limit is 0; give 1 to 1000"),
         (b'{"ask": "explain", "limit": "x"}\n', "limit is 'x'"),
         (b'{"ask": "explain", "id": 7}\n', "no request 7"),
+        (b'{"ask": "explain", "id": ["a"]}\n', "no request ['a']"),
+        (b"[" * 4000 + b"\n", "not JSON"),
         (b'{"ask": "record"}\n', "no file came with the question"),
         (b"x" * 5000, "longer than 4096 bytes"),
     ],
@@ -312,6 +329,17 @@ def test_so_many_clients_are_answered_at_once_and_no_more(tmp_path: Path) -> Non
     finally:
         goes_on.set()
         listening.close()
+
+
+def test_who_is_refused_before_asking_reads_why(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+        listening.bind(str(tmp_path / "s"))
+        listening.listen()
+        with connect(str(tmp_path / "s")) as connection:
+            with listening.accept()[0] as accepted:
+                accepted.sendall(b'{"error":"try again later"}\n')
+            with pytest.raises(Refused, match="try again later"):
+                connection.ask("explain")
 
 
 @pytest.mark.parametrize("sent", [b"", b"x"], ids=["silent", "a byte now and then"])
@@ -392,6 +420,17 @@ def test_a_question_waits_for_whoever_has_the_scheduler(tmp_path: Path) -> None:
             assert not answers
         thread.join(timeout=10)
         assert len(answers) == 1
+
+
+def test_answers_take_a_tenth_of_the_time(tmp_path: Path) -> None:
+    with operated(tmp_path / "s") as host:
+        for number in range(300):
+            host.add(f"r{number}")
+        began, cpu = time.monotonic(), time.thread_time()
+        for _ in range(5):
+            (answer,) = host.questions.answer({"ask": "explain", "limit": 1000}, NOBODY)
+            assert len(answer["requests"]) == 300
+        assert time.monotonic() - began > 6 * (time.thread_time() - cpu)
 
 
 def test_questions_while_steps_run_see_a_sound_scheduler(tmp_path: Path) -> None:

@@ -98,6 +98,19 @@ def test_there_is_one_recording_at_a_time(tmp_path: Path) -> None:
         assert begin(second, tmp_path / "r2") == {"state": "recording"}
 
 
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_where_no_recording_can_begin_it_is_refused(tmp_path: Path, is_busy: bool) -> None:
+    """Such as with images. If it waited, the engine would fail in the moment in which it begins."""
+    with operated(tmp_path / "s", encoder_budget=8, encoder_cache_size=8) as host:
+        if is_busy:
+            host.add("a")
+        for _ in range(2):
+            with connect(str(tmp_path / "s")) as connection, pytest.raises(Refused, match="with encoder_budget"):
+                begin(connection, tmp_path / "r")
+        work(host, "bc")
+        assert host.core.stats().finished["length"] == 2 + is_busy
+
+
 def test_a_pipe_could_hold_up_the_scheduler_and_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)

@@ -98,6 +98,8 @@ def test_knobs_and_presets_come_from_the_additional_config() -> None:
         ({"max_retention": float("nan")}, "max_retention in --additional-config is nan"),
         ({"max_retention": "long"}, "max_retention in --additional-config is 'long'"),
         ({"socket": 1}, "socket in --additional-config is 1; it must be a path"),
+        ({"socket": "a\0b"}, "socket in --additional-config is .*; it must be a path"),
+        ({"record": "\ud800"}, "record in --additional-config is .*; it must be a path"),
     ],
 )
 def test_what_means_nothing_is_refused(given: Any, words: str) -> None:

@@ -13,7 +13,8 @@ holds a row, and fields of its state otherwise. The properties here read the rig
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import inf, isfinite
+from math import isfinite
+from sys import float_info
 from typing import Any, ClassVar, NoReturn, Protocol, Self
 
 import numpy as np
@@ -29,6 +30,9 @@ from pointsman.core.state.status import NEXT, FinishReason, PreemptionCause, Req
 from pointsman.core.state.tokens import Int32Array, IntArray, OutputTokens, shared_prompt, token_array
 
 Int64Array = npt.NDArray[np.int64]
+
+MAX_FLOAT = float_info.max
+"""A greater integer has no float."""
 
 
 class Columns(Protocol):
@@ -709,7 +713,7 @@ class _Checks:
     def seconds(self, value: object) -> float:
         if type(value) is float and isfinite(value):
             return value
-        if isinstance(value, (int, float, np.integer, np.floating)) and isfinite(value):
+        if isinstance(value, (int, float, np.integer, np.floating)) and -MAX_FLOAT <= value <= MAX_FLOAT:
             return float(value)
         self.refuse(f"arrival_time is {value}; give seconds on the caller's clock")
 
@@ -719,12 +723,12 @@ class _Checks:
         self.refuse(f"tenant is {value!r}; it must be text")
 
     def ttft_target(self, value: object) -> float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < inf:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= MAX_FLOAT:
             return float(value)
         self.refuse(f"ttft_target is {value!r}; give seconds above 0, or None")
 
     def retention(self, value: object) -> float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < inf:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= MAX_FLOAT:
             return float(value)
         self.refuse(f"retention is {value!r}; give seconds, at least 0, or None")
 

@@ -53,6 +53,8 @@ class Connection:
                 self._socket.sendall(line)
             else:
                 socket.send_fds(self._socket, [line], [file])
+        except BrokenPipeError:
+            pass  # it was refused before it asked, and the line that says why has come
         except OSError as error:
             raise ControlUnavailable(_why(self._path, error)) from None
         return self.next_line(ANSWER_SECONDS)

@@ -38,7 +38,9 @@ CLIENT_SECONDS = 60.0
 MAX_FILES = 4
 """File descriptors that a client has sent, and that no question has taken; further ones are closed."""
 SECONDS_BETWEEN_TRIES = 0.1
-"""To accept a connection, where the process can open no file."""
+"""To accept a connection, where the process can open no file; and to lock a folder."""
+LOCK_SECONDS = 5.0
+"""Maximum time that another process's lock on the folder of a socket holds up the start."""
 MAX_PATH = 107
 """Maximum bytes of a socket's path on Linux."""
 
@@ -124,7 +126,7 @@ class ControlSocket:
     """
 
     def __init__(self, path: str | None, answer: Answer) -> None:
-        self.path = own_path() if path is None else os.path.abspath(path)
+        self.path = os.path.abspath(own_path() if path is None else path)
         self._answer = answer
         self._listening = _listen(self.path)
         self._inode = os.stat(self.path).st_ino
@@ -237,12 +239,20 @@ def _listen(path: str) -> socket.socket:
 
 @contextmanager
 def _locked_folder(folder: str) -> Iterator[None]:
-    """A lock among processes that remove and create sockets in the folder."""
+    """A lock among processes that remove and create sockets in the folder. Who may read the folder may hold it, so
+    after `LOCK_SECONDS` the caller goes on without it."""
     import fcntl  # Windows has none; clients, which it does have, import this module
 
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        ends = time.monotonic() + LOCK_SECONDS
+        while time.monotonic() < ends:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(SECONDS_BETWEEN_TRIES)
+            else:
+                break
         yield
     finally:
         os.close(descriptor)
@@ -271,7 +281,7 @@ def _remove_dead(path: str) -> None:
 def _parse(line: bytes) -> dict[str, Any]:
     try:
         question = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter: nested too deeply
         raise ControlError("the question is not JSON") from None
     if not isinstance(question, dict):
         raise ControlError("the question is not a JSON object")

@@ -9,7 +9,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,6 +34,11 @@ SECONDS_HELD = 0.0005
 """For this time the lock is held to explain requests, before it is released for the engine's thread."""
 POLL_SECONDS = 0.2
 """Between two looks at a recording."""
+PAUSE = 9.0
+"""Behind an answer no other is computed for so many times its own CPU time: answers take a tenth of the time at most,
+however many ask."""
+MIN_PAUSE = 0.001
+"""Seconds; they cover the parsing of a question and the sending of a short answer."""
 
 
 class Adapter(Protocol):
@@ -162,7 +168,8 @@ class Questions:
     thread empties would be no cheaper, as one side waits for the answer in either case, and would need the lock all the
     same: while vLLM is idle it does not call the scheduler, and questions must be answered then, too. Taking a free
     lock costs a call 0.1 us. It is held for half a millisecond at a time, for one explanation, or for one part of a
-    film, and never while an answer is sent.
+    film, and never while an answer is sent. Python runs one thread at a time, so answers are computed one by one, with
+    pauses between them (`PAUSE`).
 
     Args:
         scheduler: the one that is asked.
@@ -189,6 +196,20 @@ class Questions:
         self._facts = facts
         self._seconds = seconds
         self._live = LiveFilm(scheduler)
+        self._turn = threading.Lock()
+        """Held while an answer is computed."""
+        self._resumes = 0.0  # the end of the pause behind the newest answer, on the monotonic clock
+
+    @contextmanager
+    def _paced(self) -> Iterator[None]:
+        """Compute an answer in here: alone, and behind the pause that the one before it requires."""
+        with self._turn:
+            time.sleep(max(0.0, self._resumes - time.monotonic()))
+            began = time.thread_time()
+            try:
+                yield
+            finally:
+                self._resumes = time.monotonic() + max(MIN_PAUSE, PAUSE * (time.thread_time() - began))
 
     def answer(self, question: dict[str, Any], client: Client) -> Generator[dict[str, Any], None, None]:
         """The lines of an answer.
@@ -197,16 +218,20 @@ class Questions:
             ControlError: the question is unknown, or has no answer.
         """
         kind = question.get("ask")
-        if kind == "explain":
-            yield self._explain(question.get("id"), question.get("limit", 100))
-        elif kind == "metrics":
-            yield self._metrics()
-        elif kind == "record":
+        answer: dict[str, Any] = {}
+        with self._paced():
+            if kind == "explain":
+                answer = self._explain(question.get("id"), question.get("limit", 100))
+            elif kind == "metrics":
+                answer = self._metrics()
+            elif kind not in ("record", "film"):
+                raise ControlError(f"the question {kind!r} is unknown; ask explain, metrics, record or film")
+        if kind == "record":
             yield from self._record(client)
         elif kind == "film":
             yield from self._film(client)
         else:
-            raise ControlError(f"the question {kind!r} is unknown; ask explain, metrics, record or film")
+            yield answer
 
     # ------------------------------------------------------------------ where requests stand
 
@@ -220,7 +245,8 @@ class Questions:
                 "waiting": scheduler.num_queued,
                 "parked": scheduler.num_parked,
             }
-            names = self._named(name, limit)
+            names = list(self._requests)
+        names = list(islice(names if name is None else _called(name, names), limit))
         if name is not None and not names:
             raise ControlError(
                 f"no request {name!r} is waiting, parked or running; it may have finished, explain without an id lists "
@@ -231,21 +257,6 @@ class Questions:
             self._explain_some(names, found)
             time.sleep(SECONDS_HELD)  # let the engine's thread take the lock first
         return {**self._facts, "counts": counts, "requests": found}
-
-    def _named(self, name: Any, limit: int) -> list[str]:
-        """Ids of the requests with this id, or of the completion with this id, or of what its client sent as
-        X-Request-Id; None: the oldest requests."""
-        if name is None:
-            return list(islice(self._requests, limit))
-        if name in self._requests:
-            return [name]
-        start = f"{name}-"
-        found = (
-            other
-            for other in self._requests
-            if other.startswith(start) or other.partition("-")[2].startswith(start)  # behind cmpl- or chatcmpl-
-        )
-        return list(islice(found, limit))
 
     def _explain_some(self, names: list[str], found: list[dict[str, Any]]) -> None:
         """Move some from `names` to `found`."""
@@ -309,7 +320,7 @@ class Questions:
         try:
             while True:
                 try:
-                    with self._lock:
+                    with self._paced(), self._lock:
                         records = self._live.take(watcher)
                 except TooManyWatchers as error:
                     raise ControlError(str(error)) from None
@@ -358,3 +369,16 @@ class Questions:
     def _counts(self) -> dict[str, int]:
         with self._lock:
             return {"num_running": self._scheduler.num_running, "num_waiting": self._scheduler.num_queued}
+
+
+def _called(name: Any, requests: Sequence[str]) -> Iterator[str]:
+    """Those of the ids that are this one; else those of the completion with this id, or of what its client sent as
+    X-Request-Id."""
+    if name in requests:
+        return iter([name])
+    start = f"{name}-"
+    return (
+        other
+        for other in requests
+        if other.startswith(start) or other.partition("-")[2].startswith(start)  # behind cmpl- or chatcmpl-
+    )

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable
 from io import FileIO
 
-from pointsman.core import BackgroundFile, Recorder, Scheduler
+from pointsman.core import BackgroundFile, InvalidTransition, Recorder, Scheduler
 from pointsman.integrations.vllm.control import ControlError
 
 logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
@@ -62,8 +62,16 @@ class Recordings:
         """Request a recording in an open file; it may have begun when this returns.
 
         Raises:
-            ControlError: there is a recording already, or it is not a regular file, which could block the scheduler.
+            ControlError: there is a recording already, or the scheduler can begin none; or it is not a regular file,
+                which could block the scheduler.
         """
+        try:
+            self._scheduler.check_recordable()
+        except InvalidTransition as error:
+            raise ControlError(
+                f"no recording can begin while vLLM runs: {error}; start vLLM with record in --additional-config if it "
+                "accepts that, or watch it with pointsman play --socket"
+            ) from None
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ControlError("a recording can only be written to a regular file: a pipe could block the scheduler")
         other = self.current or self.waiting

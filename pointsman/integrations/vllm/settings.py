@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, fields
 from typing import Any
@@ -92,7 +93,7 @@ def read_settings(additional_config: Any) -> Settings:
             f"max_retention in --additional-config is {retention!r}; it must be a number of seconds, at least 0"
         )
     for name, value in (("socket", socket), ("record", record)):
-        if value is not None and not isinstance(value, str):
+        if value is not None and not _is_path(value):
             raise ConfigError(f"{name} in --additional-config is {value!r}; it must be a path")
     if preset not in (known := ("default", "auto", *SYSTEMS)):
         raise ConfigError(
@@ -131,9 +132,17 @@ def read_observer_settings(additional_config: Any) -> str | None:
             "it out, or run pointsman.integrations.vllm.Scheduler"
         )
     record = given.get("record")
-    if record is not None and not isinstance(record, str):
+    if record is not None and not _is_path(record):
         raise ConfigError(f"record in --additional-config is {record!r}; it must be a path")
     return record
+
+
+def _is_path(value: Any) -> bool:
+    """Whether it can be the name of a file."""
+    try:
+        return isinstance(value, str) and b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
 
 
 def _given(additional_config: Any, keys: Set[str]) -> Any:

@@ -47,6 +47,8 @@ def make(prompt: Any = (1, 2, 3), **fields: Any) -> Request:
         ({"stop_token_ids": (3, 2**31)}, "an EOS or stop token id is 2147483648"),
         ({"arrival_time": float("nan")}, "arrival_time is nan; give seconds on the caller's clock"),
         ({"arrival_time": float("inf")}, "arrival_time is inf"),
+        ({"arrival_time": 10**400}, "arrival_time is 1000"),
+        ({"ttft_target": 10**400}, "ttft_target is 1000"),
     ],
     ids=str,
 )
