@@ -87,15 +87,18 @@ def calibrate(
     if _is_recording(path):
         return calibrate_steps(read_steps(path), path, train=train)
     measured = read_measurements(path)
-    found = from_requests(
-        measured,
-        settings or EngineSettings(),
-        source=Path(path).name,
-        train=train,
-        estimate=estimate,
-        num_processes=num_processes,
-        progress=progress,
-    )
+    try:
+        found = from_requests(
+            measured,
+            settings or EngineSettings(),
+            source=Path(path).name,
+            train=train,
+            estimate=estimate,
+            num_processes=num_processes,
+            progress=progress,
+        )
+    except CalibrationError as error:
+        raise CalibrationError(f"{path}: {error}") from None
     if measured.left_out:
         found.profile.notes.insert(0, about_left_out(measured.num_rows, measured.left_out))
     return found

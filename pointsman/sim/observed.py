@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from pointsman.core import Scheduler, SchedulerConfig
+from pointsman.core.policy.registry import check_policies
 from pointsman.core.recording import check_num_blocks
 from pointsman.sim.accuracy import Times
 from pointsman.sim.errors import SimulationError
@@ -52,6 +53,7 @@ def replayed(observed: Observed, source: str, limit: int | None = None) -> Repla
     try:
         check_num_blocks(observed.config.get("num_blocks"))
         config = SchedulerConfig(**observed.config)
+        check_policies(config)
     except (ValueError, TypeError) as error:
         raise SimulationError(f"{source}: its settings cannot be used: {error}; record it again") from None
     ended = [each for each in observed.requests if each.reason is not None]
