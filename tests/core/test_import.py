@@ -47,7 +47,7 @@ def test_import_brings_numpy_the_standard_library_and_nothing_else() -> None:
 def test_import_brings_the_scheduler_and_no_host() -> None:
     _, _, loaded = import_in_a_new_process()
     ours = {name for name in loaded if name.startswith("pointsman.")}
-    assert {name for name in ours if not name.startswith("pointsman.core")} == {"pointsman.version"}
+    assert {name for name in ours if not name.startswith("pointsman.core")} == {"pointsman.files", "pointsman.version"}
 
 
 def test_every_public_name_of_the_core_is_one_of_the_package() -> None:

@@ -160,7 +160,13 @@ def test_the_tenant_is_the_keys_name_and_has_metrics_of_its_own() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         async def metrics() -> dict[str, float]:
             found = flat((await http.get("/metrics")).text)
-            return {name: value for name, value in found.items() if name.startswith("pointsman:tenant_")}
+            held, num_open = "pointsman:tenant_stage_held", found["pointsman:tenant_open_requests{tenant=alice}"]
+            assert found[f"{held}{{stage=requests,tenant=alice}}"] == num_open
+            return {
+                name: value
+                for name, value in found.items()
+                if name.startswith("pointsman:tenant_") and not name.startswith(held)
+            }
 
         before = await metrics()
         assert before == {
