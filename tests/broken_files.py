@@ -458,7 +458,11 @@ READERS: dict[str, Reader] = {
         names_file=False,  # a model that does not fit, for example
     ),
     "command-simulate-profile": Reader(
-        "json", _profile, _command("simulate", "--profile", "FILE", "--requests", "5", "--json"), _COMMAND
+        "json",
+        _profile,
+        _command("simulate", "--profile", "FILE", "--requests", "5", "--json"),
+        _COMMAND,
+        names_file=False,  # settings under which every request is refused, for example
     ),
     "command-calibrate": Reader(
         "json-lines", _timed_recording, _command("calibrate", "FILE", "--output", "FILE.profile"), _COMMAND
