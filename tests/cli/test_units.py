@@ -26,7 +26,7 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "MiB", "-1MiB", "1e9", "64 apples", "64MiBMiB", "0", "0.1B", "nan"])
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ValueError, match="kv_cache_bytes .*64MiB"):
+    with pytest.raises(ValueError, match=r"kv_cache_bytes .*64MiB"):
         parse_size(text, "kv_cache_bytes")
 
 
