@@ -47,6 +47,11 @@ def main(args: list[str] | None = None) -> NoReturn:
         _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         _fail("interrupted", EXIT_INTERRUPTED)
+    except MemoryError as error:
+        _fail(
+            f"the memory is not enough ({error or 'nothing is left'}); give less to do, or a machine with more",
+            EXIT_FAILED,
+        )
     except BrokenPipeError:  # the reader of the output is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_FAILED)

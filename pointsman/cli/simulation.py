@@ -20,6 +20,7 @@ from pointsman.core import SchedulerConfig
 from pointsman.core.errors import PointsmanError
 from pointsman.core.policy.registry import built_in, check_policies
 from pointsman.core.presets import NO_LIMIT, PRESETS, SYSTEMS
+from pointsman.core.recording import check_num_blocks
 from pointsman.sim.devices import DEVICES, device
 from pointsman.sim.errors import UnknownName
 from pointsman.sim.fleet import ROUTINGS, Routing
@@ -376,7 +377,9 @@ def _service(options: Mapping[str, Any], preset: str | None, as_vllm: bool) -> S
     def memory(config: SchedulerConfig) -> KvMemory:
         assert shape is not None and on is not None
         usable = options.get("gpu_memory_utilization", 0.9)
-        return num_kv_blocks(shape, on, config.block_size, usable, parallel, **_largest_step(config))
+        found = num_kv_blocks(shape, on, config.block_size, usable, parallel, **_largest_step(config))
+        check_num_blocks(found.num_blocks)
+        return found
 
     def sized(config: SchedulerConfig) -> SchedulerConfig:
         if "num_blocks" in knobs:

@@ -10,6 +10,7 @@ import numpy as np
 from pointsman.core import Scheduler, SchedulerConfig
 from pointsman.core.policy.registry import check_policies
 from pointsman.core.recording import check_num_blocks
+from pointsman.files import MAX_MESSAGE, shown
 from pointsman.sim.accuracy import Times
 from pointsman.sim.errors import SimulationError
 from pointsman.sim.outcome import REASONS, Event, Timeline, Timings
@@ -55,7 +56,9 @@ def replayed(observed: Observed, source: str, limit: int | None = None) -> Repla
         config = SchedulerConfig(**observed.config)
         check_policies(config)
     except (ValueError, TypeError) as error:
-        raise SimulationError(f"{source}: its settings cannot be used: {error}; record it again") from None
+        raise SimulationError(
+            f"{source}: its settings cannot be used: {shown(str(error), MAX_MESSAGE)}; record it again"
+        ) from None
     ended = [each for each in observed.requests if each.reason is not None]
     recorded = Trace(
         sorted((each for each in ended if each.runs), key=lambda each: each.queued),

@@ -19,9 +19,10 @@ import numpy.typing as npt
 
 from pointsman.core import ConfigError, KVGroup, SchedulerConfig
 from pointsman.core.recording import check_num_blocks
-from pointsman.files import MAX_MESSAGE, read_input, shown
+from pointsman.files import MAX_MESSAGE, read_input, represented, shown
 from pointsman.sim.errors import CalibrationError, SimulationError
 from pointsman.sim.step_time import LinearStepTime, StepLoad, StepTime
+from pointsman.traces import MAX_TOKENS
 from pointsman.version import __version__
 
 FORMAT = "pointsman-profile"
@@ -291,8 +292,10 @@ def _groups(value: object) -> tuple[KVGroup, ...]:
 
 
 def _count(name: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CalibrationError(f"{name} is {value!r}; it must be a whole number, at least 1")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_TOKENS:
+        raise CalibrationError(
+            f"{name} is {represented(value)}; it must be a whole number, at least 1 and at most {MAX_TOKENS}"
+        )
     return value
 
 

@@ -38,6 +38,7 @@ from pointsman.core import (
     StepResult,
 )
 from pointsman.core.state.sealed import new_tuple
+from pointsman.core.step.validation import longer_than_model
 from pointsman.sim.host_memory import HostMemory, HostTier, check_host_memory
 from pointsman.sim.outcome import Event, Timeline, Timings
 from pointsman.sim.request import EOS_TOKEN, VOCAB_SIZE, SimRequest, blank_prompt, filler_token, prompt_tokens
@@ -53,6 +54,8 @@ MORE_STEPS = 1.2
 """Of these, times of so many times as many as the last one says are computed; another run costs more."""
 LEAST_SECONDS = 1e-9
 """Of a step, where the number of steps until a time is estimated."""
+MAX_BUILT = 2**24
+"""Tokens of a prompt that is too long for the model and still built, for the scheduler to refuse and report it."""
 _ROWS = 64
 _ONE: Int64Array = np.array(1)
 _NONE: list[int] = []
@@ -176,6 +179,10 @@ class Replica:
     def add(self, number: int, request: SimRequest, now: float) -> None:
         """A request arrives at `now`, during the planned event if there is one."""
         length = request.num_prompt_tokens
+        if length > max(self.config.max_model_len, MAX_BUILT):
+            why = longer_than_model(self.config, length, 1)
+            self.refused.append((number, f"request {request.request_id!r} refused: {why}"))
+            return
         if self._has_content:
             prompt = prompt_tokens(request, request.index, self._vocab_size, self._seed)
         else:

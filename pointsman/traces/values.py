@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from datetime import UTC, datetime
 from typing import Any
 
 from pointsman.files import represented, shown
 from pointsman.traces.requests import MAX_HASH_ID, MAX_TOKENS, MeasuredRequest, TraceRequest
+
+MAX_NUMBER = 1e20
+"""Nanoseconds since 1970 are less."""
 
 
 class Broken(Exception):
@@ -71,10 +73,10 @@ def integer(text: str) -> int | str:
 
 
 def number(name: str, value: object) -> float:
-    """A finite number."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
+    """A number, of seconds or the like; squares and quotients of two are finite."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER:
         return float(value)
-    raise Broken(f"{name} is {represented(value)}; it must be a finite number")
+    raise Broken(f"{name} is {represented(value)}; it must be a finite number of at most {MAX_NUMBER:g}")
 
 
 def seconds(text: str) -> float:

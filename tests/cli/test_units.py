@@ -21,13 +21,13 @@ from pointsman.cli.knobs import size as parse_size
     ],
 )
 def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
+    assert parse_size(text, "kv_cache_bytes") == size
 
 
 @pytest.mark.parametrize("text", ["", "MiB", "-1MiB", "1e9", "64 apples", "64MiBMiB", "0", "0.1B", "nan"])
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ValueError, match="64MiB"):
-        parse_size(text)
+    with pytest.raises(ValueError, match=r"kv_cache_bytes .*64MiB"):
+        parse_size(text, "kv_cache_bytes")
 
 
 def test_generated_text_cannot_drive_the_terminal() -> None:

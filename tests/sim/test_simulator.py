@@ -258,3 +258,11 @@ def test_a_policy_sees_the_tenant_and_the_ttft_target_of_a_request() -> None:
     found = [replica.scheduler.get_request(name) for name in ("of a", "of none")]
     said = [(each.tenant, each.ttft_target, each.retention) for each in found]  # type: ignore
     assert said == [("a", 2.5, 8.0), ("", None, None)]
+
+
+def test_a_prompt_of_billions_of_tokens_is_refused_without_being_built() -> None:
+    config = SchedulerConfig(num_blocks=8, max_model_len=64)
+    trace = [TraceRequest(0.0, 2**31 - 1, 5), TraceRequest(0.0, 2**31 - 1, 5, (1, 2)), TraceRequest(0.1, 9, 5)]
+    outcome = simulate(OpenLoop(trace), config, LinearStepTime(per_step=1e-3))
+    assert [name for name, _ in outcome.refused] == ["request-0", "request-1"]
+    assert "the prompt has 2147483647 tokens and max_model_len is 64" in outcome.refused[0][1]

@@ -21,10 +21,7 @@ def too_long(config: SchedulerConfig, kv: KVCache, request: Request, length: int
     """Why a prompt of `length` tokens, and one generated token unless `max_tokens` is 0, would never fit; or None."""
     room = 1 if max_tokens else 0
     if length + room > config.max_model_len:
-        return (
-            f"the prompt has {length} tokens and max_model_len is {config.max_model_len}"
-            f"{_NO_ROOM if room else ''}; shorten the prompt to {config.max_model_len - room} tokens"
-        )
+        return longer_than_model(config, length, room)
     if length > (usable := kv.num_usable_tokens_of(request)):
         if not kv.has_tables:
             return (
@@ -43,6 +40,14 @@ def too_long(config: SchedulerConfig, kv: KVCache, request: Request, length: int
             f"{_NO_ROOM if room else ''}; raise max_total_tokens"
         )
     return None
+
+
+def longer_than_model(config: SchedulerConfig, length: int, room: int) -> str:
+    """Why a prompt of `length` tokens does not fit into `max_model_len` with `room` generated ones."""
+    return (
+        f"the prompt has {length} tokens and max_model_len is {config.max_model_len}"
+        f"{_NO_ROOM if room else ''}; shorten the prompt to {config.max_model_len - room} tokens"
+    )
 
 
 def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str | None:

@@ -21,6 +21,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import os
 import re
 import time
@@ -34,12 +35,15 @@ from torch import Tensor
 
 from pointsman.core import ConfigError
 from pointsman.engine.kv.pool import KVPool, as_bytes
+from pointsman.files import read_regular
 
 logger = logging.getLogger(__name__)
 
 FORMAT = "pointsman-kv-1"
 SUFFIX = ".safetensors"
 UNFINISHED = ".part"
+MAX_HEADER = 2**20
+"""Bytes of a file beside its elements."""
 OURS = re.compile(r"[0-9a-f]{20}/([0-9a-f]{2})/\1([0-9a-f]{62}|[0-9a-f]{14}-[0-9-]+)(?P<end>\.safetensors|\.part)")
 """Paths of a store's files in its directory, finished or not."""
 ABANDONED_AFTER = 3600.0
@@ -65,6 +69,8 @@ class BlockFolder:
         self.path = path
         self._fingerprint = fingerprint
         self._layout = {name: (tensor.shape, tensor.dtype) for name, tensor in pool.block(0).items()}
+        num_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._layout.values())
+        self._max_bytes = num_bytes + MAX_HEADER
         self._known: set[bytes] = set()  # keys of files that were seen; they may be gone
         self._distrusted: set[bytes] = set()
         self._numbers = itertools.count()
@@ -99,9 +105,14 @@ class BlockFolder:
             BadBlock: it is not what it should be.
         """
         try:
-            data = self.path_of(key).read_bytes()
-            return self._checked(key, data)
-        except (OSError, BadBlock):
+            return self._checked(key, read_regular(self.path_of(key), self._max_bytes))
+        except FileNotFoundError:
+            self._known.discard(key)
+            raise
+        except OSError as error:  # no regular file, too large, or the disk fails
+            self._known.discard(key)
+            raise BadBlock(str(error.strerror)) from error
+        except BadBlock:
             self._known.discard(key)
             raise
 

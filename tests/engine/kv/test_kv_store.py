@@ -118,6 +118,20 @@ def test_a_damaged_file_is_never_believed(tmp_path: Path, loaded: LoadedModel) -
     assert folder.read(KEYS[0])
 
 
+def test_a_pipe_or_an_endless_file_is_not_read(tmp_path: Path, loaded: LoadedModel) -> None:
+    store = open_store(tmp_path, loaded)
+    folder = store.folder
+    folder.write(KEYS[0], block_of(store, 1))
+    path = folder.path_of(KEYS[0])
+    os.truncate(path, 10**12)
+    with pytest.raises(BadBlock, match="more than"):
+        folder.read(KEYS[0])
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(BadBlock, match="it is a named pipe"):
+        folder.read(KEYS[0])
+
+
 def test_a_file_of_something_else_is_never_believed(tmp_path: Path, loaded: LoadedModel) -> None:
     """Under the name of another block, of another model, or of another layout."""
     store, narrow = open_store(tmp_path, loaded), open_store(tmp_path, loaded, kv_cache_dtype="bfloat16")
