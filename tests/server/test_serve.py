@@ -361,7 +361,7 @@ def test_a_broken_chat_template_is_an_error_before_the_model_is_loaded(tmp_path:
     assert ended.returncode == 2
     loading, error = ended.stderr.splitlines()
     assert loading == "pointsman: loading the model demo"
-    assert error.startswith("pointsman: error: chat_template cannot be used: unexpected '}' (line 2); ")
+    assert error.startswith(f"pointsman: error: {template}: chat_template cannot be used: unexpected '}}' (line 2); ")
 
 
 def test_where_it_listens() -> None:

@@ -7,10 +7,9 @@ import logging
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from pointsman.engine.grammar import process as grammar_process
 from pointsman.engine.grammar import worker
 from pointsman.engine.grammar.compiler import GrammarCompiler, Outcome
 from pointsman.engine.grammar.process import CompiledGrammar, GrammarLimits, GrammarServer
+from pointsman.engine.grammar.vocabulary import GrammarVocabulary
 from tests.engine.hopeless_grammar import HOPELESS, PATIENCE, wait_until
 from tests.engine.text_tokenizers import byte_tokenizer
 
@@ -100,27 +100,20 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-class Stopper:
-    """Stops each process of a compiler as soon as it can compile."""
+@contextmanager
+def all_stopped(compiler: GrammarCompiler) -> Iterator[None]:
+    """A block in which each process of a compiler is stopped as soon as it can compile."""
+    prepare = GrammarServer.prepare
 
-    def __init__(self, compiler: GrammarCompiler) -> None:
-        self._compiler = compiler
-        self._is_over = False
-        self._thread = threading.Thread(target=self._run)
+    def prepare_and_stop(server: GrammarServer, vocabulary: GrammarVocabulary) -> None:
+        prepare(server, vocabulary)
+        os.kill(server.pid, signal.SIGSTOP)
 
-    def _run(self) -> None:
-        while not self._is_over:
-            if (pid := self._compiler.pid) is not None:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGSTOP)
-            time.sleep(0.001)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over = True
-        self._thread.join()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GrammarServer, "prepare", prepare_and_stop)
+        if compiler.pid is not None:
+            os.kill(compiler.pid, signal.SIGSTOP)
+        yield
 
 
 def test_a_stopped_process_is_replaced(make: Callable[..., GrammarCompiler], caplog: pytest.LogCaptureFixture) -> None:
@@ -143,7 +136,7 @@ def test_a_stopped_process_is_replaced(make: Callable[..., GrammarCompiler], cap
 def test_a_process_that_hangs_again_is_no_fault_of_the_grammar(make: Callable[..., GrammarCompiler]) -> None:
     compiler = make()
     started(compiler)
-    with Stopper(compiler):
+    with all_stopped(compiler):
         for number in range(20):
             add(compiler, regex=f"next{number}")
         began = time.monotonic()
@@ -160,7 +153,7 @@ def test_the_failure_of_a_process_is_not_kept(
     monkeypatch.setattr(grammar_process, "RETRY_AFTER", 0.5)
     compiler = make()
     started(compiler)
-    with Stopper(compiler):
+    with all_stopped(compiler):
         assert isinstance(outcome(compiler, regex="again"), GrammarUnavailableError)
         assert isinstance(outcome(compiler, regex="again"), GrammarUnavailableError)  # at once, from the last
     time.sleep(0.6)

@@ -22,6 +22,12 @@ PLAIN = SamplingParams()
 WITH_GRAMMAR = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with other work may stand still for a second."""
+    monkeypatch.setattr(module, "PATIENCE", 60.0)
+
+
 class Engine:
     """Queues what it was sent when it is told to."""
 
