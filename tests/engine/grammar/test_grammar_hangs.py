@@ -33,7 +33,7 @@ VOCAB_SIZE, EOS = 199, 2
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., GrammarCompiler]]:
     """Compilers that find out within a second that a process is late."""
-    monkeypatch.setattr(grammar_process, "ACCEPT_TIMEOUT", 1.0)
+    monkeypatch.setattr(grammar_process, "ACCEPT_TIMEOUT", 2.0)
     monkeypatch.setattr(grammar_process, "GRACE", 0.5)
     made: list[GrammarCompiler] = []
 
@@ -129,7 +129,7 @@ def test_a_stopped_process_is_replaced(make: Callable[..., GrammarCompiler], cap
     (line,) = [record.getMessage() for record in caplog.records]
     assert (
         line
-        == f"the process that compiles grammars ({before}) has not begun with a job within 1.0 s; another is started"
+        == f"the process that compiles grammars ({before}) has not begun with a job within 2.0 s; another is started"
     )
 
 
