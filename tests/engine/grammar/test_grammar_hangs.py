@@ -32,7 +32,7 @@ VOCAB_SIZE, EOS = 199, 2
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., GrammarCompiler]]:
-    """Compilers that find out within a second that a process is late."""
+    """Compilers that find out within two seconds that a process is late."""
     monkeypatch.setattr(grammar_process, "ACCEPT_TIMEOUT", 2.0)
     monkeypatch.setattr(grammar_process, "GRACE", 0.5)
     made: list[GrammarCompiler] = []
