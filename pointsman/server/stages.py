@@ -12,6 +12,7 @@ all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,8 +26,17 @@ if TYPE_CHECKING:
     from pointsman.server.config import ServerConfig
 
 
+MIN_WAIT, MAX_WAIT = 1, 60
+"""Limits of Retry-After, in seconds."""
+
+
+def retry_seconds(estimate: float) -> int:
+    """What Retry-After says of a wait that is estimated, in seconds."""
+    return min(max(math.ceil(estimate), MIN_WAIT), MAX_WAIT)
+
+
 def _soon() -> int:
-    return 1
+    return MIN_WAIT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

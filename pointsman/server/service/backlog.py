@@ -12,13 +12,13 @@ while it is computed. Without such a bound, an overloaded server answers every r
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from pointsman.server.stages import retry_seconds
 from pointsman.server.wire.errors import ApiError
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 WINDOW = 30.0
 """Seconds over which the rate of first tokens is estimated."""
 MAX_SAMPLES = 1024
-MIN_WAIT, MAX_WAIT = 1, 60
-"""Limits of Retry-After, in seconds."""
 
 
 class Backlog:
@@ -71,8 +69,8 @@ class Backlog:
     def retry_after(self, tenant: str) -> int:
         """Estimated seconds until all prompts of the tenant that wait now have their first token.
 
-        They wait for no more than all prompts that wait, and where tenants have equal shares for as many of each of
-        the others.
+        Before the last of them come at most all prompts that wait; where tenants have equal shares, at most as many
+        prompts of each other tenant as of this one.
         """
         now = self._clock()
         while self._first_tokens and self._first_tokens[0] < now - WINDOW:
@@ -82,7 +80,7 @@ class Backlog:
             estimate = min(self.num_waiting, self._waiting_of[tenant] * len(self._waiting_of)) / rate
         else:  # no rate is known yet, only the time waited so far
             estimate = now - self._waiting_since if self.num_waiting else 0.0
-        return min(max(math.ceil(estimate), MIN_WAIT), MAX_WAIT)
+        return retry_seconds(estimate)
 
     # ------------------------------------------------------------------ for tickets
 

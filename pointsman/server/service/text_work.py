@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from pointsman.engine.turns import Turn, Turns
+from pointsman.server.stages import retry_seconds
 
 if TYPE_CHECKING:
     from pointsman.server.stages import StageRoom
@@ -30,8 +31,6 @@ LEAST = 256
 """Characters that any text counts as: there is work in a text of one."""
 CHARACTERS_PER_SECOND = 500_000
 """How fast a tokenizer is on the texts that are slowest, for Retry-After."""
-LONGEST_WAIT = 60
-"""Maximum of Retry-After, in seconds."""
 
 ResultT = TypeVar("ResultT")
 _Turn: TypeAlias = "Turn[asyncio.Future[_Turn] | None]"
@@ -136,7 +135,7 @@ class TextWork:
 
     def _retry_after(self, tenant: str) -> int:
         held = self.room.of(tenant) or self.room.total
-        return min(max(math.ceil(held / CHARACTERS_PER_SECOND), 1), LONGEST_WAIT)
+        return retry_seconds(held / CHARACTERS_PER_SECOND)
 
 
 class Text:

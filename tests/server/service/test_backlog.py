@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pointsman.server.service.backlog import MAX_WAIT, Backlog, Ticket
-from pointsman.server.stages import PROMPT_TOKENS, REQUESTS
+from pointsman.server.service.backlog import Backlog, Ticket
+from pointsman.server.stages import MAX_WAIT, PROMPT_TOKENS, REQUESTS
 from pointsman.server.wire.errors import ApiError
 from tests.server.rooms import backlog as backlog_of
 from tests.server.rooms import room
