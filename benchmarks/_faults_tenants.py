@@ -38,8 +38,7 @@ MOST_SECONDS_OF_SHORT = 0.5
 MOST_GAP_BESIDE_TEXTS = 0.2
 
 NUM_FLOOD, NUM_OTHERS, NUM_SEQS = 2000, 50, 32
-NUM_TOKENS = {"a": 64, "b": 8}
-"""By tenant: `b` asks for less than its share, or it would wait for its own requests."""
+NUM_TOKENS = 64
 SECONDS_BETWEEN_OTHERS = 0.1
 MOST_TTFT_RATIO = 2.0
 
@@ -143,7 +142,7 @@ def _key(tenant: str) -> str:
 def _request(tenant: str, number: int, *, stream: bool = False) -> bytes:
     body: dict[str, Any] = {
         "prompt": f"{number} requests of {tenant}",
-        "max_tokens": NUM_TOKENS[tenant],
+        "max_tokens": NUM_TOKENS,
         "ignore_eos": True,
     }
     body["stream"] = stream

@@ -146,23 +146,27 @@ class Turns(Generic[ItemT]):
         """Items that wait."""
         return self._len
 
-    def put(self, tenant: str, item: ItemT, cost: float = 1.0) -> Turn[ItemT]:
+    def put(self, tenant: str, item: ItemT, cost: float = 1.0, *, goes_on: bool = False) -> Turn[ItemT]:
         """An item waits; what `remove` knows it by, and `take` returns.
 
         Args:
             tenant: whose it is.
             item: anything.
             cost: how much work it is, above 0, in a unit of the caller's.
+            goes_on: whether it goes on with what was taken before, and so comes before the tenant's other items.
         """
         own = self._tenants.get(tenant)
         if own is None:
             own = self._tenants[tenant] = _Tenant()
         turn = Turn(tenant, item, cost, next(self._number))
-        is_first = not own.queue
+        is_only = not own.queue
         own.queue[turn] = None
         self._len += 1
-        if is_first:
+        if is_only:
             own.start = max(own.start, self._now)
+        elif goes_on:
+            own.queue.move_to_end(turn, last=False)
+        if is_only or goes_on:
             self._offer(own)
         return turn
 

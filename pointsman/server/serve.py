@@ -58,6 +58,9 @@ SECONDS_TO_REPORT = 3.0
 """Time for clients to receive the error after the engine's death, and the last events after a drain."""
 DEFAULT_RESTARTS = 5
 """Failures of one of several engines, one after the other, after which it stays dead."""
+NUM_ACCEPTED = 8
+"""Connections that are accepted in one turn of the event loop. libuv accepts one for each socket that listens, so there
+are as many of them: with one, a client that connects behind a thousand others waits for a thousand turns."""
 LISTEN_BACKLOG = 2048
 EXAMPLE_CHAT = ({"role": "user", "content": "Hello"},)
 """A conversation that every chat template should render."""
@@ -291,7 +294,8 @@ class _Serving:
         # What is there now stays. Later collections leave it out: looking at all of it holds the loop for 0.15 s.
         gc.collect()
         gc.freeze()
-        serving = asyncio.get_running_loop().create_task(server.serve(sockets=[self._sock]))
+        listeners = [self._sock, *(self._sock.dup() for _ in range(NUM_ACCEPTED - 1))]
+        serving = asyncio.get_running_loop().create_task(server.serve(sockets=listeners))
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)
         infos = [engine.info for engine in client.engines]

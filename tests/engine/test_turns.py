@@ -105,6 +105,21 @@ def test_idle_tenants_are_forgotten_while_another_is_busy() -> None:
     assert len(turns._tenants) < 200
 
 
+def test_what_goes_on_comes_before_the_tenants_other_items() -> None:
+    turns = Turns[str]()
+    for item in ("first", "second", "third"):
+        turns.put("a", item, cost=10)
+    for item in ("other", "another"):
+        turns.put("b", item, cost=10)
+    turn = turns.take()
+    assert turn is not None and turn.item == "first"
+    turns.end(turn)
+    turns.put("a", "first, continued", cost=10, goes_on=True)
+    order = [turn.item for turn in drain(turns)]
+    assert [item for item in order if "other" not in item] == ["first, continued", "second", "third"]
+    assert order[0] == "other"  # it is this tenant's turn all the same
+
+
 def test_an_idle_tenant_saves_nothing_up() -> None:
     turns = Turns[int]()
     turns.put("b", 0)

@@ -47,6 +47,11 @@ FORWARDED = frozenset({"forwarded", "via", "x-real-ip"})
 FORWARDED_PREFIX = "x-forwarded-"
 
 
+def is_reserved(path: str) -> bool:
+    """Whether health checks or operators call this path."""
+    return path in RESERVED_PATHS or path.startswith("/v1/requests/")
+
+
 class ApiKeyMiddleware:
     """Refuses requests without a valid key. Comparing takes as long for a wrong key as for a right one.
 
@@ -183,7 +188,7 @@ class ReserveApp:
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in RESERVED_PATHS or scope["path"].startswith("/v1/requests/"):
+        if is_reserved(scope["path"]):
             await self._app(scope, receive, send)
             return
         error = ApiError(

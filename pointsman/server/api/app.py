@@ -15,6 +15,7 @@ from fastapi import FastAPI
 
 import pointsman
 from pointsman.server.api.access import ApiKeyMiddleware, OperatorRules, PageMiddleware, ReserveApp
+from pointsman.server.api.arrivals import ArrivalMiddleware
 from pointsman.server.api.bodies import BodyBudget, BodyLimitMiddleware
 from pointsman.server.api.chat import chat_router
 from pointsman.server.api.completions import completions_router
@@ -73,6 +74,7 @@ def create_app(client: EngineFleet, config: ServerConfig, connections: Connectio
         tenant_of=service.tenants.of,
         answer=answer,
     )
+    app.add_middleware(ArrivalMiddleware, tenant_of=service.tenants.of)
     # The outermost: it checks first.
     if config.api_keys:
         app.add_middleware(ApiKeyMiddleware, keys=config.api_keys, operator_keys=config.operator_keys, answer=answer)

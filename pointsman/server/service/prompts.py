@@ -11,6 +11,7 @@ the engine.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -185,19 +186,17 @@ class PromptReader:
         self._required()
         size, ((cost, job),) = self._prepare(source)
         with self._work.admit(tenant, size) as text:
-            ids = (await text.run(cost, job)).token_ids
-            parts = [ids[start : start + TOKENS_AT_ONCE] for start in range(0, len(ids), TOKENS_AT_ONCE)]
-
-            async def json_of(write: Callable[[list[int]], str]) -> list[bytes]:
-                found = []
+            count, parts = await text.run(cost, lambda: _in_parts(job().token_ids))
+            tokens: list[bytes] = []
+            names = [b"["] if has_names else [b"null"]
+            if has_names:
                 for number, part in enumerate(parts):
-                    comma = "," if number else ""
-                    found.append(await text.run(len(part), lambda: f"{comma}{write(part)}".encode()))  # noqa: B023
-                return found
-
-            tokens = await json_of(lambda part: _json(part)[1:-1])
-            names = [b"[", *await json_of(self._names), b"]"] if has_names else [b"null"]
-        head = _json({"count": len(ids), **facts})[:-1].encode()
+                    names.append(await text.run(len(part), partial(_piece, number, part, self._names)))
+                names.append(b"]")
+            for number in range(len(parts)):
+                part = parts.popleft()  # a million are not forgotten at once either
+                tokens.append(await text.run(len(part), partial(_piece, number, part, _numbers)))
+        head = _json({"count": count, **facts})[:-1].encode()
         return [head, b',"tokens":[', *tokens, b'],"token_strs":', *names, b"}"]
 
     def _names(self, token_ids: list[int]) -> str:
@@ -313,6 +312,27 @@ class PromptReader:
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _in_parts(token_ids: list[int]) -> tuple[int, deque[list[int]]]:
+    """How many there are, and the ids themselves, `TOKENS_AT_ONCE` together; they are taken from the list."""
+    count = len(token_ids)
+    parts = deque[list[int]]()
+    while token_ids:
+        start = (len(token_ids) - 1) // TOKENS_AT_ONCE * TOKENS_AT_ONCE
+        parts.appendleft(token_ids[start:])
+        del token_ids[start:]
+    return count, parts
+
+
+def _piece(number: int, part: list[int], write: Callable[[list[int]], str]) -> bytes:
+    """A part of a JSON list, behind those before it."""
+    comma = "," if number else ""
+    return f"{comma}{write(part)}".encode()
+
+
+def _numbers(token_ids: list[int]) -> str:
+    return _json(token_ids)[1:-1]
 
 
 def _add_text(decoder: TextDecoder, source: TextPrompts | ChatPrompt, prompt: Prompt) -> None:

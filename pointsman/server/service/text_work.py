@@ -6,7 +6,8 @@
 
 A tokenizer takes 0.3 to 3 microseconds per character, so a body of 2 MB takes up to 2 s. There is a thread for each
 size of text (`LONGEST`), so that a text waits for none of a larger size. Within a thread the tenant that has been
-served least is next (`engine/turns.py`). Nothing waits in a queue once its client has disconnected.
+served least is next (`engine/turns.py`); of its requests, those that have begun come first. Nothing waits in a queue
+once its client has disconnected.
 """
 
 from __future__ import annotations
@@ -48,9 +49,11 @@ class _Lane:
         self._turns: Turns[asyncio.Future[_Turn] | None] = Turns()
         self._is_busy = False
 
-    async def run(self, tenant: str, cost: float, function: Callable[[], ResultT]) -> ResultT:
-        """Call a function in the thread when it is the tenant's turn."""
-        turn = await self._wait(tenant, cost)
+    async def run(self, tenant: str, cost: float, function: Callable[[], ResultT], *, goes_on: bool) -> ResultT:
+        """Call a function in the thread when it is the tenant's turn, and before all else of the tenant where it goes
+        on with a text.
+        """
+        turn = await self._wait(tenant, cost, goes_on)
         try:
             job = self._thread.submit(function)
         except RuntimeError:  # the system has no room for the thread
@@ -64,7 +67,7 @@ class _Lane:
             else:  # the caller was cancelled, and the thread is still at work
                 job.add_done_callback(self._end_later(turn))
 
-    async def _wait(self, tenant: str, cost: float) -> _Turn:
+    async def _wait(self, tenant: str, cost: float, goes_on: bool) -> _Turn:
         if not self._is_busy:
             self._is_busy = True
             self._turns.put(tenant, None, cost)
@@ -72,7 +75,7 @@ class _Lane:
             assert turn is not None  # nothing waits while the thread is idle
             return turn
         waiter: asyncio.Future[_Turn] = asyncio.get_running_loop().create_future()
-        waiting = self._turns.put(tenant, waiter, cost)
+        waiting = self._turns.put(tenant, waiter, cost, goes_on=goes_on)
         try:
             return await waiter
         except asyncio.CancelledError:
@@ -141,13 +144,14 @@ class TextWork:
 class Text:
     """The texts of one request. A context: it holds their characters until it is left."""
 
-    __slots__ = ("_lane", "_room", "_size", "_tenant")
+    __slots__ = ("_has_begun", "_lane", "_room", "_size", "_tenant")
 
     def __init__(self, room: StageRoom, lane: _Lane, tenant: str, size: int) -> None:
         self._room = room
         self._lane = lane
         self._tenant = tenant
         self._size = size
+        self._has_begun = False
 
     def __enter__(self) -> Text:
         return self
@@ -164,4 +168,5 @@ class Text:
             size: characters that it works on.
             function: raises what it likes.
         """
-        return await self._lane.run(self._tenant, max(size, LEAST), function)
+        goes_on, self._has_begun = self._has_begun, True
+        return await self._lane.run(self._tenant, max(size, LEAST), function, goes_on=goes_on)

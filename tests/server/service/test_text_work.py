@@ -62,6 +62,25 @@ def test_tenants_take_turns() -> None:
     asyncio.run(run())
 
 
+def test_a_text_in_pieces_is_done_before_later_ones_of_its_tenant() -> None:
+    async def run() -> None:
+        work, ends = text_work(), list[int]()
+
+        async def pieces(number: int) -> None:
+            with work.admit("", LONG) as text:
+                for _ in range(8):
+                    await text.run(LONG // 8, run_for(0.002))
+            ends.append(number)
+
+        tasks = [asyncio.ensure_future(pieces(number)) for number in range(6)]
+        await tasks[0]
+        assert sum(task.done() for task in tasks) <= 2
+        await asyncio.gather(*tasks)
+        assert all(abs(place - number) <= 1 for place, number in enumerate(ends))
+
+    asyncio.run(run())
+
+
 def test_what_a_disconnected_client_waits_for_is_dropped() -> None:
     async def run() -> None:
         work, called = text_work(), list[int]()
