@@ -10,8 +10,8 @@ from typing import ClassVar
 import numpy as np
 
 from pointsman.core.policy.gate import Int64Array
-from pointsman.core.policy.policy import Parameter
-from pointsman.core.policy.step_times import GROWTH, UNREACHABLE
+from pointsman.core.policy.policy import Parameter, StepLoad
+from pointsman.core.policy.step_times import FEW_FITTED, GROWTH, UNREACHABLE
 from pointsman.core.policy.target_itl import TargetItl
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.interfaces import View
@@ -19,6 +19,10 @@ from pointsman.core.state.numbers import MAX_INT
 from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
 
+FAST = 0.25
+"""On a fast device a step of the whole budget takes at most so many times the target. Nothing is learned or limited there,
+which would cost more than it is worth. Two steps in a row that take more than twice as much end this: all that was
+learned before is forgotten. One may be a stall of the machine."""
 LEAST_SECONDS = 1e-9
 """For the least prompt tokens of a step, where nothing is known of what they take."""
 
@@ -35,7 +39,7 @@ class PrefillGap(TargetItl):
     step takes would be taken for the cost of its prompt tokens. So a step leaves them out where more requests run than
     are predicted, once each time that their number doubles.
 
-    Of use where outputs are streamed on a device that may be slow. On a fast one it decides as without.
+    Of use where outputs are streamed on a device that may be slow. On a fast one (see `FAST`) it decides as without.
 
     Bounds: every running request advances at least one token. The oldest prefill advances at least `least` tokens a
     step, and half as many where a short prompt waits, as far as `max_num_batched_tokens` leaves so many.
@@ -59,8 +63,22 @@ class PrefillGap(TargetItl):
         """Whether the step leaves out prompt tokens, beyond one of each running request."""
         self._most_bare = 0
         """Requests of the last such step."""
+        self._is_fast = False
+        """Whether the whole budget is known to take a small part of the target."""
+        self._is_slow = False
+        """Whether the last step did not."""
+
+    def on_step_time(self, load: StepLoad, seconds: float) -> None:
+        if self._is_fast:
+            was_slow, self._is_slow = self._is_slow, seconds > 2 * FAST * self._target
+            if not (was_slow and self._is_slow):
+                return
+            self._forget()
+        super().on_step_time(load, seconds)
 
     def step_budget(self, most: int, view: View) -> int:
+        if self._is_fast:
+            return most
         num_prefilling = view.num_prefilling
         self._is_bare = False
         self._is_open = num_prefilling == len(view.rows) and (num_prefilling > 0 or view.num_waiting > 0)
@@ -75,15 +93,27 @@ class PrefillGap(TargetItl):
         if tokens < most and num_requests > max(self.times.most_predicted, GROWTH * self._most_bare):
             self._is_bare, self._most_bare, self._key = True, num_requests, None
             return num_requests
+        deepest = int(view.num_computed_tokens.max()) if num_requests else 0
+        if tokens == most and self._takes_little(most, deepest):
+            self._is_fast = self._is_open = True
+            return most
         if not self._held:
             return tokens
         rest = most - num_requests
-        deepest = int(view.num_computed_tokens.max())
         if tokens == most and self.times.fitting_tokens(self._left_at_first, deepest) >= rest:
             self._held, self._is_cut, self._most_running = 0.0, False, rest
         elif self._most_running == self._least:
             self._most_running = (self._least + 1) // 2
         return tokens
+
+    def _takes_little(self, num_tokens: int, deepest: int) -> bool:
+        """Whether a step of so many prompt tokens, behind as many as `deepest`, is known to be short beside these
+        requests."""
+        times = self.times
+        if num_tokens > times.most_tokens or times.num_mixed < FEW_FITTED or self._num_requests > times.most_predicted:
+            return False
+        alone = times.decode_seconds(self._num_requests, self._num_future_tokens)
+        return alone + times.prefill_seconds(num_tokens, deepest) <= FAST * self._target
 
     def _for_prompts(self, left: float, alone: float, view: View) -> float:
         least = self.times.prefill_seconds(self._least + 0.5, 0)
@@ -106,6 +136,10 @@ class PrefillGap(TargetItl):
         if self._left >= self._left_at_first:  # no prompt tokens yet
             fitting = max(fitting, self._least)
         return self._fitting(request, start, min(want, fitting))
+
+    def commit(self, request: Request, start: int, num_tokens: int) -> None:
+        if not self._is_fast:
+            super().commit(request, start, num_tokens)
 
     def lacks_step_time(self, request: Request, num_running: int, num_tokens: int) -> bool:
         return False

@@ -93,7 +93,8 @@ class StepTimes:
         self._num_new = self._num_new_groups = 0
         self._is_off = False
         self._deviation = 0.0
-        self._num_mixed = 0
+        self.num_mixed = 0
+        """Steps with prompt tokens that were seen."""
         self._group_requests = self._group_size = self._group_context = 0
         self._group_seconds = self._group_slowest = 0.0
 
@@ -128,7 +129,7 @@ class StepTimes:
         alone = self.decode_seconds(num_requests, num_context)
         predicted = share * alone + per_token * num_tokens + per_attended * num_attended
         index = min((num_attended // num_tokens >> 9).bit_length(), NUM_CLASSES - 1)
-        number = self._num_mixed
+        number = self.num_mixed
         if seconds > max(self._target, self._least_target):  # whatever was predicted, it is known before the next step
             self._num_new = REFIT_AT_LATEST
         near = NEAR * self.limit
@@ -150,7 +151,7 @@ class StepTimes:
         self._class_sizes[index] = size + 1
         slot = index * PER_CLASS + size % PER_CLASS
         self._steps[:, slot] = number, num_requests, num_context, num_tokens, num_attended, seconds
-        self._num_mixed = number + 1
+        self.num_mixed = number + 1
         if GROWTH * num_tokens > self.most_tokens:
             self.most_tokens = GROWTH * num_tokens
             self._num_new = REFIT_AT_LATEST
@@ -192,7 +193,7 @@ class StepTimes:
             self._fit_decode()
             self._fit_mixed()
         elif self._num_new and (
-            self._num_new >= (REFIT_AFTER if self._is_off else REFIT_AT_LATEST) or self._num_mixed <= FEW_FITTED
+            self._num_new >= (REFIT_AFTER if self._is_off else REFIT_AT_LATEST) or self.num_mixed <= FEW_FITTED
         ):
             self._fit_mixed()
 
@@ -210,7 +211,7 @@ class StepTimes:
         self._decode = _fitted(columns, known[2], weights, (0.0, 0.0, 0.0))
 
     def _fit_mixed(self) -> None:
-        if self._num_mixed:
+        if self.num_mixed:
             knows_near = len(self._near) >= FEW_FITTED
             taken = self._steps[5].nonzero()[0]
             is_near = taken >= NUM_CLASSES * PER_CLASS
@@ -218,7 +219,7 @@ class StepTimes:
             base, per_request, per_context = self._decode
             requests, context = np.minimum(requests, self._most_requests), np.minimum(context, self._most_context)
             alone = base + per_request * requests + per_context * context
-            recent = number >= (self._near[0] if knows_near else self._num_mixed - RECENT)
+            recent = number >= (self._near[0] if knows_near else self.num_mixed - RECENT)
             columns = np.stack((alone, tokens, attended / FEW_POSITIONS))
             weights = np.where(recent, 1.0, MEMORY)
             if knows_near:

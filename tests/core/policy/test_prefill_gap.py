@@ -83,6 +83,28 @@ def test_on_a_fast_device_it_decides_as_without() -> None:
         assert mine == others
 
 
+def test_a_device_that_becomes_slow_is_noticed() -> None:
+    served = with_chats(server(scale=0.02), 4)
+    for number in range(30):
+        until_first_token(served, served.add(f"prompt{number}", 9000, max_tokens=2))
+    served.scale = 1.0
+    seconds, _ = until_first_token(served, served.add("first", 60_000, max_tokens=1))
+    assert sum(each > 1.15 * TARGET for each in seconds) == 2, "from the second on, it learns again"
+    seconds, _ = until_first_token(served, served.add("second", 40_000, max_tokens=1))
+    assert max(seconds) < 1.25 * TARGET
+
+
+def test_a_stall_of_a_fast_device_limits_nothing() -> None:
+    served = with_chats(server(scale=0.02), 4)
+    for number in range(30):
+        until_first_token(served, served.add(f"prompt{number}", 9000, max_tokens=2))
+    served.scale = 20.0
+    served.step()
+    served.scale = 0.02
+    served.add("long", 40_000)
+    assert [sum(served.step().values()) for _ in range(4)] == [8192] * 4
+
+
 def test_a_short_prompt_does_not_wait_behind_a_long_one() -> None:
     served = with_chats(server(scale=2.0), 4)
     served.add("long", 30_000)
