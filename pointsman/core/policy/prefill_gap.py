@@ -20,9 +20,9 @@ from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
 
 FAST = 0.25
-"""On a fast device a step of the whole budget takes at most so many times the target. Nothing is learned or limited there,
-which would cost more than it is worth. Two steps in a row that take more than twice as much end this: all that was
-learned before is forgotten. One may be a stall of the machine."""
+"""On a fast device a step of the whole budget takes at most so many times the target. Nothing is learned or limited
+there, which would cost more than it is worth. Two steps in a row that take more than twice as much end this: all that
+was learned before is forgotten. One may be a stall of the machine."""
 LEAST_SECONDS = 1e-9
 """For the least prompt tokens of a step, where nothing is known of what they take."""
 
