@@ -62,6 +62,7 @@ class Wait(IntEnum):
     """A request is being answered."""
 
 
+FOR_INPUT = frozenset({Wait.REQUEST, Wait.HEADERS, Wait.BODY})
 SECONDS_TO_WAIT = {Wait.END: 3.0, Wait.REQUEST: KEEP_ALIVE, Wait.HEADERS: 10.0, Wait.BODY: 60.0, Wait.READER: 300.0}
 """After which a connection is closed."""
 SECONDS_UNTIL_REPLACED = {Wait.BODY: 10.0, Wait.READER: 30.0}
@@ -76,6 +77,9 @@ class Connection(Protocol):
 
     place: Place | None
     """Set here."""
+
+    def has_input(self) -> bool:
+        """Whether something has arrived that was not read yet, be it the end."""
 
     def has_output(self) -> bool:
         """Whether something was written that is not sent yet."""
@@ -253,7 +257,11 @@ class Connections:
             return True
         now = self._clock()
         while (replaced := pool.replaceable(now)) is not None:
-            if replaced.place is not None and replaced.place.wait is Wait.REQUEST and replaced.has_output():
+            wait = Wait.NOTHING if replaced.place is None else replaced.place.wait
+            if wait in FOR_INPUT and replaced.has_input():  # it was accepted in this turn of the loop: read in the next
+                self.wait(replaced, Wait.NOTHING)
+                continue
+            if wait is Wait.REQUEST and replaced.has_output():
                 self.wait(replaced, Wait.READER)  # the end of its last response has still to be read
                 continue
             logger.warning("there are %d connections, as many as may be: those that wait are closed", self.num_open)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import select
 import time
 from collections.abc import Callable
 from functools import partial
@@ -218,6 +219,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if not self._ignores_input:  # otherwise this class stopped it, and a response is on its way
             self._is_refused = True
             super().send_400_response(msg)
+
+    def has_input(self) -> bool:
+        """Whether something has arrived that was not read yet, be it the end."""
+        poll = select.poll()
+        poll.register(self._socket.get_extra_info("socket"), select.POLLIN)
+        return bool(poll.poll(0))
 
     def has_output(self) -> bool:
         """Whether something was written that is not sent yet."""

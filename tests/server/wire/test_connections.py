@@ -22,10 +22,14 @@ from pointsman.server.wire.connections import (
 class Peer:
     """A connection."""
 
-    def __init__(self, *, has_output: bool = False) -> None:
+    def __init__(self, *, has_input: bool = False, has_output: bool = False) -> None:
         self.place: Place | None = None
         self.is_dropped = False
+        self._has_input = has_input
         self._has_output = has_output
+
+    def has_input(self) -> bool:
+        return self._has_input
 
     def has_output(self) -> bool:
         return self._has_output
@@ -107,6 +111,20 @@ def test_the_end_of_a_response_on_its_way_is_not_cut_off() -> None:
         assert every.add(reading, "a") and every.add(idle, "a")
         opened(every, clock, Wait.REQUEST)
         assert idle.is_dropped and not reading.is_dropped
+
+    in_loop(test)
+
+
+@pytest.mark.parametrize("wait", [Wait.REQUEST, Wait.HEADERS])
+def test_what_has_arrived_and_is_not_read_yet_is_waited_for(wait: Wait) -> None:
+    def test() -> None:
+        clock = Clock()
+        every = Connections(2, clock=clock)
+        unread, idle = Peer(has_input=True), Peer()
+        assert every.add(unread, "a") and every.add(idle, "a")
+        every.wait(unread, wait)
+        opened(every, clock, Wait.NOTHING)
+        assert idle.is_dropped and not unread.is_dropped
 
     in_loop(test)
 
