@@ -22,10 +22,8 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,19 +152,14 @@ def with_model_found(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     own = dict(options)
     model, revision, download_dir = (own.pop(name, None) for name in ("model", "revision", "download_dir"))
-    path = find_model(model, revision=revision, download_dir=download_dir, check=_check_in_a_process)
+    path = find_model(model, revision=revision, download_dir=download_dir, check=_read_settings)
     if path.is_dir():
         check_model_directory(path)
     return {**own, "model": model if path == model_directory(model) else str(path)}
 
 
-def _check_in_a_process(path: Path) -> None:
-    """`read_settings` of the loader, in a process of its own: this one never imports PyTorch."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as processes:
-        processes.submit(_read_settings, path).result()
-
-
 def _read_settings(path: Path) -> None:
+    """Refuse a model that cannot run here; with imports of seconds, which only a download is worth."""
     from pointsman.engine.model.loader import read_settings
 
     read_settings(path)

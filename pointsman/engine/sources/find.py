@@ -46,7 +46,7 @@ def find_model(
     """
     text = "demo" if model is None else str(model)
     path = _existing(text)
-    if path is None and not isinstance(model, Path) and not _is_path(text):
+    if path is None and not isinstance(model, Path) and not is_path(text):
         if text in NAMED:
             path = installed(text)
             if path is None:
@@ -61,7 +61,7 @@ def find_model(
                 f"{name} is {represented(str(value))}, and {shown(text)} is no hub name OWNER/NAME; leave {name} out"
             )
     if path is None:
-        raise ModelLoadError(_why_not_there(text, is_path=isinstance(model, Path) or _is_path(text)))
+        raise ModelLoadError(_why_not_there(text, looks_like_path=isinstance(model, Path) or is_path(text)))
     return _in_directory(path) if path.is_dir() else _first_part(path)
 
 
@@ -85,12 +85,12 @@ def _existing(text: str) -> Path | None:
     return path
 
 
-def _is_path(text: str) -> bool:
+def is_path(text: str) -> bool:
     """Whether a name can be nothing but a path."""
     return text.startswith(("/", ".", "~")) or text.count("/") > 1 or text.endswith(GGUF)
 
 
-def _why_not_there(text: str, *, is_path: bool) -> str:
+def _why_not_there(text: str, *, looks_like_path: bool) -> str:
     name = shown(text, 200)
     if "://" in text:
         return (
@@ -98,7 +98,7 @@ def _why_not_there(text: str, *, is_path: bool) -> str:
         )
     if text.endswith(GGUF):
         return f"no GGUF file at {name}; correct the path, or download the file first"
-    if is_path:
+    if looks_like_path:
         return f"no model directory at {name}; give {FORMS}"
     known = ", ".join(("demo", *NAMED))
     return f"no model is called {name}: there is no such directory, and named are {known}; a hub name is OWNER/NAME"

@@ -254,3 +254,18 @@ def test_a_directory_of_the_same_name_is_taken(hub: Hub, tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     assert find_model(NAME) == Path(NAME)
     assert hub.requests == []
+
+
+def test_each_node_of_a_cluster_downloads_for_itself(hub: Hub) -> None:
+    pytest.importorskip("fastapi")
+    from pointsman.integrations.ray.arguments import read_arguments
+    from pointsman.integrations.ray.deployments import EngineHost
+
+    settings = read_arguments({"model": NAME, "revision": "main"}, {})
+    assert settings.serve.server.served_model_name == (NAME,)
+    EngineHost(settings)
+    assert hub.downloads().count("model.safetensors") == 1
+    hub.repositories.clear()
+    hub.requests.clear()
+    with pytest.raises(ValueError, match=r"no repository owner/other .*; or keep replicas off this node"):
+        EngineHost(read_arguments({"model": "owner/other"}, {}))
