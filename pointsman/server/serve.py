@@ -116,7 +116,8 @@ def run(
     connections = Connections(num_connections, per_address=config.max_connections_per_address)
     wait_briefly()  # for the engine process, which inherits it: this process needs the processor too
     with listening(config) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        options = with_model_found(options)
+        with _ended_by_signals():
+            options = with_model_found(options)
         shares = share_out(options, data_parallel_size, record)
         server = _Serving(options, config, sock, connections, create_app)
 
@@ -163,6 +164,23 @@ def _read_settings(path: Path) -> None:
     from pointsman.engine.model.loader import read_settings
 
     read_settings(path)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGINT and SIGTERM end the process, and a download removes its incomplete file. The event loop, which handles
+    them later, does not run yet.
+    """
+
+    def leave(number: int, frame: object) -> None:
+        sys.exit(EXIT_OK)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import logging
 import shutil
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -56,6 +55,8 @@ FOLDERS = "*/*"
 """Pattern of what is left out: other formats, and the files of the model's first publication."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 UNAUTHORIZED = 401
+LIBRARY: dict[str, Any] = {"library_name": "pointsman", "library_version": __version__}
+"""What the hub is told about the program that asks."""
 
 
 class _Hidden(tqdm):  # type: ignore[misc]
@@ -99,10 +100,10 @@ def download(
         path = repository.cached()
         if path is None:
             raise
-        logger.warning("%s; the cached files are used now: %s", error, path)
+        logger.warning("using the cached files of %s: %s", repository, error)
         return path
     _check_format(name, sizes)
-    path = repository.fetch(SETTINGS)
+    path = repository.fetch_settings()
     missing = [one for one in _weight_files(path) if not (path / one).is_file()]
     if missing:
         if check is not None:
@@ -114,10 +115,9 @@ def download(
             )
         num_bytes = sum(sizes[one] for one in missing)
         _check_room(name, cache, num_bytes)
-        logger.info(
-            "downloading the weights of %s, %d files with %s, to %s", name, len(missing), _size(num_bytes), cache
-        )
-        repository.fetch(missing, commit=path.name, shows_progress=sys.stderr.isatty())
+        logger.info("downloading the weights of %s, %s, to %s", name, _size(num_bytes), cache)
+        for one in missing:
+            repository.fetch(one, commit=path.name)
     return path
 
 
@@ -138,28 +138,36 @@ class _Repository:
         Raises:
             ModelLoadError: the hub does not say.
         """
-        api = HfApi(library_name="pointsman", library_version=__version__)
+        timeout = constants.HF_HUB_ETAG_TIMEOUT
         try:
-            info = api.model_info(
-                self.name, revision=self.revision, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT
-            )
+            info = HfApi(**LIBRARY).model_info(self.name, revision=self.revision, files_metadata=True, timeout=timeout)
         except Exception as error:
             raise self._explained(error) from error
         return {one.rfilename: one.size or 0 for one in info.siblings or ()}
 
-    def fetch(self, patterns: Sequence[str], *, commit: str | None = None, shows_progress: bool = False) -> Path:
-        """The directory of the revision, once the files of these names are in it.
-
-        Args:
-            patterns: names, or patterns of them, without those in folders.
-            commit: in place of the revision, which may have moved since.
-            shows_progress: whether there is a progress bar.
+    def fetch_settings(self) -> Path:
+        """The directory of the revision, once the files of `SETTINGS` are in it.
 
         Raises:
-            ModelLoadError: a file cannot be downloaded or written.
+            ModelLoadError: one cannot be downloaded or written.
         """
         try:
-            return self._snapshot(patterns, commit or self.revision, shows_progress=shows_progress)
+            return self._with_settings(is_local=False)
+        except Exception as error:
+            raise self._explained(error) from error
+
+    def fetch(self, file: str, commit: str) -> None:
+        """Download a file, in this thread: Ctrl-C ends it at once, which `snapshot_download` would finish first.
+
+        Args:
+            file: its name.
+            commit: in place of the revision, which may have moved since.
+
+        Raises:
+            ModelLoadError: it cannot be downloaded or written.
+        """
+        try:
+            hf_hub_download(self.name, file, revision=commit, cache_dir=self.cache, **LIBRARY)
         except Exception as error:
             raise self._explained(error) from error
 
@@ -170,7 +178,7 @@ class _Repository:
             ModelLoadError: no hub takes such a name.
         """
         try:
-            path = self._snapshot(SETTINGS, self.revision, is_local=True)
+            path = self._with_settings(is_local=True)
             is_complete = all((path / one).is_file() for one in (CONFIG, *_weight_files(path)))
         except HFValidationError as error:
             raise self._explained(error) from error
@@ -178,19 +186,16 @@ class _Repository:
             return None
         return path if is_complete else None
 
-    def _snapshot(
-        self, patterns: Sequence[str], revision: str | None, *, is_local: bool = False, shows_progress: bool = False
-    ) -> Path:
+    def _with_settings(self, *, is_local: bool) -> Path:
         path = snapshot_download(
             self.name,
-            revision=revision,
+            revision=self.revision,
             cache_dir=self.cache,
-            allow_patterns=list(patterns),
+            allow_patterns=list(SETTINGS),
             ignore_patterns=FOLDERS,
             local_files_only=is_local,
-            tqdm_class=None if shows_progress else _Hidden,
-            library_name="pointsman",
-            library_version=__version__,
+            tqdm_class=_Hidden,
+            **LIBRARY,
         )
         return Path(path)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -30,6 +30,8 @@ class Repository:
     """Bytes that the hub reports of a file, where they are not its own."""
     cuts: dict[str, list[int]] = field(default_factory=dict)
     """By file: bytes after which the connections to it break, one after the other."""
+    stalled: str | None = None
+    """A file of which only the first half arrives, until the hub ends."""
 
     @property
     def commit(self) -> str:
@@ -50,6 +52,7 @@ class Hub:
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     failure: int | None = None
     """A status that answers every request."""
+    ended: Event = field(default_factory=Event)
 
     def downloads(self) -> list[str]:
         """The names of the files that were asked for, in order."""
@@ -76,6 +79,7 @@ def serving() -> Iterator[Hub]:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
         yield hub
+        hub.ended.set()
         server.shutdown()
         thread.join()
 
@@ -143,6 +147,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "GET" and cuts:
             self._send_head(status, len(body), headers)
             self.wfile.write(body[: cuts.pop(0)])
+            self.close_connection = True
+        elif self.command == "GET" and file == repository.stalled:
+            self._send_head(status, len(body), headers)
+            self.wfile.write(body[: len(body) // 2])
+            self.server.hub.ended.wait()  # type: ignore[attr-defined]
             self.close_connection = True
         else:
             self._send(status, body, headers)

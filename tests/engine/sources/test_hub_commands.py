@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
@@ -26,7 +29,7 @@ def test_generate_downloads_a_model_once(hub: Hub, monkeypatch: pytest.MonkeyPat
     pytest.importorskip("torch")
     first = generate("--model", NAME)
     assert first.returncode == 0, first.stderr
-    assert f"downloading the weights of {NAME}, 1 files with 5.7 MB" in first.stderr
+    assert f"downloading the weights of {NAME}, 5.7 MB, to " in first.stderr
     assert "%|" not in first.stderr  # no progress bar where there is no terminal
     hub.requests.clear()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -50,3 +53,30 @@ def test_serve_finds_the_model_before_engines_start(hub: Hub) -> None:
             (card,) = json.load(answer)["data"]
         assert card["id"] == NAME and hub.repositories[NAME].commit in card["root"]
     assert hub.downloads().count("model.safetensors") == 1
+
+
+FIND = f"from pointsman.engine.sources.find import find_model; find_model({NAME!r})"
+
+
+@pytest.mark.parametrize(
+    ("program", "number", "code"),
+    [
+        (("-c", FIND), signal.SIGINT, -signal.SIGINT),
+        (("-m", "pointsman", "serve", "--port", "0", "--model", NAME), signal.SIGTERM, 0),
+    ],
+    ids=["python-sigint", "serve-sigterm"],
+)
+def test_a_signal_ends_a_download_and_leaves_no_part_of_a_file(
+    hub: Hub, tmp_path: Path, program: tuple[str, ...], number: signal.Signals, code: int
+) -> None:
+    pytest.importorskip("fastapi")
+    hub.repositories[NAME].stalled = "model.safetensors"
+    process = subprocess.Popen((sys.executable, *program), stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.rglob("*.incomplete")) or "model.safetensors" not in hub.downloads():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == code
+    assert list(tmp_path.rglob("config.json")) and not list(tmp_path.rglob("*.incomplete"))
