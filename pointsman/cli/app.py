@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import pointsman
-from pointsman.cli import options, vllm
+from pointsman.cli import models, options, vllm
 from pointsman.cli import simulator_options as sim
 from pointsman.cli.calibrate import calibrate
 from pointsman.cli.display import choose_display, one_line
@@ -40,6 +40,7 @@ from pointsman.cli.workload import (
 from pointsman.core import BackgroundFile, Recorder, ReplayDifference
 from pointsman.core import replay as core_replay
 from pointsman.engine.machine import wait_briefly
+from pointsman.engine.sources.named import SERVED, served_by_default
 from pointsman.files import lines_of, open_input, represented
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ app = typer.Typer(
 )
 
 app.add_typer(vllm.app, name="vllm")
+app.add_typer(models.app, name="models")
 app.command()(calibrate)
 app.command()(film)
 app.command()(plot)
@@ -125,15 +127,15 @@ def generate(
 def serve(config: options.ConfigFile = None, preset: options.Preset = None, **values: Any) -> int:
     """Serve a model over HTTP with OpenAI's API.
 
-    Without options it serves the demo model at http://127.0.0.1:8000, without API keys. SIGTERM or Ctrl-C lets running
-    requests finish.
+    Without options it serves smollm2 if that is installed (see pointsman models), otherwise the demo model, at
+    http://127.0.0.1:8000, without API keys. SIGTERM or Ctrl-C lets running requests finish.
 
     Exit code 0: stopped by a signal; 1: the engine died, restart it; 2: an option, a file or the model is wrong.
     """
-    settings = serve_settings({"preset": preset, **values}, config, os.environ)
-    _log_to_stderr()
     if not hasattr(socket, "AF_UNIX"):
         raise CommandError("serve needs Unix sockets, which this Python lacks; run it on Linux or macOS")
+    _log_to_stderr()
+    settings = serve_settings({"preset": preset, **values}, config, os.environ, _default_model)
     wait_briefly()
     try:
         for name in ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client"):
@@ -379,6 +381,16 @@ def record(
     with an empty scheduler.
     """
     return vllm.record(socket, file, seconds)
+
+
+def _default_model() -> str:
+    """What is served where no model is named."""
+    model = served_by_default()
+    if model == "demo":
+        logging.getLogger("pointsman").info(
+            "serving the demo model, which knows nothing; one that answers questions: pointsman models get %s", SERVED
+        )
+    return model
 
 
 def _demo_knobs(given: dict[str, Any]) -> dict[str, int]:

@@ -348,7 +348,13 @@ ConfigFile = Annotated[
 ]
 
 SERVER: dict[str, Any] = {
-    "model": Annotated[str | None, typer.Option(help="Directory of a Hugging Face model, or demo [default: demo].")],
+    "model": Annotated[
+        str | None,
+        typer.Option(
+            help="Directory of a Hugging Face model, a name that pointsman models lists, or demo [default: smollm2 if "
+            "it is installed, otherwise demo]."
+        ),
+    ],
     "host": Annotated[
         str | None, typer.Option(help="Address to listen on; 0.0.0.0: all networks [default: 127.0.0.1].")
     ],

@@ -1,0 +1,1 @@
+"""Where models come from: directories, files, named models and the hub."""
