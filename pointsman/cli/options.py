@@ -23,7 +23,8 @@ Command = TypeVar("Command", bound=Callable[..., int])
 
 # ---------------------------------------------------------------------- what generate runs
 
-Model = Annotated[str, typer.Option(help="Directory of a Hugging Face model, or demo.")]
+MODEL_FORMS = "Directory of a Hugging Face model, GGUF file, OWNER/NAME on a hub, name of a small model, or demo"
+Model = Annotated[str, typer.Option(help=f"{MODEL_FORMS}.")]
 PromptTexts = Annotated[
     list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt; may be repeated.")
 ]
@@ -95,6 +96,13 @@ Preset = Annotated[
 ]
 
 KNOBS: dict[str, Any] = {
+    "revision": Annotated[
+        str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a hub's model [default: main].")
+    ],
+    "download_dir": Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Cache for a hub's model [default: that of huggingface_hub, in HF_HOME]."),
+    ],
     "dtype": Annotated[
         str | None, typer.Option(metavar="NAME", help="Type of the weights: float32 or bfloat16 [default: float32].")
     ],
@@ -349,11 +357,7 @@ ConfigFile = Annotated[
 
 SERVER: dict[str, Any] = {
     "model": Annotated[
-        str | None,
-        typer.Option(
-            help="Directory of a Hugging Face model, a name that pointsman models lists, or demo [default: smollm2 if "
-            "it is installed, otherwise demo]."
-        ),
+        str | None, typer.Option(help=f"{MODEL_FORMS} [default: smollm2 if it is installed, otherwise demo].")
     ],
     "host": Annotated[
         str | None, typer.Option(help="Address to listen on; 0.0.0.0: all networks [default: 127.0.0.1].")
@@ -552,7 +556,7 @@ Panels = Mapping[str, tuple[str, ...]]
 """Titles of a help page, each with the names of its options, in order. An option is in the first panel that has it."""
 
 ENGINE_PANELS: Panels = {
-    "Model and device": ("dtype", "quantization", "device", "attention", "fuse", "threads"),
+    "Model and device": ("revision", "download_dir", "dtype", "quantization", "device", "attention", "fuse", "threads"),
     "KV pool and prefix cache": (
         "num_blocks",
         "kv_cache_bytes",

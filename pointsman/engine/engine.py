@@ -72,7 +72,10 @@ class Engine:
     """Runs requests on a model.
 
     Args:
-        model: a directory, "demo" for the packaged model, or a model that is loaded already.
+        model: a directory, a GGUF file, the name of a model, OWNER/NAME on a hub (`sources/find.py`), "demo" for the
+            packaged model, or a model that is loaded already.
+        revision: of a hub name: a branch, a tag or a commit; None: main.
+        download_dir: of a hub name: the cache to download to; None: that of huggingface_hub.
         num_blocks: KV blocks; or `kv_cache_bytes`, a budget that they must fit. Neither: a default that is logged.
         dtype: "float32" or "bfloat16", of weights and KV.
         max_model_len: longest sequence, prompt and output together; None: what the model was made for.
@@ -114,6 +117,8 @@ class Engine:
         self,
         model: str | Path | LoadedModel | None = "demo",
         *,
+        revision: str | None = None,
+        download_dir: str | Path | None = None,
         num_blocks: int | None = None,
         kv_cache_bytes: int | None = None,
         dtype: str = "float32",
@@ -149,7 +154,15 @@ class Engine:
         knobs = with_defaults(scheduler_knobs)
         events_config = KVEventsConfig.of(kv_events_config)
         self.loaded, self.attention = load_with_attention(
-            model, dtype, attention, max_model_len=max_model_len, device=device, fuse=fuse, quantization=quantization
+            model,
+            dtype,
+            attention,
+            max_model_len=max_model_len,
+            device=device,
+            fuse=fuse,
+            quantization=quantization,
+            revision=revision,
+            download_dir=download_dir,
         )
         set_num_threads(num_threads, self.loaded.num_parameters)
         keep_freed_pages()

@@ -39,7 +39,7 @@ class LLM:
     """Offline inference.
 
     Args:
-        model: a directory, "demo" for the packaged model, or a model that is loaded already.
+        model: as for `Engine`: a directory, OWNER/NAME on a hub, ..., or a model that is loaded already.
         log_stats_interval: seconds between lines of statistics in the log (`stats.py`) while no progress bar is
             shown; None: no lines.
         **knobs: as for `Engine`.

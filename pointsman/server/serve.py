@@ -1,7 +1,7 @@
 """The API process from start to exit.
 
-start      take the port, try the chat template, start the engine process, load the tokenizer, warm up both processes,
-           listen, say what is served
+start      take the port, find the model (and download it), try the chat template, start the engine process, load the
+           tokenizer, warm up both processes, listen, say what is served
 serving    until a signal comes or no engine lives any more; one that dies may be started again (`service/fleet.py`)
 leaving    SIGTERM or SIGINT: for `drain_delay`, the server is not ready and still takes requests, until whoever sends
            them has noticed. A second signal ends the server at once, here and below.
@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from pointsman.core.observe.side_file import WhenFull
 from pointsman.engine.errors import first_line
 from pointsman.engine.machine import wait_briefly
+from pointsman.engine.sources.find import find_model
 from pointsman.engine.stats import DEFAULT_INTERVAL
 from pointsman.engine.text.tokenizer import (
     PLAIN_CHAT_TEMPLATE,
@@ -104,9 +105,7 @@ def run(
         ValueError: the model cannot be run, a knob is out of range, the machine is too small for that number of
             engines, the chat template cannot be used, or the server cannot listen on the address.
     """
-    check_model_directory(model_directory(options.get("model")))
     num_connections = size_for(config.max_connections, raise_file_limit())
-    shares = share_out(options, data_parallel_size, record)
     if max_engine_restarts is None:
         max_engine_restarts = 0 if data_parallel_size == 1 else DEFAULT_RESTARTS
 
@@ -117,6 +116,8 @@ def run(
     connections = Connections(num_connections, per_address=config.max_connections_per_address)
     wait_briefly()  # for the engine process, which inherits it: this process needs the processor too
     with listening(config) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        options = with_model_found(options)
+        shares = share_out(options, data_parallel_size, record)
         server = _Serving(options, config, sock, connections, create_app)
 
         def start_engine(index: int, num_restarts: int, tokenizer: Any = None) -> Awaitable[EngineClient]:
@@ -141,6 +142,27 @@ def run(
         except EngineStartError as error:
             logger.critical("%s", error)
             return EXIT_FAILED
+
+
+def with_model_found(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `Engine` with the path of the model in place of another form; downloaded, where it is a hub name.
+
+    Raises:
+        ModelLoadError: there is no such model, or it cannot run here.
+    """
+    own = dict(options)
+    model, revision, download_dir = (own.pop(name, None) for name in ("model", "revision", "download_dir"))
+    path = find_model(model, revision=revision, download_dir=download_dir, check=_read_settings)
+    if path.is_dir():
+        check_model_directory(path)
+    return {**own, "model": model if path == model_directory(model) else str(path)}
+
+
+def _read_settings(path: Path) -> None:
+    """Refuse a model that cannot run here; with imports of seconds, which only a download is worth."""
+    from pointsman.engine.model.loader import read_settings
+
+    read_settings(path)
 
 
 @contextmanager

@@ -184,6 +184,8 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
         "max_engine_restarts": "2",
         "max_resumes": "4",
         "engine_timeout": "60",
+        "revision": "v1",
+        "download_dir": "/models/cache",
         "dtype": "bfloat16",
         "kv_cache_dtype": "float32",
         "quantization": "int8",

@@ -21,7 +21,7 @@ import importlib, json, os, pkgutil, signal, socket, sys
 
 SYSTEM = {"fcntl", "resource", "uvloop", "grp", "pwd", "posix_ipc", "pty", "readline", "syslog", "termios", "tty"}
 LIBRARIES = {"torch", "transformers", "safetensors", "numba", "tokenizers", "xgrammar", "vllm", "zmq", "msgspec"}
-LIBRARIES |= {"fastapi", "starlette", "uvicorn", "httptools", "prometheus_client", "yaml", "httpx2"}
+LIBRARIES |= {"huggingface_hub", "fastapi", "starlette", "uvicorn", "httptools", "prometheus_client", "yaml", "httpx2"}
 
 class Hidden:
     def find_spec(self, name, path=None, target=None):

@@ -28,7 +28,8 @@ from pointsman.engine.model.settings import (
     choose_eos_token_ids,
     read_generation_settings,
 )
-from pointsman.engine.text.tokenizer import check_model_directory, model_directory, read_object, read_tokenizer
+from pointsman.engine.sources.find import find_model
+from pointsman.engine.text.tokenizer import check_model_directory, read_object, read_tokenizer
 from pointsman.files import MAX_MESSAGE, represented, shown
 
 logger = logging.getLogger(__name__)
@@ -51,28 +52,29 @@ def load_model(
     attention: AttentionChoice = "auto",
     fuse: bool = True,
     quantization: str | None = None,
+    revision: str | None = None,
+    download_dir: str | Path | None = None,
 ) -> LoadedModel:
-    """Load and check the model in a directory; "demo" or None is the packaged one.
+    """Load and check a model; "demo" or None is the packaged one.
 
     Args:
-        model: a directory with config.json, *.safetensors and, for text prompts, a tokenizer.
+        model: a directory with config.json, *.safetensors and, for text prompts, a tokenizer; or another form that
+            `find_model` takes, such as a hub name OWNER/NAME.
         dtype: "float32" or "bfloat16".
         device: "cpu", "cuda", "cuda:1", ...; "auto" is a GPU if PyTorch sees one.
         max_model_len, attention, fuse, quantization: see `wrap_model`.
+        revision, download_dir: of a hub name, see `find_model`.
 
     Raises:
-        ModelLoadError: the directory cannot be read; one line says what is missing or broken.
+        ModelLoadError: the model cannot be found or read; one line says what is missing or broken.
         UnsupportedModel: it was read, but the paged path would not compute it correctly.
         ValueError: an unknown dtype, device or attention.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
-    path = model_directory(model)
     place = choose_device(device)
-    config = _read_config(path)
-    with _naming(path):
-        check_config(config)
-    generation = read_generation_settings(path, config)
+    path = find_model(model, revision=revision, download_dir=download_dir, check=read_settings)
+    config, generation = read_settings(path)
     _check_size(path, config, _check_weights(path))
     options: dict[str, Any] = {
         "tokenizer": read_tokenizer(path),
@@ -88,6 +90,19 @@ def load_model(
         except FusionFailed as error:
             logger.warning("%s; loading it again with its own layers, which are slower", error)
         return wrap_model(_read_weights(path, config, DTYPES[dtype]).to(place), fuse=False, **options)
+
+
+def read_settings(path: Path) -> tuple[Any, GenerationSettings]:
+    """The configuration of transformers in a directory, and its generation settings, checked. No weights are needed.
+
+    Raises:
+        ModelLoadError: a file cannot be read, or a value in it is wrong.
+        UnsupportedModel: the paged path would not compute such a model correctly.
+    """
+    config = _read_config(path)
+    with _naming(path):
+        check_config(config)
+    return config, read_generation_settings(path, config)
 
 
 @contextmanager
@@ -184,6 +199,8 @@ def load_with_attention(
     device: str,
     fuse: bool,
     quantization: str | None,
+    revision: str | None,
+    download_dir: str | Path | None,
 ) -> tuple[LoadedModel, AttentionBackend]:
     """The model, loaded if it is not yet, and the backend that computes its attention. All arguments are `Engine`'s.
 
@@ -194,6 +211,8 @@ def load_with_attention(
     if isinstance(model, LoadedModel):
         if (device, fuse, quantization) != ("auto", True, None):
             raise ValueError("the model is loaded already; give device, fuse and quantization to load_model")
+        if revision is not None or download_dir is not None:
+            raise ValueError("the model is loaded already; give revision and download_dir to load_model")
         return model, _attention_of(model, attention)
     if not isinstance(attention, str) and not callable(attention):
         raise ValueError("attention is a backend object, which fits one model; load that with load_model first")
@@ -205,6 +224,8 @@ def load_with_attention(
         attention=attention,
         fuse=fuse,
         quantization=quantization,
+        revision=revision,
+        download_dir=download_dir,
     )
     return loaded, loaded.attention
 

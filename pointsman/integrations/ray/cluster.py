@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman.engine.machine import num_cores
-from pointsman.engine.text.tokenizer import model_directory
+from pointsman.engine.sources.find import is_path
 from pointsman.integrations.ray.arguments import RayError, RaySettings
 
 SECONDS_TO_CONNECT = 10.0
@@ -44,11 +44,11 @@ def check_cluster(settings: RaySettings) -> None:
         needs = replica_needs(settings.engine_options)
         if settings.check_resources:
             check_room(nodes, needs, settings)
-        model = settings.serve.engine["model"]
-        if model_directory(model).is_absolute() and str(model) != "demo":
+        model = str(settings.serve.engine["model"])
+        if Path(model).is_absolute():
             api = replica_needs({"ray_actor_options": settings.api_actor_options})
-            check_model(str(model), [one for one in nodes if room(one, needs) or room(one, api)])
-        elif str(model) != "demo":
+            check_model(model, [one for one in nodes if room(one, needs) or room(one, api)])
+        elif is_path(model) or (model != "demo" and Path(model).exists()):
             raise RayError(f"model is {model!r}; nodes do not share a working directory, so give an absolute path")
         check_port(nodes)
 
@@ -240,13 +240,13 @@ def check_room(nodes: Sequence[Node], needs: Mapping[str, float], settings: RayS
 
 
 def check_model(model: str, nodes: Sequence[Node]) -> None:
-    """Raise where a node has no such directory.
+    """Raise where a node has no such directory, or file.
 
     Raises:
         RayError: with the nodes that lack it.
     """
     if all(not node.id for node in nodes):
-        lacking = [] if Path(model).is_dir() else [node.address for node in nodes]
+        lacking = [] if Path(model).exists() else [node.address for node in nodes]
     else:
         lacking = nodes_without(model, nodes)
     if lacking:
@@ -258,16 +258,16 @@ def check_model(model: str, nodes: Sequence[Node]) -> None:
 
 
 def nodes_without(path: str, nodes: Sequence[Node]) -> list[str]:
-    """The addresses of the nodes that have no directory of this name, or do not say in time."""
+    """The addresses of the nodes that have no directory or file of this name, or do not say in time."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    def has_directory(path: str) -> bool:  # sent by value: it needs nothing but Python there
+    def has_model(path: str) -> bool:  # sent by value: it needs nothing but Python there
         import os
 
-        return os.path.isdir(path)
+        return os.path.exists(path)
 
-    look = ray.remote(num_cpus=0, max_retries=0)(has_directory)
+    look = ray.remote(num_cpus=0, max_retries=0)(has_model)
     asked = {
         look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote(path): node
         for node in nodes

@@ -19,14 +19,19 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from pointsman.engine.errors import first_line
+from pointsman.engine.errors import ModelLoadError, first_line
 from pointsman.engine.machine import wait_briefly
 from pointsman.engine.stats import DEFAULT_INTERVAL
-from pointsman.engine.text.tokenizer import model_directory
 from pointsman.integrations.ray.arguments import RaySettings
 from pointsman.integrations.ray.autoscaling import METRIC, POLICY, Load, replicas_wanted
 from pointsman.integrations.ray.status import StatusWatch, is_scaled_down
-from pointsman.server.serve import DEFAULT_RESTARTS, check_chat_template, log_to_stderr, warm_tokenizer
+from pointsman.server.serve import (
+    DEFAULT_RESTARTS,
+    check_chat_template,
+    log_to_stderr,
+    warm_tokenizer,
+    with_model_found,
+)
 from pointsman.server.service.engine_client import EngineStartError
 from pointsman.server.service.fleet import DEFAULT_RESUMES, EngineFleet, start_fleet
 from pointsman.server.service.heartbeat import DEFAULT_TIMEOUT
@@ -78,12 +83,13 @@ class Api:
         self._fleet: EngineFleet | None = None
         self._watching: asyncio.Task[None] | None = None
         serve = settings.serve
+        engine = await asyncio.to_thread(with_model_found, serve.engine)
         template = serve.server.chat_template
         if template is not None:
-            await asyncio.to_thread(check_chat_template, template, serve.engine["model"])
+            await asyncio.to_thread(check_chat_template, template, engine["model"])
         options = serve.options
         start = Start(
-            serve.engine,
+            engine,
             options.get("record"),
             options.get("log_stats_interval", DEFAULT_INTERVAL),
             options.get("max_step_retries", 0),
@@ -211,19 +217,19 @@ class EngineHost:
         """Check what can be checked on this node.
 
         Raises:
-            ValueError: the node is too small for the engines, or has not the model.
+            ValueError: the node is too small for the engines, or has not the model and cannot download it.
         """
         log_to_stderr()
         wait_briefly()  # for the engine processes, which inherit it
         serve = settings.serve
         count = settings.engines_per_replica
-        options = dict(serve.engine)
-        directory = model_directory(options["model"])
-        if not directory.is_dir():  # the node has come after `build_app` looked
+        try:
+            options = with_model_found(serve.engine)
+        except ModelLoadError as error:  # the node has come after `build_app` looked, or a hub refuses it
             raise ValueError(
-                f"model is {directory}, and there is no such directory on {socket.gethostname()}; copy it there, or "
-                "keep replicas off this node with a resource that it lacks (ray_actor_options)"
-            )
+                f"on {socket.gethostname()}: {error}; or keep replicas off this node with a resource that it lacks "
+                "(ray_actor_options)"
+            ) from None
         num_cpus = settings.engine_options.get("ray_actor_options", {}).get("num_cpus")
         if count > 1 and num_cpus and "num_threads" not in options:
             options["num_threads"] = max(count, int(num_cpus))  # shared out

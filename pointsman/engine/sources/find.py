@@ -1,0 +1,143 @@
+"""Find a model: from what a user types to a directory, or a GGUF file, on this machine. No PyTorch is imported.
+
+| what is typed | what it means |
+| --- | --- |
+| nothing, `demo` | the packaged model |
+| a directory that exists | the model in it: config.json and *.safetensors, or one GGUF model |
+| a file that exists | a GGUF file, or one part of several |
+| a name of `sources/named.py` | the named model that is installed |
+| OWNER/NAME | a repository of the hub, downloaded where it is not cached |
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from pointsman.engine.errors import ModelLoadError
+from pointsman.engine.sources.named import NAMED, installed
+from pointsman.engine.text.tokenizer import model_directory
+from pointsman.files import represented, shown
+
+GGUF = ".gguf"
+_PART = re.compile(r"(?P<name>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf")
+FORMS = "a directory with config.json and *.safetensors, a .gguf file, or a hub name OWNER/NAME"
+
+
+def find_model(
+    model: str | Path | None,
+    *,
+    revision: str | None = None,
+    download_dir: str | Path | None = None,
+    check: Callable[[Path], object] | None = None,
+) -> Path:
+    """The directory of a model in the Hugging Face format, or its GGUF file: the first one where it has parts.
+
+    Args:
+        model: see the table above; "~" is the home directory.
+        revision: of a hub name: a branch, a tag or a commit; None: main.
+        download_dir: of a hub name: the cache to download to; None: that of huggingface_hub.
+        check: gets a directory that has everything but the weights, before they are downloaded; what it raises ends the
+            search.
+
+    Raises:
+        ModelLoadError: no form fits, there is no such model, or it cannot be downloaded; one line with the remedy.
+    """
+    text = "demo" if model is None else str(model)
+    path = _existing(text)
+    if path is None and not isinstance(model, Path) and not is_path(text):
+        if text in NAMED:
+            path = installed(text)
+            if path is None:
+                raise ModelLoadError(f"the model {text} is not installed; run: pointsman models get {text}")
+        elif "/" in text:
+            from pointsman.engine.sources.hub import download  # imports an HTTP client, which no other form needs
+
+            return download(text, revision=revision, download_dir=download_dir, check=check)
+    for name, value in (("revision", revision), ("download_dir", download_dir)):
+        if value is not None:
+            raise ModelLoadError(
+                f"{name} is {represented(str(value))}, and {shown(text)} is no hub name OWNER/NAME; leave {name} out"
+            )
+    if path is None:
+        raise ModelLoadError(_why_not_there(text, looks_like_path=isinstance(model, Path) or is_path(text)))
+    return _in_directory(path) if path.is_dir() else _first_part(path)
+
+
+def _existing(text: str) -> Path | None:
+    """The file or directory of this name; None: there is none.
+
+    Raises:
+        ModelLoadError: the name is empty, or the system refuses to look it up.
+    """
+    if not text.strip():
+        raise ModelLoadError(f"the model's name is empty; give demo, {FORMS}")
+    try:
+        path = model_directory(text)
+        path = path.expanduser() if text.startswith("~") else path
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a null byte, no right to look, no home directory
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ModelLoadError(f"the model {represented(text)} cannot be looked up: {reason}; give {FORMS}") from None
+    return path
+
+
+def is_path(text: str) -> bool:
+    """Whether a name can be nothing but a path."""
+    return text.startswith(("/", ".", "~")) or text.count("/") > 1 or text.endswith(GGUF)
+
+
+def _why_not_there(text: str, *, looks_like_path: bool) -> str:
+    name = shown(text, 200)
+    if "://" in text:
+        return (
+            f"the model {name} is a URL; give a hub name as OWNER/NAME alone, or download the model and give its path"
+        )
+    if text.endswith(GGUF):
+        return f"no GGUF file at {name}; correct the path, or download the file first"
+    if looks_like_path:
+        return f"no model directory at {name}; give {FORMS}"
+    known = ", ".join(("demo", *NAMED))
+    return f"no model is called {name}: there is no such directory, and named are {known}; a hub name is OWNER/NAME"
+
+
+def _in_directory(path: Path) -> Path:
+    """The directory itself, or the GGUF model in it where it is in no other format.
+
+    Raises:
+        ModelLoadError: it holds several GGUF models.
+    """
+    try:
+        files = [] if (path / "config.json").exists() else sorted(path.glob(f"*{GGUF}"))
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error.strerror}; correct its permissions") from None
+    models: dict[str, Path] = {}
+    for file in files:
+        part = _PART.fullmatch(file.name)
+        models.setdefault(part["name"] if part else file.name, file)
+    if len(models) > 1:
+        names = shown(", ".join(file.name for file in models.values()), 200)
+        raise ModelLoadError(f"{path} holds {len(models)} GGUF models ({names}); give one of these files")
+    return _first_part(next(iter(models.values()))) if models else path
+
+
+def _first_part(file: Path) -> Path:
+    """The file with which a GGUF model begins.
+
+    Raises:
+        ModelLoadError: it is no GGUF file by its name, or its first part is not there.
+    """
+    if file.suffix != GGUF:
+        raise ModelLoadError(
+            f"{file} is a file and not GGUF; give a .gguf file, or the directory of a model in the Hugging Face format"
+        )
+    part = _PART.fullmatch(file.name)
+    if part is None:
+        return file
+    first = file.with_name(f"{part['name']}-{1:05}-of-{part['count']}{GGUF}")
+    if not first.exists():
+        raise ModelLoadError(f"{file} is part {int(part['number'])} of a model, and {first} is not there; download it")
+    return first

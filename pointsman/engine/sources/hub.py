@@ -1,0 +1,309 @@
+"""Download a model from a hub, through `huggingface_hub`: only the files that are read here.
+
+settings    configuration, tokenizer and chat template, which are small
+check       the caller refuses a model that cannot run, before gigabytes are on their way
+room        the size of the weights against the free space of the disk
+weights     the *.safetensors that the index names, or model.safetensors
+
+Pickles, ONNX, GGUF, the weights of other frameworks and all folders of a repository are left out. Files that are
+complete in the cache are not downloaded again. Without a hub (HF_HUB_OFFLINE=1, or none that answers) a model that is
+complete in the cache is used. huggingface_hub reads its environment (HF_TOKEN, HF_HOME, HF_ENDPOINT, ...) when it is
+imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from pointsman.engine.errors import ModelLoadError, first_line
+from pointsman.engine.text.tokenizer import TOKENIZER_FILES, VOCABULARY_FILES, read_object
+from pointsman.files import represented, shown
+from pointsman.version import __version__
+
+logger = logging.getLogger(__name__)
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+SETTINGS = (
+    CONFIG,
+    "generation_config.json",
+    INDEX,
+    *TOKENIZER_FILES,
+    *VOCABULARY_FILES,
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+"""Patterns of the files that are downloaded first."""
+FOLDERS = "*/*"
+"""Pattern of what is left out: other formats, and the files of the model's first publication."""
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+UNAUTHORIZED = 401
+
+
+class _Hidden(tqdm):  # type: ignore[misc]
+    """A progress bar that is not shown."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "disable": True})
+
+
+def download(
+    name: str,
+    *,
+    revision: str | None = None,
+    download_dir: str | Path | None = None,
+    check: Callable[[Path], object] | None = None,
+) -> Path:
+    """The directory of a model in the cache, downloaded as far as it is not there.
+
+    Args:
+        name: OWNER/NAME.
+        revision: a branch, a tag or a commit; None: main.
+        download_dir: the cache; None: that of huggingface_hub.
+        check: gets the directory when it has everything but the weights; what it raises ends the download.
+
+    Raises:
+        ModelLoadError: there is no such model, it cannot be downloaded, or it is in another format.
+    """
+    cache = Path(constants.HF_HUB_CACHE if download_dir is None else download_dir).expanduser()
+    repository = _Repository(name, revision, cache)
+    if constants.HF_HUB_OFFLINE:
+        path = repository.cached()
+        if path is None:
+            raise ModelLoadError(
+                f"{repository} is not complete in {cache}, and HF_HUB_OFFLINE is set; unset it to download the model, "
+                "or name the cache that has it with --download-dir or HF_HOME"
+            )
+        return path
+    try:
+        sizes = repository.file_sizes()
+    except ModelLoadError as error:
+        path = repository.cached()
+        if path is None:
+            raise
+        logger.warning("%s; the cached files are used now: %s", error, path)
+        return path
+    _check_format(name, sizes)
+    path = repository.fetch(SETTINGS)
+    missing = [one for one in _weight_files(path) if not (path / one).is_file()]
+    if missing:
+        if check is not None:
+            check(path)
+        absent = [one for one in missing if one not in sizes]
+        if absent:
+            raise ModelLoadError(
+                f"{repository}: {INDEX} names {shown(absent[0])}, which the repository lacks; choose another revision"
+            )
+        num_bytes = sum(sizes[one] for one in missing)
+        _check_room(name, cache, num_bytes)
+        logger.info(
+            "downloading the weights of %s, %d files with %s, to %s", name, len(missing), _size(num_bytes), cache
+        )
+        repository.fetch(missing, commit=path.name, shows_progress=sys.stderr.isatty())
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class _Repository:
+    """One revision of a repository, and the cache for its files."""
+
+    name: str
+    revision: str | None
+    cache: Path
+
+    def __str__(self) -> str:
+        return self.name if self.revision is None else f"{self.name} (revision {shown(self.revision)})"
+
+    def file_sizes(self) -> dict[str, int]:
+        """The bytes of each file, by its path in the repository.
+
+        Raises:
+            ModelLoadError: the hub does not say.
+        """
+        api = HfApi(library_name="pointsman", library_version=__version__)
+        try:
+            info = api.model_info(
+                self.name, revision=self.revision, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT
+            )
+        except Exception as error:
+            raise self._explained(error) from error
+        return {one.rfilename: one.size or 0 for one in info.siblings or ()}
+
+    def fetch(self, patterns: Sequence[str], *, commit: str | None = None, shows_progress: bool = False) -> Path:
+        """The directory of the revision, once the files of these names are in it.
+
+        Args:
+            patterns: names, or patterns of them, without those in folders.
+            commit: in place of the revision, which may have moved since.
+            shows_progress: whether there is a progress bar.
+
+        Raises:
+            ModelLoadError: a file cannot be downloaded or written.
+        """
+        try:
+            return self._snapshot(patterns, commit or self.revision, shows_progress=shows_progress)
+        except Exception as error:
+            raise self._explained(error) from error
+
+    def cached(self) -> Path | None:
+        """The directory of the revision, if all files are in it.
+
+        Raises:
+            ModelLoadError: no hub takes such a name.
+        """
+        try:
+            path = self._snapshot(SETTINGS, self.revision, is_local=True)
+            is_complete = all((path / one).is_file() for one in (CONFIG, *_weight_files(path)))
+        except HFValidationError as error:
+            raise self._explained(error) from error
+        except (LocalEntryNotFoundError, ModelLoadError):
+            return None
+        return path if is_complete else None
+
+    def _snapshot(
+        self, patterns: Sequence[str], revision: str | None, *, is_local: bool = False, shows_progress: bool = False
+    ) -> Path:
+        path = snapshot_download(
+            self.name,
+            revision=revision,
+            cache_dir=self.cache,
+            allow_patterns=list(patterns),
+            ignore_patterns=FOLDERS,
+            local_files_only=is_local,
+            tqdm_class=None if shows_progress else _Hidden,
+            library_name="pointsman",
+            library_version=__version__,
+        )
+        return Path(path)
+
+    def _explained(self, error: Exception) -> ModelLoadError:
+        """What an error of huggingface_hub means, and the remedy."""
+        hub = constants.ENDPOINT
+        if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+            error = error.__cause__
+        match error:
+            case HFValidationError():
+                message = (
+                    f"{represented(self.name)} is no hub name: OWNER/NAME has letters, digits, '-', '_' and '.'; "
+                    "correct it, or give the path of a directory"
+                )
+            case GatedRepoError():
+                message = (
+                    f"{self.name} is gated: accept its licence at {hub}/{self.name}, and set HF_TOKEN to a token of "
+                    "that account"
+                )
+            case RevisionNotFoundError():
+                message = (
+                    f"{self.name} has no revision {represented(self.revision)}; its branches, tags and commits are at "
+                    f"{hub}/{self.name}/commits; without --revision it is main"
+                )
+            case RepositoryNotFoundError():
+                message = (
+                    f"there is no repository {self.name} at {hub}, and no directory of that name here; correct the "
+                    "name, or for a private one set HF_TOKEN"
+                )
+            case HfHubHTTPError() if error.response.status_code == UNAUTHORIZED:
+                message = f"{hub} refuses the token of HF_TOKEN; set it to a valid one, or unset it"
+            case HfHubHTTPError():
+                message = (
+                    f"{hub} answered {error.response.status_code} for {self.name}: {first_line(error)}; try again later"
+                )
+            case OSError(strerror=str()):
+                message = (
+                    f"{self.name} cannot be written to {self.cache}: {error.strerror}; give another directory with "
+                    "--download-dir or HF_HOME"
+                )
+            case OSError():
+                message = f"{self.name} arrived incomplete: {first_line(error)}; run the command again"
+            case _:  # of the HTTP client, which differs between versions of huggingface_hub
+                message = (
+                    f"the hub at {hub} cannot be reached for {self.name}: {first_line(error)}; check the network, "
+                    "HTTPS_PROXY and HF_ENDPOINT, or give the path of a directory"
+                )
+        return ModelLoadError(message)
+
+
+def _check_format(name: str, files: Iterable[str]) -> None:
+    """Refuse a repository without a model that can be read here.
+
+    Raises:
+        ModelLoadError: it has no configuration, or no safetensors.
+    """
+    files = sorted(files)
+    gguf = [one for one in files if one.endswith(".gguf")]
+    pickles = [one for one in files if one.endswith(PICKLES)]
+    has_weights = WEIGHTS in files or INDEX in files
+    if CONFIG in files and has_weights:
+        return
+    if gguf and not has_weights:
+        raise ModelLoadError(
+            f"{name} has GGUF files and no safetensors; download one (hf download {name} {shown(gguf[0])}) and give "
+            "its path"
+        )
+    if "adapter_config.json" in files:
+        raise ModelLoadError(f"{name} holds an adapter and no model of its own; give the model that it adapts, merged")
+    if CONFIG not in files:
+        raise ModelLoadError(f"{name} has no {CONFIG}; choose a repository of a language model in safetensors")
+    if pickles:
+        raise ModelLoadError(
+            f"{name} has its weights as pickles only ({shown(pickles[0])}), which can run code when they are read; "
+            "choose a repository or a revision with safetensors"
+        )
+    raise ModelLoadError(f"{name} has no {WEIGHTS} and no {INDEX}; choose a repository with safetensors")
+
+
+def _weight_files(path: Path) -> list[str]:
+    """The names of the files of weights: those of the index, or the only one.
+
+    Raises:
+        ModelLoadError: the index cannot be read.
+    """
+    if not (path / INDEX).is_file():
+        return [WEIGHTS]
+    weight_map = read_object(path / INDEX).get("weight_map")
+    names = weight_map.values() if isinstance(weight_map, Mapping) else [None]
+    if not all(isinstance(one, str) and one.endswith(".safetensors") for one in names):
+        raise ModelLoadError(
+            f"{path / INDEX}: weight_map must be an object of tensor -> *.safetensors; choose another revision"
+        )
+    return sorted(set(names))
+
+
+def _check_room(name: str, cache: Path, num_bytes: int) -> None:
+    """Refuse a download that the disk cannot hold.
+
+    Raises:
+        ModelLoadError: it is larger than the free space.
+    """
+    free = shutil.disk_usage(cache).free
+    if num_bytes > free:
+        raise ModelLoadError(
+            f"{name} takes {_size(num_bytes)} and {cache} has {_size(free)} free; free some, or give another disk with "
+            "--download-dir or HF_HOME"
+        )
+
+
+def _size(num_bytes: int) -> str:
+    """Bytes as text, like 1.2 GB."""
+    for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:,.1f} {name}"
+    return f"{num_bytes / 10**3:,.1f} kB"
