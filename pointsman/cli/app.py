@@ -21,7 +21,7 @@ from pointsman.cli import models, options, vllm
 from pointsman.cli import simulator_options as sim
 from pointsman.cli.calibrate import calibrate
 from pointsman.cli.display import choose_display, one_line
-from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, CommandError
+from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, CommandError, not_installed
 from pointsman.cli.film import film
 from pointsman.cli.generate import run_workload
 from pointsman.cli.knobs import engine_arguments
@@ -142,7 +142,7 @@ def serve(config: options.ConfigFile = None, preset: options.Preset = None, **va
             import_module(name)  # `run` would notice a missing one only after the model is loaded
         from pointsman.server.serve import run
     except ModuleNotFoundError as error:
-        raise _not_installed("serve", error, "server") from None
+        raise not_installed("serve", error, "server") from None
     logging.getLogger("pointsman").info("loading the model %s", one_line(settings.engine["model"]))
     try:
         return run(settings.engine, settings.server, **settings.options)
@@ -166,7 +166,7 @@ def chat(
     try:
         from pointsman.cli.chat import run_chat
     except ModuleNotFoundError as error:
-        raise _not_installed("chat", error, "server") from None
+        raise not_installed("chat", error, "server") from None
     key = api_key or os.environ.get(API_KEY_VARIABLE, "").strip() or None
     return run_chat(url, model=model, api_key=key, system=system, temperature=temperature, max_tokens=max_tokens)
 
@@ -461,7 +461,7 @@ def _load_engine(*, model: str, **arguments: Any) -> Engine:
     try:
         from pointsman.engine import Engine
     except ModuleNotFoundError as error:
-        raise _not_installed("generate", error, "engine") from None
+        raise not_installed("generate", error, "engine") from None
     try:
         return Engine(model, **arguments)
     except ValueError as error:  # the model, or a knob that depends on it
@@ -471,10 +471,3 @@ def _load_engine(*, model: str, **arguments: Any) -> Engine:
 def _log_to_stderr() -> None:
     logging.basicConfig(stream=sys.stderr, format="pointsman: %(message)s")
     logging.getLogger("pointsman").setLevel(logging.INFO)
-
-
-def _not_installed(command: str, error: ModuleNotFoundError, extra: str) -> Exception:
-    """The error for a missing library of a command; a missing module of this package is a bug and stays as it is."""
-    if (error.name or "").startswith("pointsman"):
-        return error
-    return CommandError(f"{command} needs {error.name}; install it with: pip install 'pointsman[{extra}]'")

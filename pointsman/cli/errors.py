@@ -39,3 +39,10 @@ def check_writable(path: str | None) -> None:
             Path(path).unlink()
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error.strerror}") from None
+
+
+def not_installed(command: str, error: ModuleNotFoundError, extra: str) -> Exception:
+    """The error for a missing library of a command; a missing module of this package is a bug and stays as it is."""
+    if (error.name or "").startswith("pointsman"):
+        return error
+    return CommandError(f"{command} needs {error.name}; install it with: pip install 'pointsman[{extra}]'")

@@ -10,9 +10,11 @@ from typing import Annotated
 
 import typer
 
-from pointsman.cli.errors import EXIT_OK, CommandError
+from pointsman.cli.errors import EXIT_OK, CommandError, not_installed
 from pointsman.cli.progress_bar import ProgressBar
 from pointsman.engine.errors import ModelLoadError
+from pointsman.engine.gguf import is_gguf
+from pointsman.engine.sources.find import find_model
 from pointsman.engine.sources.named import (
     NAMED,
     NamedModel,
@@ -95,6 +97,32 @@ def delete(name: Name) -> int:
     except ModelLoadError as error:
         raise CommandError(str(error)) from None
     print(f"{name} is deleted" if was_there else f"{name} is not installed")
+    return EXIT_OK
+
+
+@app.command()
+def export(
+    model: Annotated[str, typer.Argument(metavar="NAME|FILE", help="A model that is installed, or a GGUF file.")],
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="A new directory, or an empty one.")],
+    dtype: Annotated[
+        str, typer.Option(metavar="NAME", help="Type of the weights: float32, bfloat16 or float16.")
+    ] = "bfloat16",
+) -> int:
+    """Write a GGUF model as a directory in the Hugging Face format, for vLLM and others."""
+    try:
+        path = find_model(model)
+        if not is_gguf(path):
+            raise CommandError(f"{model} is no GGUF file: {path} is in the Hugging Face format already")
+        from pointsman.engine.gguf.export import export_directory  # imports PyTorch
+
+        export_directory(path, Path(directory), dtype)
+    except ModuleNotFoundError as error:
+        raise not_installed("models export", error, "engine") from None
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    except OSError as error:
+        raise CommandError(f"cannot write {directory}: {error.strerror}") from None
+    print(directory)
     return EXIT_OK
 
 
