@@ -1,4 +1,4 @@
-"""`pointsman models`: lists small models with a name, installs, removes and exports them."""
+"""`pointsman models`: lists, installs, removes and exports small models with a name."""
 
 from __future__ import annotations
 

