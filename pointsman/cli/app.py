@@ -21,7 +21,7 @@ from pointsman.cli import models, options, vllm
 from pointsman.cli import simulator_options as sim
 from pointsman.cli.calibrate import calibrate
 from pointsman.cli.display import choose_display, one_line
-from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, CommandError, not_installed
+from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, CommandError, log_to_stderr, not_installed
 from pointsman.cli.film import film
 from pointsman.cli.generate import run_workload
 from pointsman.cli.knobs import engine_arguments
@@ -134,7 +134,7 @@ def serve(config: options.ConfigFile = None, preset: options.Preset = None, **va
     """
     if not hasattr(socket, "AF_UNIX"):
         raise CommandError("serve needs Unix sockets, which this Python lacks; run it on Linux or macOS")
-    _log_to_stderr()
+    log_to_stderr()
     settings = serve_settings({"preset": preset, **values}, config, os.environ, _default_model)
     wait_briefly()
     try:
@@ -455,7 +455,7 @@ def _recorder(path: str | None) -> Iterator[Recorder | None]:
 
 
 def _load_engine(*, model: str, **arguments: Any) -> Engine:
-    _log_to_stderr()
+    log_to_stderr()
     logging.getLogger("pointsman").info("loading the model %s", one_line(model))
     wait_briefly()
     try:
@@ -466,8 +466,3 @@ def _load_engine(*, model: str, **arguments: Any) -> Engine:
         return Engine(model, **arguments)
     except ValueError as error:  # the model, or a knob that depends on it
         raise CommandError(str(error)) from None
-
-
-def _log_to_stderr() -> None:
-    logging.basicConfig(stream=sys.stderr, format="pointsman: %(message)s")
-    logging.getLogger("pointsman").setLevel(logging.INFO)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from pointsman.cli.errors import EXIT_OK, CommandError, not_installed
+from pointsman.cli.errors import EXIT_OK, CommandError, log_to_stderr, not_installed
 from pointsman.cli.progress_bar import ProgressBar
 from pointsman.engine.errors import ModelLoadError
 from pointsman.engine.gguf import is_gguf
@@ -75,7 +74,7 @@ def get(
 
     Only the GGUF file and the text of the licence are kept. A licence that must be accepted is asked for on a terminal.
     """
-    logging.basicConfig(stream=sys.stderr, format="pointsman: %(message)s", level=logging.INFO)
+    log_to_stderr()
     try:
         model = named(name)
         if (path := installed(name)) is None:
