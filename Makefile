@@ -44,7 +44,7 @@ BENCHMARKS := $(foreach part,$(PARTS),$(BENCHMARKS_$(part)))
 .PHONY: help install serve demo test test-all lint kernels vllm format bench bench-quick $(PARTS:%=bench-%) dist clean
 
 help:
-	@echo "make serve     serve the demo model on port 8000, and print a curl that works"
+	@echo "make serve     serve a small model that answers questions (or the demo model) on port 8000, and print a curl"
 	@echo "make demo      run the demo model on built-in prompts"
 	@echo "make test      format, lint, types, a fixed choice of tests in their short form"
 	@echo "make test-all  format, lint, types, every test in its long form, with random seeds of today; a part of it:"
@@ -66,6 +66,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 serve: $(INSTALLED)
+	@$(BIN)/pointsman models get smollm2 --optional
 	$(BIN)/pointsman serve
 
 demo: $(INSTALLED)

@@ -10,6 +10,7 @@ import errno
 import io
 import logging
 import os
+import pathlib
 import reprlib
 import select
 import stat
@@ -89,6 +90,15 @@ def read_input(path: Path, max_bytes: int = MAX_SETTINGS) -> bytes:
         OSError: see `open_input`; or it is larger.
     """
     return _whole(open_input(path), path, max_bytes)
+
+
+def cache_home() -> pathlib.Path:
+    """The folder for what a user's programs can make or fetch again: `XDG_CACHE_HOME`, or `~/.cache`.
+
+    Raises:
+        RuntimeError: the user has no home folder.
+    """
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
 
 
 def lines_of(file: BinaryIO) -> Iterator[str]:

@@ -27,6 +27,9 @@ from tests import forms
 # Started in the background of a script, the tests would hand a deaf ear for Ctrl-C down to all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# The models that this user has installed decide nothing.
+os.environ["POINTSMAN_MODELS"] = str(Path(__file__).parent / "no-models")
+
 _common = settings(
     deadline=None,  # a shared machine is slow at times, and that is no failure
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],

@@ -268,7 +268,7 @@ def test_server_sessions_run(session: Session, tmp_path: Path, monkeypatch: pyte
             assert '{"error"' not in printed, f"{where}: {text}\n{printed}"
             assert printed or "-f" in text, f"{where}: {text} printed nothing"
         listening = next(line for line in server.log().splitlines() if "try it: " in line)
-        assert '"text"' in talk(server, "sh", listening.partition("try it: ")[2], tmp_path)
+        assert '"content"' in talk(server, "sh", listening.partition("try it: ")[2], tmp_path)
         metrics = talk(server, "sh", f"curl -sf {server.url}/metrics", tmp_path)
         assert server.stop() == 0
     for name in set(re.findall(r"\b(?:vllm|pointsman):[a-z0-9_]+", OPERATING.read_text())):
@@ -285,7 +285,8 @@ def test_make_serve_is_the_first_command_of_the_readme() -> None:
         ["make", "-n", "--no-print-directory", *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert dry.returncode == 0, dry.stderr
-    assert dry.stdout.rstrip().endswith("pointsman serve")
+    *_, installs, serves = dry.stdout.splitlines()
+    assert installs.endswith("pointsman models get smollm2 --optional") and serves.endswith("pointsman serve")
 
 
 def test_the_operators_page_has_every_option() -> None:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import pointsman
-from pointsman.cli import options, vllm
+from pointsman.cli import models, options, vllm
 from pointsman.cli import simulator_options as sim
 from pointsman.cli.calibrate import calibrate
 from pointsman.cli.display import choose_display, one_line
-from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, CommandError
+from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, CommandError, log_to_stderr, not_installed
 from pointsman.cli.film import film
 from pointsman.cli.generate import run_workload
 from pointsman.cli.knobs import engine_arguments
@@ -40,6 +40,7 @@ from pointsman.cli.workload import (
 from pointsman.core import BackgroundFile, Recorder, ReplayDifference
 from pointsman.core import replay as core_replay
 from pointsman.engine.machine import wait_briefly
+from pointsman.engine.sources.named import SERVED, served_by_default
 from pointsman.files import lines_of, open_input, represented
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ app = typer.Typer(
 )
 
 app.add_typer(vllm.app, name="vllm")
+app.add_typer(models.app, name="models")
 app.command()(calibrate)
 app.command()(film)
 app.command()(plot)
@@ -125,22 +127,22 @@ def generate(
 def serve(config: options.ConfigFile = None, preset: options.Preset = None, **values: Any) -> int:
     """Serve a model over HTTP with OpenAI's API.
 
-    Without options it serves the demo model at http://127.0.0.1:8000, without API keys. SIGTERM or Ctrl-C lets running
-    requests finish.
+    Without options it serves smollm2 if that is installed (see pointsman models), otherwise the demo model, at
+    http://127.0.0.1:8000, without API keys. SIGTERM or Ctrl-C lets running requests finish.
 
     Exit code 0: stopped by a signal; 1: the engine died, restart it; 2: an option, a file or the model is wrong.
     """
-    settings = serve_settings({"preset": preset, **values}, config, os.environ)
-    _log_to_stderr()
     if not hasattr(socket, "AF_UNIX"):
         raise CommandError("serve needs Unix sockets, which this Python lacks; run it on Linux or macOS")
+    log_to_stderr()
+    settings = serve_settings({"preset": preset, **values}, config, os.environ, _default_model)
     wait_briefly()
     try:
         for name in ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client"):
             import_module(name)  # `run` would notice a missing one only after the model is loaded
         from pointsman.server.serve import run
     except ModuleNotFoundError as error:
-        raise _not_installed("serve", error, "server") from None
+        raise not_installed("serve", error, "server") from None
     logging.getLogger("pointsman").info("loading the model %s", one_line(settings.engine["model"]))
     try:
         return run(settings.engine, settings.server, **settings.options)
@@ -164,7 +166,7 @@ def chat(
     try:
         from pointsman.cli.chat import run_chat
     except ModuleNotFoundError as error:
-        raise _not_installed("chat", error, "server") from None
+        raise not_installed("chat", error, "server") from None
     key = api_key or os.environ.get(API_KEY_VARIABLE, "").strip() or None
     return run_chat(url, model=model, api_key=key, system=system, temperature=temperature, max_tokens=max_tokens)
 
@@ -381,6 +383,16 @@ def record(
     return vllm.record(socket, file, seconds)
 
 
+def _default_model() -> str:
+    """What is served where no model is named."""
+    model = served_by_default()
+    if model == "demo":
+        logging.getLogger("pointsman").info(
+            "serving the demo model, which knows nothing; one that answers questions: pointsman models get %s", SERVED
+        )
+    return model
+
+
 def _demo_knobs(given: dict[str, Any]) -> dict[str, int]:
     """The settings of the built-in prompts, except those that given options set or depend on."""
     step = {} if given.keys() & DEMO_STEP.keys() else DEMO_STEP
@@ -443,26 +455,14 @@ def _recorder(path: str | None) -> Iterator[Recorder | None]:
 
 
 def _load_engine(*, model: str, **arguments: Any) -> Engine:
-    _log_to_stderr()
+    log_to_stderr()
     logging.getLogger("pointsman").info("loading the model %s", one_line(model))
     wait_briefly()
     try:
         from pointsman.engine import Engine
     except ModuleNotFoundError as error:
-        raise _not_installed("generate", error, "engine") from None
+        raise not_installed("generate", error, "engine") from None
     try:
         return Engine(model, **arguments)
     except ValueError as error:  # the model, or a knob that depends on it
         raise CommandError(str(error)) from None
-
-
-def _log_to_stderr() -> None:
-    logging.basicConfig(stream=sys.stderr, format="pointsman: %(message)s")
-    logging.getLogger("pointsman").setLevel(logging.INFO)
-
-
-def _not_installed(command: str, error: ModuleNotFoundError, extra: str) -> Exception:
-    """The error for a missing library of a command; a missing module of this package is a bug and stays as it is."""
-    if (error.name or "").startswith("pointsman"):
-        return error
-    return CommandError(f"{command} needs {error.name}; install it with: pip install 'pointsman[{extra}]'")

@@ -1,7 +1,9 @@
-"""Errors that a command reports as one line on stderr and an exit code."""
+"""Errors that a command reports as one line on stderr and an exit code; and the log, which is there too."""
 
 from __future__ import annotations
 
+import logging
+import sys
 from pathlib import Path
 
 EXIT_OK = 0
@@ -39,3 +41,16 @@ def check_writable(path: str | None) -> None:
             Path(path).unlink()
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error.strerror}") from None
+
+
+def not_installed(command: str, error: ModuleNotFoundError, extra: str) -> Exception:
+    """The error for a missing library of a command; a missing module of this package is a bug and stays as it is."""
+    if (error.name or "").startswith("pointsman"):
+        return error
+    return CommandError(f"{command} needs {error.name}; install it with: pip install 'pointsman[{extra}]'")
+
+
+def log_to_stderr() -> None:
+    """Show what the package logs."""
+    logging.basicConfig(stream=sys.stderr, format="pointsman: %(message)s")
+    logging.getLogger("pointsman").setLevel(logging.INFO)

@@ -356,7 +356,9 @@ ConfigFile = Annotated[
 ]
 
 SERVER: dict[str, Any] = {
-    "model": Annotated[str | None, typer.Option(help=f"{MODEL_FORMS} [default: demo].")],
+    "model": Annotated[
+        str | None, typer.Option(help=f"{MODEL_FORMS} [default: smollm2 if it is installed, otherwise demo].")
+    ],
     "host": Annotated[
         str | None, typer.Option(help="Address to listen on; 0.0.0.0: all networks [default: 127.0.0.1].")
     ],

@@ -8,7 +8,7 @@ environment alone; only secrets come from the environment.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -57,13 +57,19 @@ class ServeSettings:
         return _placed(error, self.places)
 
 
-def serve_settings(values: Mapping[str, Any], config_path: str | None, environment: Mapping[str, str]) -> ServeSettings:
+def serve_settings(
+    values: Mapping[str, Any],
+    config_path: str | None,
+    environment: Mapping[str, str],
+    default_model: Callable[[], str] = lambda: "demo",
+) -> ServeSettings:
     """The settings of `pointsman serve`, checked as far as possible without a model.
 
     Args:
         values: options of the command line by name; None or an empty list where not given.
         config_path: the configuration file; None: none.
         environment: environment variables, which may hold secrets.
+        default_model: called for the model where neither the command line nor the file names one.
 
     Raises:
         CommandError: a value or a file cannot be used.
@@ -75,7 +81,7 @@ def serve_settings(values: Mapping[str, Any], config_path: str | None, environme
     places |= {f"{kind} key": settings[name] for kind, name in KEY_FILES.items() if name in settings}
     preset = settings.pop("preset", None)
     knobs = {name: settings.pop(name) for name in options.KNOBS if name in settings}
-    model = settings.pop("model", "demo")
+    model = settings.pop("model") if "model" in settings else default_model()
     settings.setdefault("served_model_name", [model])
     if "chat_template" in settings:
         places["chat_template"] = settings["chat_template"]

@@ -12,6 +12,7 @@ for a request, with `step_loop.py` for a step or a token.
 | `params/` | what does a caller ask for? |
 | `text/` | how does text become tokens, and tokens text? |
 | `attention/`, `kernels/` | how is paged attention computed? |
+| `sources/`, `gguf/` | where does a model come from, and what is in a GGUF file? |
 | `model/` | how is a model loaded and checked, how does a step run on it? |
 | `grammar/` | which tokens may follow in a structured output? |
 | `sampling/` | which token comes next? |

@@ -14,7 +14,7 @@ from typing import Any
 
 from pointsman.engine.kv.events import KVEventsConfig
 from pointsman.engine.machine import num_cores, own_cores
-from pointsman.engine.text.tokenizer import model_directory
+from pointsman.engine.text.tokenizer import model_directory, weights_size
 
 SHARED_SIZES = ("num_blocks", "kv_cache_bytes", "kv_offload_bytes")
 """Arguments of `Engine` that are shared out."""
@@ -109,7 +109,7 @@ def check_memory(options: Mapping[str, Any], num_engines: int) -> None:
     model = options.get("model")
     weights = 0
     if model is None or isinstance(model, (str, Path)):
-        weights = sum(one.stat().st_size for one in model_directory(model).glob("*.safetensors"))
+        weights = weights_size(model_directory(model))
     given = [name for name in ("kv_cache_bytes", "kv_offload_bytes") if options.get(name)]
     kv = sum(options[name] for name in given)
     needed = num_engines * weights + kv

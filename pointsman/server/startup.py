@@ -39,7 +39,7 @@ LEFT_OUT = frozenset(
 )
 """Fields of the scheduler's configuration that other lines show, or that only the engine sets."""
 ALWAYS_SHOWN = ("max_num_seqs", "max_num_batched_tokens", "order")
-EXAMPLE_PROMPT = "The import statement"
+EXAMPLE_QUESTION = "What is the capital of France?"
 
 
 def startup_lines(infos: Sequence[EngineInfo], config: ServerConfig, url: str) -> list[str]:
@@ -69,10 +69,11 @@ def served_name(info: EngineInfo, config: ServerConfig) -> str:
 
 
 def example_curl(model: str, config: ServerConfig, url: str) -> str:
-    """A command for a POSIX shell that gets a completion. It names the variable of the key, never the key."""
-    body = json.dumps({"model": model, "prompt": EXAMPLE_PROMPT, "max_tokens": 32})
+    """A command for a POSIX shell that asks a question. It names the variable of the key, never the key."""
+    messages = [{"role": "user", "content": EXAMPLE_QUESTION}]
+    body = json.dumps({"model": model, "messages": messages, "max_tokens": 32, "temperature": 0})
     key = ' -H "Authorization: Bearer $POINTSMAN_API_KEY"' if config.api_keys else ""
-    return f"curl {reachable(url)}/v1/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    return f"curl {reachable(url)}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
 
 
 def reachable(url: str) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from pointsman.files import cache_home
 from pointsman.sim.errors import UnknownName
 from pointsman.sim.model import ModelShape, Quantization
 from pointsman.sim.model_config import read_config
@@ -49,7 +50,7 @@ def _cache_folder() -> Path:
         return Path(folder).expanduser()
     if home := os.environ.get("HF_HOME"):
         return Path(home).expanduser() / "hub"
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface" / "hub"
+    return cache_home() / "huggingface" / "hub"
 
 
 def _cached_config(name: str) -> Path | None:

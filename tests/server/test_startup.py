@@ -95,7 +95,7 @@ def test_the_curl_is_words_of_a_shell_and_tells_no_key(name: str, keys: tuple[st
     lines = startup_lines([INFO], ServerConfig(served_model_name=(name, "b"), api_keys=keys), URL)
     assert "sesame" not in "\n".join(lines)
     words = shlex.split(lines[-1].partition("try it: ")[2])
-    assert words[:2] == ["curl", f"{URL}/v1/completions"]
+    assert words[:2] == ["curl", f"{URL}/v1/chat/completions"]
     assert json.loads(words[-1])["model"] == name
     assert ("Authorization: Bearer $POINTSMAN_API_KEY" in words) is bool(keys)
 

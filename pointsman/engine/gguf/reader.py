@@ -1,0 +1,403 @@
+"""Reads a GGUF file: its metadata as Python values, and of each tensor its type, its shape and its bytes.
+
+The library's own `GGUFReader` makes several arrays of every token, 12 seconds for a vocabulary of 262,144 tokens, and
+trusts each length that it reads. Here every length is compared with the bytes that are left before it is used. Tensors
+are views of the mapped file, and texts of an array are decoded when they are needed.
+
+A model in parts is read as one: `NAME-00001-of-00003.gguf` has the metadata, and each part has some of the tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from pointsman.engine.errors import ModelLoadError, UnsupportedModel
+from pointsman.files import MAX_SETTINGS, open_regular, represented, shown
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+"""Version 1 had lengths of 32 bits; no converter of the last years writes it."""
+MAX_FIELDS = 2**16
+"""Entries of the metadata; models have some forty."""
+MAX_TENSORS = 2**18
+"""Of all parts; the largest models have some ten thousand."""
+MAX_DIMENSIONS = 4
+"""Of a tensor, as in llama.cpp."""
+MAX_NAME = 2**16 - 1
+"""Bytes of a key or of a tensor's name, as the format says for keys."""
+MAX_TEXTS = 2**22
+"""Elements of an array of texts; the largest vocabularies have some 300,000 tokens, and twice as many merges."""
+MAX_PARTS = 99_999
+"""The names of parts have five digits."""
+DEFAULT_ALIGNMENT = 32
+COPY_AGAIN = "the file is truncated or corrupt; copy it again"
+
+_PART = re.compile(r"(.*)-\d{5}-of-\d{5}\.gguf", re.IGNORECASE | re.DOTALL)
+_NUMBERS: Mapping[int, str] = {
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"
+}  # fmt: skip
+"""Of each type of a value that is a number: its code in `struct` and NumPy."""
+_FLOAT32, _TEXT, _ARRAY = 6, 8, 9
+_LENGTH = struct.Struct("<Q")
+
+
+def as_decimal(number: np.float32) -> float:
+    """The number that was meant: 1e-05 is written as the nearest number in 32 bits, which is another one in 64."""
+    return float(str(number))
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """An array of texts in the file, not yet decoded."""
+
+    place: str
+    """File and key, for errors."""
+    data: memoryview
+    num_texts: int
+
+    def decode(self) -> list[str]:
+        """The texts.
+
+        Raises:
+            ModelLoadError: one is no UTF-8 text.
+        """
+        data, texts, at = self.data, [], 0
+        for _ in range(self.num_texts):
+            (length,) = _LENGTH.unpack_from(data, at)
+            start, at = at + 8, at + 8 + length
+            try:
+                texts.append(str(data[start:at], "utf-8"))
+            except UnicodeDecodeError:
+                raise ModelLoadError(f"{self.place}[{len(texts)}] is no UTF-8 text; {COPY_AGAIN}") from None
+        return texts
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """A tensor in the file."""
+
+    file: Path
+    name: str
+    type: GGMLQuantizationType
+    shape: tuple[int, ...]
+    """Elements; the last dimension is contiguous, as in PyTorch (the file has the opposite order)."""
+    data: npt.NDArray[np.uint8]
+    """Bytes, shaped as `shape` but for the last dimension, which has the bytes of a row of blocks."""
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFile:
+    """A model's metadata and tensors, from all parts."""
+
+    path: Path
+    """The first part."""
+    parts: tuple[Path, ...]
+    metadata: Mapping[str, Any]
+    """Numbers, texts, `Texts`, and arrays of NumPy."""
+    tensors: Mapping[str, GGUFTensor]
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A value that is a text.
+
+        Raises:
+            ModelLoadError: it is absent and there is no default, or it is something else.
+        """
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, "a text")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        """A value that is true or false.
+
+        Raises:
+            ModelLoadError: it is something else.
+        """
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, "true or false")
+        return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A value that is an integer of at least 1.
+
+        Raises:
+            ModelLoadError: it is absent and there is no default, or it is something else.
+        """
+        value = self._value(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+            raise self._wrong(key, f"an integer from 1 to {2**31 - 1}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A value that is a number above 0.
+
+        Raises:
+            ModelLoadError: it is absent and there is no default, or it is something else.
+        """
+        value = self._value(key, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise self._wrong(key, "a number above 0")
+        return float(value)
+
+    def texts(self, key: str) -> list[str]:
+        """A value that is an array of texts.
+
+        Raises:
+            ModelLoadError: it is absent or something else, or an element is no UTF-8 text.
+        """
+        value = self._value(key, None)
+        if not isinstance(value, Texts):
+            raise self._wrong(key, "an array of texts")
+        return value.decode()
+
+    def numbers(self, key: str) -> npt.NDArray[Any]:
+        """A value that is an array of numbers.
+
+        Raises:
+            ModelLoadError: it is absent or something else.
+        """
+        value = self._value(key, None)
+        if not isinstance(value, np.ndarray):
+            raise self._wrong(key, "an array of numbers")
+        return value
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.metadata.get(key, default)
+        if value is None:
+            raise ModelLoadError(f"{self.path} has no {key}; convert the model again")
+        return value
+
+    def _wrong(self, key: str, wanted: str) -> ModelLoadError:
+        value = self.metadata.get(key)
+        said = f"an array of {value.num_texts} texts" if isinstance(value, Texts) else represented(value)
+        return ModelLoadError(f"{self.path}: {key} is {said}; it must be {wanted}; convert the model again")
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """Read the metadata and the places of the tensors, in every part of the model.
+
+    Args:
+        path: of the file, or of any of its parts.
+
+    Raises:
+        ModelLoadError: a part is absent, truncated or corrupt.
+        UnsupportedModel: a version or a type of tensors that cannot be read.
+    """
+    metadata, tensors = _read_part(path)
+    num_parts = metadata.get("split.count", 1)
+    if num_parts in (0, 1):
+        return GGUFFile(path, (path,), metadata, tensors)
+    parts = _parts(path, num_parts)
+    tensors = {}
+    for index, part in enumerate(parts):
+        own, more = _read_part(part)
+        if index == 0:
+            metadata = own
+        if own.get("split.no") != index or own.get("split.count") != num_parts:
+            raise ModelLoadError(
+                f"{part}: split.no is {represented(own.get('split.no'))} and split.count "
+                f"{represented(own.get('split.count'))}; they must be {index} and {num_parts}; copy this part again"
+            )
+        if twice := tensors.keys() & more.keys():
+            raise ModelLoadError(
+                f"{part}: the tensor {shown(min(twice))} is in another part, too; copy all parts again"
+            )
+        tensors.update(more)
+    num_tensors = metadata.get("split.tensors.count", len(tensors))
+    if num_tensors != len(tensors):
+        raise ModelLoadError(
+            f"{parts[0]}: split.tensors.count is {represented(num_tensors)}, and the parts hold {len(tensors)} "
+            "tensors; copy all parts again"
+        )
+    return GGUFFile(parts[0], parts, metadata, tensors)
+
+
+def _parts(path: Path, num_parts: Any) -> tuple[Path, ...]:
+    """The files of all parts, which are there."""
+    name = _PART.fullmatch(path.name)
+    if not isinstance(num_parts, int) or not 1 < num_parts <= MAX_PARTS:
+        raise ModelLoadError(f"{path}: split.count is {represented(num_parts)}; it must be from 1 to {MAX_PARTS}")
+    if name is None:
+        raise ModelLoadError(
+            f"{path} is one of {num_parts} parts, and its name does not say which; name them "
+            f"NAME-00001-of-{num_parts:05}.gguf and so on"
+        )
+    parts = [path.with_name(f"{name[1]}-{number:05}-of-{num_parts:05}.gguf") for number in range(1, num_parts + 1)]
+    for part in parts:
+        if not part.is_file():
+            raise ModelLoadError(f"{part} is missing; the model has {num_parts} parts, copy this one there")
+    return tuple(parts)
+
+
+def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+    try:
+        with open_regular(path) as file:
+            start = file.read(len(MAGIC))
+            if start != MAGIC:
+                raise ModelLoadError(
+                    f"{path} is no GGUF file: it begins with {start!r}, not {MAGIC!r}; download it again"
+                )
+            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error.strerror}; give a GGUF file") from None
+    cursor = _Cursor(path, data)
+    cursor.take(len(MAGIC))
+    version = cursor.number(4)
+    if version not in VERSIONS:
+        kind = "of the other byte order" if version and not version & 0xFFFF else f"version {version}"
+        raise UnsupportedModel(f"{path} is a GGUF file {kind}; versions 2 and 3 are read; convert the model again")
+    num_tensors, num_fields = cursor.number(10), cursor.number(10)
+    for what, value, limit in (("tensors", num_tensors, MAX_TENSORS), ("fields", num_fields, MAX_FIELDS)):
+        if value > limit:
+            raise ModelLoadError(f"{path} has {value:,} {what}, more than {limit:,}; {COPY_AGAIN}")
+    metadata: dict[str, Any] = {}
+    for index in range(num_fields):
+        cursor.place = f"field {index + 1} of the metadata"
+        key = cursor.text(MAX_NAME)
+        if key in metadata:
+            raise ModelLoadError(f"{path} has the field {shown(key)} twice; {COPY_AGAIN}")
+        cursor.place = shown(key)
+        metadata[key] = cursor.value(cursor.number(4))
+    return metadata, _read_tensors(cursor, num_tensors, metadata.get("general.alignment", DEFAULT_ALIGNMENT))
+
+
+def _read_tensors(cursor: _Cursor, num_tensors: int, alignment: Any) -> dict[str, GGUFTensor]:
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        raise ModelLoadError(
+            f"{cursor.path}: general.alignment is {represented(alignment)}; it must be a power of 2; {COPY_AGAIN}"
+        )
+    places: dict[str, tuple[GGMLQuantizationType, tuple[int, ...], int]] = {}
+    for index in range(num_tensors):
+        cursor.place = f"tensor {index + 1}"
+        name = cursor.text(MAX_NAME)
+        cursor.place = f"tensor {shown(name)}"
+        if name in places:
+            raise ModelLoadError(f"{cursor.path}: {cursor.place} is there twice; {COPY_AGAIN}")
+        num_dimensions = cursor.number(4)
+        if not 1 <= num_dimensions <= MAX_DIMENSIONS:
+            raise ModelLoadError(
+                f"{cursor.path}: {cursor.place} has {num_dimensions} dimensions, not 1 to {MAX_DIMENSIONS}; "
+                f"{COPY_AGAIN}"
+            )
+        shape = tuple(cursor.number(10) for _ in range(num_dimensions))[::-1]
+        places[name] = (_type_of(cursor), shape, cursor.number(10))
+    start = -(-cursor.at // alignment) * alignment
+    tensors = {}
+    for name, (kind, shape, offset) in places.items():
+        block_size, block_bytes = GGML_QUANT_SIZES[kind]
+        row_bytes, rest = divmod(shape[-1], block_size)
+        row_bytes *= block_bytes
+        num_bytes = math.prod(shape[:-1]) * row_bytes
+        if rest or not num_bytes or start + offset + num_bytes > len(cursor.data):
+            raise ModelLoadError(
+                f"{cursor.path}: tensor {shown(name)} of type {kind.name} and shape {list(shape)} at byte "
+                f"{start + offset:,} does not fit in the file's {len(cursor.data):,} bytes; {COPY_AGAIN}"
+            )
+        data = np.frombuffer(cursor.data, np.uint8, num_bytes, start + offset).reshape(*shape[:-1], row_bytes)
+        tensors[name] = GGUFTensor(cursor.path, name, kind, shape, data)
+    return tensors
+
+
+def _type_of(cursor: _Cursor) -> GGMLQuantizationType:
+    number = cursor.number(4)
+    try:
+        return GGMLQuantizationType(number)
+    except ValueError:
+        raise UnsupportedModel(
+            f"{cursor.path}: {cursor.place} is of type {number}, which is not known here; take a quantisation such as "
+            "Q4_K_M or Q8_0"
+        ) from None
+
+
+class _Cursor:
+    """A place in a file, which moves as values are taken from it.
+
+    Args:
+        path: of the file.
+        data: its content.
+    """
+
+    def __init__(self, path: Path, data: memoryview) -> None:
+        self.path = path
+        self.data = data
+        self.at = 0
+        self.place = "the header"
+        """What is being read, for errors."""
+
+    def take(self, num_bytes: int) -> memoryview:
+        """The next bytes.
+
+        Raises:
+            ModelLoadError: the file ends before.
+        """
+        start, end = self.at, self.at + num_bytes
+        if end > len(self.data):
+            raise ModelLoadError(
+                f"{self.path}: {self.place} takes {num_bytes:,} bytes from byte {start:,}, and the file has "
+                f"{len(self.data):,}; {COPY_AGAIN}"
+            )
+        self.at = end
+        return self.data[start:end]
+
+    def number(self, kind: int) -> Any:
+        code = f"<{_NUMBERS[kind]}"
+        (value,) = struct.unpack(code, self.take(struct.calcsize(code)))
+        return as_decimal(np.float32(value)) if kind == _FLOAT32 else value
+
+    def text(self, max_bytes: int) -> str:
+        length = self.number(10)
+        if length > max_bytes:
+            raise ModelLoadError(
+                f"{self.path}: {self.place} has {length:,} bytes of at most {max_bytes:,}; {COPY_AGAIN}"
+            )
+        try:
+            return str(self.take(length), "utf-8")
+        except UnicodeDecodeError:
+            raise ModelLoadError(f"{self.path}: {self.place} is no UTF-8 text; {COPY_AGAIN}") from None
+
+    def value(self, kind: int) -> Any:
+        """A value of the metadata."""
+        if kind in _NUMBERS:
+            return self.number(kind)
+        if kind == _TEXT:
+            return self.text(MAX_SETTINGS)
+        if kind != _ARRAY:
+            raise ModelLoadError(f"{self.path}: {self.place} is of the unknown type {kind}; {COPY_AGAIN}")
+        kind, length = self.number(4), self.number(10)
+        if kind in _NUMBERS:
+            dtype = np.dtype(_NUMBERS[kind]).newbyteorder("<")
+            return np.frombuffer(self.take(length * dtype.itemsize), dtype)
+        if kind != _TEXT:
+            raise ModelLoadError(
+                f"{self.path}: {self.place} is an array of type {kind}, which is not read; {COPY_AGAIN}"
+            )
+        return self._texts(length)
+
+    def _texts(self, num_texts: int) -> Texts:
+        if num_texts > MAX_TEXTS:
+            raise ModelLoadError(
+                f"{self.path}: {self.place} has {num_texts:,} texts, more than {MAX_TEXTS:,}; {COPY_AGAIN}"
+            )
+        data, at, end = self.data, self.at, len(self.data)
+        for _ in range(num_texts):
+            if at + _LENGTH.size > end:
+                at = end + _LENGTH.size
+                break
+            at += _LENGTH.size + _LENGTH.unpack_from(data, at)[0]
+        return Texts(f"{self.path}: {self.place}", self.take(at - self.at), num_texts)

@@ -1,0 +1,140 @@
+"""Makes the weights of a transformers model of a GGUF file's tensors.
+
+Tensors are dequantised in pieces that fit in a processor's cache, each straight into its place in the finished weight.
+So the model itself is nearly all the memory that this takes; the mapped file can be given up at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, dequantize, get_tensor_name_map
+from torch import Tensor
+
+from pointsman.engine.errors import ModelLoadError, UnsupportedModel, first_line
+from pointsman.engine.gguf.config import (
+    LONG_FACTORS,
+    ROPE_FACTORS,
+    SHORT_FACTORS,
+    architecture_of,
+)
+from pointsman.engine.gguf.reader import GGUFFile, GGUFTensor
+from pointsman.files import shown
+
+NOT_WEIGHTS = frozenset({ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS})
+"""Tensors that belong to the configuration."""
+READ = tuple(
+    GGMLQuantizationType[name]
+    for name in (
+        "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
+        "IQ4_XS",
+    )
+)  # fmt: skip
+"""Types of tensors that are dequantised."""
+PIECE = 2**17
+"""Elements that are dequantised at once: 512 KiB as numbers of 32 bits."""
+
+
+def read_weights(gguf: GGUFFile, config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights of a model, by their names in transformers.
+
+    Args:
+        gguf: of the model.
+        config: see `make_config`.
+        dtype: of the weights.
+
+    Raises:
+        ModelLoadError: a tensor is missing, or has another shape than the configuration says.
+        UnsupportedModel: a tensor is of a type that is not read, or no weight of the model.
+    """
+    places = dict(_places(gguf, config))
+    check_types(gguf)
+    for name, tensor in gguf.tensors.items():
+        if name not in places and name not in NOT_WEIGHTS:
+            raise UnsupportedModel(
+                f"{tensor.file}: the tensor {shown(name)} has no place in a model of type {config.model_type}; give "
+                "the model's directory in the Hugging Face format"
+            )
+    return {place: _dequantised(gguf, gguf.tensors[name], config, dtype) for name, place in places.items()}
+
+
+def check_types(gguf: GGUFFile) -> None:
+    """Refuse types of tensors that are not read.
+
+    Raises:
+        UnsupportedModel: there is one.
+    """
+    for tensor in gguf.tensors.values():
+        if tensor.type not in READ:
+            raise UnsupportedModel(
+                f"{tensor.file}: the tensor {shown(tensor.name)} is of type {tensor.type.name}; "
+                f"{', '.join(kind.name for kind in READ)} are read; take another quantisation, such as Q4_K_M"
+            )
+
+
+def _places(gguf: GGUFFile, config: Any) -> Iterator[tuple[str, str]]:
+    """Names of tensors in the file and in transformers.
+
+    Raises:
+        ModelLoadError, UnsupportedModel: see `read_weights`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        try:
+            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        except Exception as error:
+            raise UnsupportedModel(f"{gguf.path}: the model cannot be built: {first_line(error)}") from error
+    family = gguf.text("general.architecture")
+    kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == family)
+    names = get_tensor_name_map(kind, config.num_hidden_layers)
+    for place, weight in model.named_parameters():
+        if config.tie_word_embeddings and weight is model.lm_head.weight:
+            place = "model.embed_tokens.weight"
+        name = names.get_name(place, try_suffixes=(".weight", ".bias"))
+        tensor = gguf.tensors.get(name or "")
+        if tensor is None:
+            raise ModelLoadError(
+                f"{gguf.path} has no tensor {name} ({place}); the file is not complete, convert it again"
+            )
+        if tensor.shape != tuple(weight.shape):
+            raise ModelLoadError(
+                f"{tensor.file}: the tensor {shown(tensor.name)} has the shape {list(tensor.shape)}, and the metadata "
+                f"says {list(weight.shape)}; they do not belong together, convert the model again"
+            )
+        yield tensor.name, place
+
+
+def _dequantised(gguf: GGUFFile, tensor: GGUFTensor, config: Any, dtype: torch.dtype) -> Tensor:
+    family = architecture_of(gguf)
+    data = tensor.data
+    if family.interleaves_rope and ".attn_q." in tensor.name:
+        data = _deinterleaved(data, config.num_attention_heads)
+    elif family.interleaves_rope and ".attn_k." in tensor.name:
+        data = _deinterleaved(data, config.num_key_value_heads)
+    weight = torch.empty(tensor.num_elements, dtype=dtype)
+    block_size, block_bytes = GGML_QUANT_SIZES[tensor.type]
+    data = data.reshape(-1)
+    step = PIECE // block_size * block_bytes
+    for at in range(0, len(data), step):
+        piece = dequantize(np.array(data[None, at : at + step]), tensor.type)[0]
+        if family.adds_one_to_norms and tensor.name.endswith("norm.weight"):
+            piece = piece - 1
+        start = at // block_bytes * block_size
+        weight[start : start + len(piece)] = torch.from_numpy(piece)
+    return weight.reshape(tensor.shape)
+
+
+def _deinterleaved(data: npt.NDArray[np.uint8], num_heads: int) -> npt.NDArray[np.uint8]:
+    """Rows of queries or keys with the two halves of each head behind each other, as transformers rotates them.
+
+    Args:
+        data: rows of bytes, or the bytes of a bias, whose "rows" are numbers.
+        num_heads: of queries or keys.
+    """
+    rows = data if data.ndim == 2 else data.reshape(-1, 4)
+    return rows.reshape(num_heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(data.shape)

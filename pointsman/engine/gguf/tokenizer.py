@@ -1,0 +1,275 @@
+"""Makes a tokenizer, with its chat template, of a GGUF file's metadata.
+
+Two kinds are read, by the names that llama.cpp gives them: "gpt2" is byte-level BPE, "llama" is SentencePiece's BPE.
+A file has the tokens and what they are for. How a text is split before BPE is only named (`tokenizer.ggml.pre`), so a
+name that is not among `PRE_TOKENIZERS` is refused: other splits would give other tokens without an error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from pointsman.engine.errors import ModelLoadError, UnsupportedModel, first_line
+from pointsman.engine.gguf.config import CONTROL, architecture_of, token_id
+from pointsman.engine.gguf.reader import GGUFFile
+from pointsman.files import represented
+
+logger = logging.getLogger(__name__)
+
+USER_DEFINED, UNUSED = 4, 5
+"""Types of tokens, beside `CONTROL`."""
+SPACE = "▁"
+"""What SentencePiece writes for a space."""
+NAMES: Mapping[str, str] = {
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+}
+PHI3_KEEPS_SPACE_AFTER = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+"""Of the control tokens of Phi-3, those that do not take the space behind them; no file says so, llama.cpp knows it."""
+
+_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_REST_WITH_SLASH = _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORD_BY_CASE = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """How a text is split before byte-level BPE."""
+
+    split: str | None
+    """A regular expression of the pieces; None: GPT-2's."""
+    splits_digits: bool = False
+    """Whether each digit is a piece, before the rest is split."""
+    composes: bool = False
+    """Whether the text is brought into Unicode's composed form (NFC) first."""
+    ignores_merges: bool = False
+    """Whether a piece that is a token is taken whole, whatever the merges say."""
+    adds_bos: bool = False
+    """Whether texts begin with BOS where the metadata does not say."""
+
+
+_LLAMA3 = rf"{_ENDINGS}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2 = PreTokenizer(rf"{_ENDINGS}|{_LETTERS}|\p{{N}}|{_REST}", composes=True)
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
+    "gpt-2": PreTokenizer(None),
+    "smollm": PreTokenizer(None, splits_digits=True),
+    "llama-bpe": PreTokenizer(_LLAMA3, ignores_merges=True, adds_bos=True),
+    "dbrx": PreTokenizer(_LLAMA3),
+    "smaug-bpe": PreTokenizer(_LLAMA3),
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "gpt-4o": PreTokenizer(
+        "|".join(f"{word}{_ENDINGS}?" for word in _WORD_BY_CASE) + rf"|\p{{N}}{{1,3}}|{_REST_WITH_SLASH}"
+    ),
+    "tekken": PreTokenizer(
+        "|".join(_WORD_BY_CASE) + rf"|\p{{N}}|{_REST_WITH_SLASH}", ignores_merges=True, adds_bos=True
+    ),
+}
+"""By their names in llama.cpp, which has one for every family of vocabularies."""
+
+
+def make_tokenizer(gguf: GGUFFile) -> Any | None:
+    """The fast transformers tokenizer of a model; None if the file has none.
+
+    Raises:
+        ModelLoadError: its fields are wrong or do not belong together.
+        UnsupportedModel: its kind, or the way in which it splits texts, is not known here.
+    """
+    kind = gguf.text("tokenizer.ggml.model", "none")
+    if kind in ("none", "no_vocab"):
+        logger.warning("%s has no tokenizer; prompts must be token ids", gguf.path)
+        return None
+    if kind not in ("gpt2", "llama"):
+        raise UnsupportedModel(
+            f"{gguf.path}: tokenizer.ggml.model is {represented(kind)}; gpt2 and llama are read; give the model's "
+            "directory in the Hugging Face format"
+        )
+    tokens, types = _tokens(gguf)
+    try:
+        build = _byte_level if kind == "gpt2" else _sentencepiece
+        return _finished(gguf, build(gguf, tokens, types), tokens, types)
+    except ModelLoadError:
+        raise
+    except Exception as error:  # the tokenizers library raises plain ones
+        raise ModelLoadError(
+            f"{gguf.path}: the tokenizer cannot be made of tokenizer.ggml.*: {first_line(error)}; convert the model "
+            "again"
+        ) from error
+
+
+def _tokens(gguf: GGUFFile) -> tuple[list[str], list[int]]:
+    """The tokens by id, and their types. Rows of the embedding that no token belongs to are left out."""
+    key = "tokenizer.ggml.tokens"
+    tokens = [token or f"[EMPTY_{at}]" for at, token in enumerate(gguf.texts(key))]
+    types = gguf.numbers("tokenizer.ggml.token_type").tolist()
+    if len(types) != len(tokens):
+        raise ModelLoadError(
+            f"{gguf.path}: tokenizer.ggml.token_type has {len(types)} values and {key} {len(tokens)}; convert the "
+            "model again"
+        )
+    while types and types[-1] == UNUSED:
+        types.pop()
+        tokens.pop()
+    return tokens, types
+
+
+def _byte_level(gguf: GGUFFile, tokens: Sequence[str], types: Sequence[int]) -> Tokenizer:
+    pre = _pre_tokenizer(gguf)
+    merges = []
+    for at, merge in enumerate(gguf.texts("tokenizer.ggml.merges")):
+        left, _, right = merge.partition(" ")
+        if not right:
+            raise ModelLoadError(
+                f"{gguf.path}: tokenizer.ggml.merges[{at}] is {represented(merge)}; it must be two tokens; convert the "
+                "model again"
+            )
+        merges.append((left, right))
+    tokenizer = Tokenizer(models.BPE(_vocabulary(gguf, tokens), merges, ignore_merges=pre.ignores_merges))
+    if pre.composes:
+        tokenizer.normalizer = normalizers.NFC()
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre.splits_digits else []
+    if pre.split is not None:
+        steps.append(pre_tokenizers.Split(Regex(pre.split), "isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.split is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _pre_tokenizer(gguf: GGUFFile) -> PreTokenizer:
+    name = gguf.text("tokenizer.ggml.pre", "not given")
+    if name not in PRE_TOKENIZERS:
+        raise UnsupportedModel(
+            f"{gguf.path}: tokenizer.ggml.pre is {represented(name)}; {', '.join(PRE_TOKENIZERS)} are known here; give "
+            "the model's directory in the Hugging Face format"
+        )
+    return PRE_TOKENIZERS[name]
+
+
+def _sentencepiece(gguf: GGUFFile, tokens: list[str], types: Sequence[int]) -> Tokenizer:
+    known = set(tokens)
+    for at, token in enumerate(tokens):
+        # Converters write the spaces of tokens that users defined; in the vocabulary they are as in the others.
+        if types[at] == USER_DEFINED and not token.strip(" ") and SPACE * len(token) not in known:
+            tokens[at] = SPACE * len(token)
+    scores = gguf.numbers("tokenizer.ggml.scores").tolist()
+    if len(scores) < len(tokens):
+        raise ModelLoadError(
+            f"{gguf.path}: tokenizer.ggml.scores has {len(scores)} values for {len(tokens)} tokens; convert the model "
+            "again"
+        )
+    vocabulary = _vocabulary(gguf, tokens)
+    unknown = token_id(gguf, NAMES["unk_token"])
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocabulary,
+            [(left, right) for *_, left, right in sorted(_merges(vocabulary, types, scores), reverse=True)],
+            byte_fallback=True,
+            fuse_unk=True,
+            unk_token=None if unknown is None else tokens[unknown],
+        )
+    )
+    steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    if gguf.flag("tokenizer.ggml.add_space_prefix", True):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), tokenizer.normalizer])
+        steps.append(decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def _merges(
+    vocabulary: Mapping[str, int], types: Sequence[int], scores: Sequence[float]
+) -> Iterator[tuple[float, int, int, str, str]]:
+    """Pairs of tokens that make another: its score, the lengths of the two, and these. The best merge is the largest.
+
+    SentencePiece joins the pair that makes the piece of the highest score, so its files have no merges. What users
+    defined comes first: converters write no score of it.
+    """
+    for token, index in vocabulary.items():
+        score = 0.0 if types[index] == USER_DEFINED else scores[index]
+        for at in range(1, len(token)):
+            left, right = token[:at], token[at:]
+            if left in vocabulary and right in vocabulary:
+                yield score, at, len(token) - at, left, right
+
+
+def _vocabulary(gguf: GGUFFile, tokens: Sequence[str]) -> dict[str, int]:
+    vocabulary = {token: at for at, token in enumerate(tokens)}
+    if len(vocabulary) < len(tokens):
+        twice = next(token for at, token in enumerate(tokens) if vocabulary[token] != at)
+        raise ModelLoadError(
+            f"{gguf.path}: tokenizer.ggml.tokens has {represented(twice)} twice; convert the model again"
+        )
+    return vocabulary
+
+
+def _finished(gguf: GGUFFile, tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> Any:
+    """With control and added tokens, BOS and EOS around texts, and the chat template."""
+    from transformers import PreTrainedTokenizerFast
+
+    is_phi3 = architecture_of(gguf).model_type == "phi3" and gguf.text("tokenizer.ggml.model") == "llama"
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(token, special=True, normalized=False, rstrip=is_phi3 and token not in PHI3_KEEPS_SPACE_AFTER)
+            for token, kind in zip(tokens, types, strict=True)
+            if kind == CONTROL
+        ]
+    )
+    tokenizer.add_tokens(
+        [AddedToken(token, normalized=False) for token, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED]
+    )
+    names = {}
+    for name, key in NAMES.items():
+        if (index := token_id(gguf, key)) is not None:
+            if index >= len(tokens):
+                raise ModelLoadError(
+                    f"{gguf.path}: {key} is {index}, and there are {len(tokens)} tokens; convert it again"
+                )
+            names[name] = tokens[index]
+    steps: list[Any] = (
+        [] if gguf.text("tokenizer.ggml.model") == "llama" else [processors.ByteLevel(trim_offsets=False)]
+    )
+    if around := _around(gguf, names):
+        steps.append(around)
+    tokenizer.post_processor = processors.Sequence(steps)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=_chat_template(gguf),
+        clean_up_tokenization_spaces=False,
+        **names,
+    )
+
+
+def _around(gguf: GGUFFile, names: Mapping[str, str]) -> Any | None:
+    """Adds BOS or EOS to texts; None: neither is added."""
+    is_byte_level = gguf.text("tokenizer.ggml.model") == "gpt2"
+    adds_bos = _pre_tokenizer(gguf).adds_bos if is_byte_level else True
+    bos = names.get("bos_token") if gguf.flag("tokenizer.ggml.add_bos_token", adds_bos) else None
+    eos = names.get("eos_token") if gguf.flag("tokenizer.ggml.add_eos_token", False) else None
+    if bos is None and eos is None:
+        return None
+    ids = [(token, token_id(gguf, NAMES[name])) for name, token in names.items() if token in (bos, eos)]
+    one, other = ([*([bos] if bos else []), part, *([eos] if eos else [])] for part in ("$A", "$B"))
+    return processors.TemplateProcessing(single=one, pair=[*one, *other], special_tokens=ids)
+
+
+def _chat_template(gguf: GGUFFile) -> str | dict[str, str] | None:
+    """The template, or several by name, of which "default" is used unless another is asked for."""
+    key = "tokenizer.chat_template"
+    if key not in gguf.metadata:
+        return None
+    named = gguf.texts(f"{key}s") if f"{key}s" in gguf.metadata else []
+    if not named:
+        return gguf.text(key)
+    return {"default": gguf.text(key), **{name: gguf.text(f"{key}.{name}") for name in named}}
