@@ -249,6 +249,20 @@ def _model(name: str) -> Callable[[Path], Path]:
     return make
 
 
+def _gguf(folder: Path) -> Path:
+    """A tiny model with a tokenizer, in 8 bits."""
+    from gguf import GGMLQuantizationType
+
+    from tests.engine.gguf_files import add_tokenizer, trained_bpe, write_gguf
+    from tests.engine.tiny_models import FAMILIES, build
+
+    config = FAMILIES["qwen3"]()
+    config.hidden_size, config.vocab_size = 64, 300
+    tokenizer = trained_bpe(config.vocab_size)
+    edit = add_tokenizer(tokenizer, "gpt2", pre="qwen2", num_tokens=config.vocab_size)
+    return write_gguf(folder / "model.gguf", build(config), kind=GGMLQuantizationType.Q8_0, edit=edit)
+
+
 YAML = """# of the server
 model: demo
 host: 127.0.0.1
@@ -368,6 +382,19 @@ def _read_tokenizer(path: Path) -> object:
     return tokenizer and tokenizer.decode(encode(tokenizer, "the éx"))
 
 
+def _load_gguf(path: Path) -> object:
+    from pointsman.engine.model.loader import load_model
+
+    return load_model(path)
+
+
+def _read_gguf_tokenizer(path: Path) -> object:
+    from pointsman.engine.text.tokenizer import encode, read_tokenizer
+
+    tokenizer = read_tokenizer(path)
+    return tokenizer and tokenizer.decode(encode(tokenizer, "the éx"))
+
+
 def _command(*arguments: str) -> Callable[[Path], object]:
     """`pointsman` in this process, with the path in place of FILE."""
 
@@ -441,6 +468,8 @@ READERS: dict[str, Reader] = {
     "model-index": Reader("json", _model("model.safetensors.index.json"), _load_model, _MODEL),
     "model-tokenizer": Reader("json", _model("tokenizer.json"), _read_tokenizer, _MODEL),
     "model-tokenizer-config": Reader("json", _model("tokenizer_config.json"), _read_tokenizer, _MODEL),
+    "model-gguf": Reader("gguf", _gguf, _load_gguf, _MODEL),
+    "model-gguf-tokenizer": Reader("gguf", _gguf, _read_gguf_tokenizer, _MODEL),
     "command-replay": Reader("json-lines", _copy("drafts.jsonl"), _command("replay", "FILE"), _COMMAND),
     "command-film": Reader("binary", _film, _command("film", "FILE", "--step", "3"), _COMMAND),
     "command-film-recording": Reader(

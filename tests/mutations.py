@@ -1,7 +1,7 @@
 """Broken copies of files: the same index gives the same copy, so that a failure can be repeated.
 
 `mutated(data, structure, index)` breaks a valid file in one to three places. Half of the mutations know nothing of the
-format (bytes, numbers, lines); the others know the structure: values of JSON, or the header of safetensors.
+format (bytes, numbers, lines); the others know the structure: values of JSON, or the headers of safetensors and GGUF.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import random
 import re
+import struct
 from collections.abc import Callable
 from typing import Any, Literal
 
-Structure = Literal["lines", "json", "json-lines", "safetensors", "binary"]
+Structure = Literal["lines", "json", "json-lines", "safetensors", "gguf", "binary"]
 Mutation = Callable[[bytes, random.Random], bytes]
 
 DEEP = 3_000
@@ -262,8 +263,81 @@ def _other_tensor(header: bytes, rng: random.Random) -> bytes:
     return json.dumps(tensors).encode()
 
 
+# ---------------------------------------------------------------------- GGUF
+
+_WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Bytes of each type of number."""
+
+
+def other_gguf(data: bytes, rng: random.Random) -> bytes:
+    """One number of the header changed (a count, a length, a type, a value, a shape, an offset), or one text."""
+    try:
+        numbers, texts = _gguf_places(data)
+    except (struct.error, KeyError, OverflowError, RecursionError):  # the file was broken before
+        return flip(data, rng)
+    if rng.randrange(4) == 0:
+        start, end = rng.choice(texts)
+        text = rng.choice((b"", b"x", b"llama", b"token_embd.weight", b"\xff", b"y" * 70_000, data[start:end] * 2))
+        return data[: start - 8] + struct.pack("<Q", len(text)) + text + data[end:]
+    start, width = rng.choice(numbers[:8]) if rng.randrange(8) == 0 else rng.choice(numbers)
+    old = int.from_bytes(data[start : start + width], "little")
+    values = (0, 1, 2, 3, 8, 9, old - 1, old + 1, old * 2, old // 2, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1)
+    big = (2**63 - 1, 2**63, 2**64 - 1, 2**40, len(data), 0x7FC00000, 0xFF800000, 0x42280000)
+    value = rng.choice((*values, *big)) % 2 ** (8 * width)
+    return data[:start] + value.to_bytes(width, "little") + data[start + width :]
+
+
+def _gguf_places(data: bytes) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Where the header's numbers are, with their widths, and its texts, with their ends. Of a long array of texts the
+    first ones count."""
+    numbers, texts, at = [(4, 4), (8, 8), (16, 8)], [], 24
+
+    def number(width: int) -> int:
+        nonlocal at
+        if at + width > len(data):
+            raise OverflowError
+        numbers.append((at, width))
+        at += width
+        return int.from_bytes(data[at - width : at], "little")
+
+    def text() -> None:
+        nonlocal at
+        length = number(8)
+        texts.append((at, at + length))
+        at += length
+
+    def value(kind: int) -> None:
+        nonlocal at
+        if kind == 8:
+            text()
+        elif kind == 9:
+            kind, length = number(4), number(8)
+            for index in range(min(length, len(data))):
+                if index < 4:
+                    value(kind)
+                elif kind == 8:
+                    at += 8 + struct.unpack_from("<Q", data, at)[0]
+                else:
+                    at += _WIDTHS[kind]
+        else:
+            number(_WIDTHS[kind])
+
+    num_tensors, num_fields = struct.unpack_from("<QQ", data, 8)
+    for _ in range(num_fields):
+        text()
+        value(number(4))
+    for _ in range(num_tensors):
+        text()
+        for _ in range(number(4)):
+            number(8)
+        number(4)
+        number(8)
+    return numbers, texts
+
+
 OF_STRUCTURE: dict[str, list[Mutation]] = {
     "json": [other_json],
     "json-lines": [other_json_line],
     "safetensors": [other_header],
+    "gguf": [other_gguf],
 }

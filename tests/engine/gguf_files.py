@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType, get_tensor_name_map, quantize
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 F32 = GGMLQuantizationType.F32
 ARCHITECTURES = {
@@ -23,6 +25,11 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3",
 }
 """By transformers' model type."""
+SPECIAL = {
+    "bos_token_id": "tokenizer.ggml.bos_token_id",
+    "eos_token_id": "tokenizer.ggml.eos_token_id",
+    "pad_token_id": "tokenizer.ggml.padding_token_id",
+}
 
 
 def write_gguf(
@@ -138,7 +145,29 @@ def llama3_factors(rope: Mapping[str, Any], head_dim: int) -> np.ndarray[Any, An
     return np.array(factors, np.float32)
 
 
-def add_tokenizer(tokenizer: Any, kind: str, *, pre: str = "", num_tokens: int = 0) -> Callable[[GGUFWriter], None]:
+def trained_bpe(num_tokens: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE trained on a few words, with control and added tokens and a chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<s>", "<eos>", "<pad>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=num_tokens - 2,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the capital of the country is there", "naïve日本 don't 12345\n\n  x"] * 3, trainer)
+    tokenizer.add_tokens([AddedToken("éx", normalized=False), AddedToken("<tool>", normalized=False)])
+    template = "{% for message in messages %}{{ message['content'] }}<|im_end|>{% endfor %}"
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="<eos>", pad_token="<pad>", chat_template=template
+    )
+
+
+def add_tokenizer(
+    tokenizer: Any, kind: str, *, pre: str = "", num_tokens: int = 0, add_space_prefix: bool = True
+) -> Callable[[GGUFWriter], None]:
     """The `edit` that adds a fast tokenizer, and its chat template if it has one.
 
     Args:
@@ -146,6 +175,7 @@ def add_tokenizer(tokenizer: Any, kind: str, *, pre: str = "", num_tokens: int =
         kind: "gpt2" or "llama".
         pre: how texts are split, for "gpt2".
         num_tokens: rows of the embedding; further tokens are unused.
+        add_space_prefix: whether texts begin with a space, for "llama".
     """
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     content = json.loads(backend.to_str())
@@ -166,6 +196,10 @@ def add_tokenizer(tokenizer: Any, kind: str, *, pre: str = "", num_tokens: int =
     template = getattr(tokenizer, "chat_template", None)
 
     def add(writer: GGUFWriter) -> None:
+        for name, key in SPECIAL.items():
+            del writer.kv_data[0][key]
+            if (special := getattr(tokenizer, name, None)) is not None:
+                writer.add_uint32(key, special)
         writer.add_tokenizer_model(kind)
         writer.add_tokenizer_pre(pre or "default")
         writer.add_token_list([texts[at] for at in sorted(texts)])
@@ -176,6 +210,7 @@ def add_tokenizer(tokenizer: Any, kind: str, *, pre: str = "", num_tokens: int =
             ranks: dict[str, int] = {}
             for pair in merges:
                 ranks.setdefault("".join(pair), len(ranks))
+            writer.add_add_space_prefix(add_space_prefix)
             writer.add_token_scores([-float(ranks.get(texts[at], len(ranks))) for at in sorted(texts)])
         if template is not None:
             writer.add_chat_template(template)

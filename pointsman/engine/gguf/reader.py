@@ -260,7 +260,7 @@ def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     cursor.take(len(MAGIC))
     version = cursor.number(4)
     if version not in VERSIONS:
-        kind = "of the other byte order" if version and not version & 0xFFFF else f"version {version}"
+        kind = "of the other byte order" if version and not version & 0xFFFF else f"of version {version}"
         raise UnsupportedModel(f"{path} is a GGUF file {kind}; versions 2 and 3 are read; convert the model again")
     num_tensors, num_fields = cursor.number(10), cursor.number(10)
     for what, value, limit in (("tensors", num_tensors, MAX_TENSORS), ("fields", num_fields, MAX_FIELDS)):
