@@ -338,7 +338,7 @@ def _read_generation(path: Path, config: Any, gguf: GGUFFile | None) -> Generati
     return GenerationSettings.of(generation_fields(gguf), config.vocab_size, str(path))
 
 
-def _check_weights(path: Path, gguf: GGUFFile | None) -> _Weights:
+def _check_weights(path: Path, gguf: GGUFFile | None = None) -> _Weights:
     """Open every safetensors file, so that a broken one is named before anything large is read.
 
     Raises:
