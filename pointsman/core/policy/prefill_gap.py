@@ -66,7 +66,7 @@ class PrefillGap(TargetItl):
         self._is_fast = False
         """Whether the whole budget is known to take a small part of the target."""
         self._is_slow = False
-        """Whether the last step did not."""
+        """Whether the last step took more than twice that part, on a fast device."""
 
     def on_step_time(self, load: StepLoad, seconds: float) -> None:
         if self._is_fast:
@@ -95,7 +95,7 @@ class PrefillGap(TargetItl):
             return num_requests
         deepest = int(view.num_computed_tokens.max()) if num_requests else 0
         if tokens == most and self._takes_little(most, deepest):
-            self._is_fast = self._is_open = True
+            self._is_fast, self._is_open, self._key = True, True, None
             return most
         if not self._held:
             return tokens

@@ -63,6 +63,7 @@ class Wait(IntEnum):
 
 
 FOR_INPUT = frozenset({Wait.REQUEST, Wait.HEADERS, Wait.BODY})
+"""For bytes of the client, which may have arrived and not been read yet."""
 SECONDS_TO_WAIT = {Wait.END: 3.0, Wait.REQUEST: KEEP_ALIVE, Wait.HEADERS: 10.0, Wait.BODY: 60.0, Wait.READER: 300.0}
 """After which a connection is closed."""
 SECONDS_UNTIL_REPLACED = {Wait.BODY: 10.0, Wait.READER: 30.0}
