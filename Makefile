@@ -41,7 +41,7 @@ BENCHMARKS_vllm := vllm_scheduler vllm_observer vllm_engine policies_live
 BENCHMARKS_page := page
 BENCHMARKS := $(foreach part,$(PARTS),$(BENCHMARKS_$(part)))
 
-.PHONY: help install serve demo test test-all lint kernels vllm format bench bench-quick $(PARTS:%=bench-%) dist clean
+.PHONY: help install serve demo test test-all lint kernels weights vllm format bench bench-quick $(PARTS:%=bench-%) dist clean
 
 help:
 	@echo "make serve     serve a small model that answers questions (or the demo model) on port 8000, and print a curl"
@@ -81,19 +81,23 @@ lint: $(INSTALLED)
 
 # Both environments are made at once: one waits for the network while the other unpacks.
 test:
-	@$(MAKE) --no-print-directory -j3 lint kernels $(if $(VLLM),vllm)
+	@$(MAKE) --no-print-directory -j4 lint kernels weights $(if $(VLLM),vllm)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 # Every test in its long form, with the random seeds of today's date.
 test-all:
 	$(if $(filter-out $(PARTS),$(PART)),$(error PART=$(PART) is no part; choose from $(PARTS)))
-	@$(MAKE) --no-print-directory -j3 lint kernels $(if $(VLLM),vllm)
+	@$(MAKE) --no-print-directory -j4 lint kernels weights $(if $(VLLM),vllm)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --long \
 	    $(if $(SHARD),--shard $(SHARD)) $(TESTS_$(PART))
 
 # The CPU kernels are compiled once, or every process of the tests would begin with that.
 kernels: $(INSTALLED)
 	@$(BIN)/pointsman generate --json > /dev/null
+
+# Real weights; without the index, their tests are skipped.
+weights: $(INSTALLED)
+	@$(BIN)/pointsman models get smollm2 --optional
 
 vllm:
 	-@$(PYTHON) benchmarks/vllm_env.py

@@ -356,8 +356,8 @@ def test_a_broken_tokenizer_is_the_only_error(tmp_path: Path) -> None:
 def test_a_broken_chat_template_is_an_error_before_the_model_is_loaded(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}\n{{ message.content }")
-    command = [sys.executable, "-m", "pointsman", "serve", "--port", "0", "--chat-template", str(template)]
-    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60)
+    command = [sys.executable, "-m", "pointsman", "serve", "--model", "demo", "--port", "0"]
+    ended = subprocess.run([*command, "--chat-template", str(template)], stderr=subprocess.PIPE, text=True, timeout=60)
     assert ended.returncode == 2
     loading, error = ended.stderr.splitlines()
     assert loading == "pointsman: loading the model demo"

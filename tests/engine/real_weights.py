@@ -1,0 +1,20 @@
+"""The named models with published weights, where they are installed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from pointsman.engine.sources.named import installed
+
+
+def weights_of(name: str) -> Path:
+    """The GGUF file of a named model in the folder of the user who tests; skips the test where it is not installed."""
+    with mock.patch.dict(os.environ, POINTSMAN_MODELS=os.environ["POINTSMAN_TEST_MODELS"]):
+        path = installed(name)
+    if path is None:
+        pytest.skip(f"{name} is not installed: pointsman models get {name}")
+    return path
