@@ -17,7 +17,9 @@ from pointsman.engine.kernels.runtime import (
     FAST,
     STORAGE,
     Kernel,
+    bits_as_float,
     exponential,
+    float_as_bits,
     hyperbolic_tangent,
     load,
     next_item,
@@ -34,6 +36,7 @@ ROWS_PER_THREAD = 16
 
 NORM_ARGUMENTS = 9
 GATE_ARGUMENTS = 6
+SCALING_ARGUMENTS = 7
 HEADS_ARGUMENTS = 29
 ACTIVATIONS = ("silu", "gelu_tanh")
 """What a gate may be passed through; the kernel's argument is the index."""
@@ -123,6 +126,48 @@ def gate_kernel(activations: torch.dtype) -> Kernel:
                     target[i] = round_to(out, bend * load(up[i]))
 
     return Kernel(gate)
+
+
+@cache
+def scaling_kernel() -> Kernel:
+    """Per row of float32, scale = max(|x|) / limit and out = x / scale: what is rounded to 8 bits.
+
+    A row that is not finite gets the scale NaN, and zeros; one without a number above 1e-30 gets the scale 1, and zeros.
+
+    Arguments: counter, x [n, width], out [n, width], scales [n], n, width, limit.
+    """
+    version = source_version()
+
+    def scale_rows(arguments: Any) -> None:
+        a = carray(arguments, (SCALING_ARGUMENTS,), np.int64)
+        if version == 0:  # never; so that the version is part of what the kernel is kept under on disk
+            return
+        num_rows, width = a[4], a[5]
+        x = carray(pointer(a[1]), (num_rows, width), np.float32)
+        out = carray(pointer(a[2]), (num_rows, width), np.float32)
+        scales = carray(pointer(a[3]), (num_rows,), np.float32)
+        limit = np.float32(a[6])
+        while True:
+            row = next_item(arguments)
+            if row >= num_rows:
+                break
+            values, target = x[row], out[row]
+            # Without their signs, floats are in the order of their bits, and what is not finite comes last.
+            bits = np.int32(0)
+            for i in range(width):
+                bits = max(bits, float_as_bits(values[i]) & np.int32(0x7FFFFFFF))
+            largest = bits_as_float(bits)
+            factor = np.float32(0)
+            scales[row] = np.float32(1)
+            if bits >= np.int32(0x7F800000):
+                scales[row] = np.float32(np.nan)
+            elif largest > np.float32(1e-30):
+                scales[row] = largest / limit
+                factor = limit / largest
+            for i in range(width):
+                target[i] = np.float32(0) if factor == np.float32(0) else values[i] * factor
+
+    return Kernel(scale_rows)
 
 
 # Places of the arguments of `heads_kernel`; 0 is the counter.
