@@ -5,10 +5,11 @@ keeps them row by row and reorders them, in part, in every call; here they are r
 was measured a product of 8 to 64 rows takes half to two thirds of the time. The operators are private to PyTorch, so
 they are tried before they are used, and where they are missing or wrong weights stay as they are.
 
-With `int8`, weights are rounded to 8 bits per output feature when the model is loaded, and activations to 8 bits per
-row in every call: a quarter of the memory and about a third of the time of float32, for outputs that differ. Sums of
-8-bit products are exact, so a row's output does not depend on the rows beside it. PyTorch's operator takes one scale
-for all rows. Rows are therefore divided by scales of their own before it, and its outputs multiplied by them after it.
+With `int8`, weights are rounded to 8 bits per output feature when the model is loaded: a quarter of the memory, and
+less to read for each token. Activations are split into two 8-bit rows, the second for what the first one rounds off, so
+both go through one product and the outputs are those of 16 bits. With 8 bits alone, the perplexity of a small model
+rose by 4 % instead of 0.3 %. Sums of 8-bit products are exact, and each row has scales of its own, so its output does
+not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 JOINED_DTYPES = (torch.float32, torch.bfloat16)
 QUANTIZATIONS = ("int8",)
 _INT8_PRODUCT: Any = getattr(torch.ops.quantized, "linear_with_input_q_dq_qweight_dq_output_fp32", None)
+_INT8_PRODUCT = getattr(_INT8_PRODUCT, "default", None)  # the packet looks for the right one in each call
 PACKED_FOR_ROWS = 64
 """The number of rows that the order is chosen for; any number can be multiplied."""
 PACKED_FROM = 1 << 18
@@ -101,14 +103,17 @@ class JoinedLinear(nn.Module):
     def _in_int8(self, x: Tensor) -> Tensor:
         """Rows with numbers that are not finite give NaN."""
         x = x.contiguous()
-        limit = activation_limit()
-        scaled, scales = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1)
-        num_rows = scales.numel()
-        addresses = x.data_ptr(), scaled.data_ptr(), scales.data_ptr()
-        arguments = np.array([0, *addresses, num_rows, self.in_features, limit], dtype=np.int64)
-        kernels.scaling_kernel()(arguments, kernels.threads_for(num_rows))
-        out: Tensor = _INT8_PRODUCT(scaled, 1.0, limit + 1, self._stored)
-        return out.mul_(scales) if self.bias is None else torch.addcmul(self.bias, out, scales)
+        num_rows, limit, bias = x.numel() // self.in_features, activation_limit(), self.bias
+        halves, scales = x.new_empty(2 * num_rows, self.in_features), x.new_empty(num_rows)
+        addresses = x.data_ptr(), halves.data_ptr(), scales.data_ptr()
+        split = np.array([0, *addresses, num_rows, self.in_features, limit], dtype=np.int64)
+        num_threads = kernels.threads_for(num_rows)
+        kernels.split_kernel()(split, num_threads)
+        out: Tensor = _INT8_PRODUCT(halves, 1.0, limit + 1, self._stored)
+        addresses = out.data_ptr(), scales.data_ptr(), 0 if bias is None else bias.data_ptr()
+        merge = np.array([0, *addresses, num_rows, self.out_features, limit], dtype=np.int64)
+        kernels.merge_kernel()(merge, num_threads)
+        return out[:num_rows].view(*x.shape[:-1], self.out_features)
 
     def plain_weights(self) -> dict[str, Tensor]:
         """The weights in an order that does not depend on the processor: as they were given, or as they were rounded.
