@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 JOINED_DTYPES = (torch.float32, torch.bfloat16)
 QUANTIZATIONS = ("int8",)
-_INT8_PRODUCT: Any = getattr(torch.ops.quantized, "linear_with_input_q_dq_qweight_dq_output_fp32", None)
-_INT8_PRODUCT = getattr(_INT8_PRODUCT, "default", None)  # the packet looks for the right one in each call
 PACKED_FOR_ROWS = 64
 """The number of rows that the order is chosen for; any number can be multiplied."""
 PACKED_FROM = 1 << 18
@@ -75,6 +73,7 @@ class JoinedLinear(nn.Module):
         self.weight = weight.detach()
         self.form = "plain"
         self._stored: Any = None
+        self._split = self._merge = np.empty(0, dtype=np.int64)  # arguments of kernels, for int8
 
     def store(self, quantization: str | None = None) -> None:
         """Put the weights into their final form: "int8" if so asked, else packed, if there are enough of them; once."""
@@ -83,6 +82,10 @@ class JoinedLinear(nn.Module):
         weight = self.weight
         if quantization == "int8":
             self._stored = quantize(weight)
+            limit, bias = activation_limit(), self.bias
+            self._split = np.array([0, 0, 0, 0, 0, self.in_features, limit], dtype=np.int64)
+            address = 0 if bias is None else bias.data_ptr()
+            self._merge = np.array([0, 0, 0, address, 0, self.out_features, limit], dtype=np.int64)
             self.form = "int8"
         elif weight.numel() >= KEPT_BOTH_WAYS_FROM and packing_works(weight.dtype):
             self._stored = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
@@ -103,15 +106,15 @@ class JoinedLinear(nn.Module):
     def _in_int8(self, x: Tensor) -> Tensor:
         """Rows with numbers that are not finite give NaN."""
         x = x.contiguous()
-        num_rows, limit, bias = x.numel() // self.in_features, activation_limit(), self.bias
-        halves, scales = x.new_empty(2 * num_rows, self.in_features), x.new_empty(num_rows)
-        addresses = x.data_ptr(), halves.data_ptr(), scales.data_ptr()
-        split = np.array([0, *addresses, num_rows, self.in_features, limit], dtype=np.int64)
+        split, merge, limit = self._split, self._merge, activation_limit()
+        num_rows = x.numel() // self.in_features
         num_threads = kernels.threads_for(num_rows)
+        halves, scales = x.new_empty(2 * num_rows, self.in_features), x.new_empty(num_rows)
+        split[1], split[2], split[4] = x.data_ptr(), halves.data_ptr(), num_rows
+        split[3] = merge[2] = scales.data_ptr()
         kernels.split_kernel()(split, num_threads)
-        out: Tensor = _INT8_PRODUCT(halves, 1.0, limit + 1, self._stored)
-        addresses = out.data_ptr(), scales.data_ptr(), 0 if bias is None else bias.data_ptr()
-        merge = np.array([0, *addresses, num_rows, self.out_features, limit], dtype=np.int64)
+        out: Tensor = int8_product()(halves, 1.0, limit + 1, self._stored)
+        merge[1], merge[4] = out.data_ptr(), num_rows
         kernels.merge_kernel()(merge, num_threads)
         return out[:num_rows].view(*x.shape[:-1], self.out_features)
 
@@ -166,6 +169,19 @@ def store_weights(model: nn.Module, quantization: str | None = None) -> None:
 
 
 @cache
+def int8_product() -> Any:
+    """PyTorch's product of float32 rows, which it rounds to 8 bits with one scale and zero point, with int8 weights.
+
+    The C function, because the Python object around it looks through its arguments for 13 us in each call.
+
+    Raises:
+        AttributeError: this PyTorch has none.
+    """
+    product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
+    return getattr(product, "_op", product)
+
+
+@cache
 def packing_works(dtype: torch.dtype) -> bool:
     """Whether this PyTorch on this processor packs weights of a dtype, and multiplies rightly with them."""
     weight = torch.linspace(-1, 1, 512 * 64).view(64, 512).to(dtype)
@@ -196,7 +212,7 @@ def check_quantization(name: str | None, device: torch.device, dtype: torch.dtyp
     if device.type != "cpu" or dtype != torch.float32:
         raise ValueError(f"quantization is {name!r} with {dtype} on {device}; it needs float32 on a CPU")
     try:
-        _INT8_PRODUCT(torch.ones(1, 8), 1.0, 128, quantize(torch.ones(8, 8)))
+        int8_product()(torch.ones(1, 8), 1.0, 128, quantize(torch.ones(8, 8)))
     except (AttributeError, RuntimeError) as error:
         raise ValueError(
             f"quantization is {name!r}, which this PyTorch cannot do ({first_line(error)}); leave it out"
