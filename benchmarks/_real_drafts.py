@@ -13,8 +13,8 @@ from speculation import DRAFTS, Workload, open_sides, take_turns
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.text.tokenizer import encode, render_chat
 
-ROUNDS, ROUNDS_QUICK = 3, 1
-OUTPUT_TOKENS, OUTPUT_TOKENS_QUICK = 160, 40
+ROUNDS, ROUNDS_QUICK = 2, 1
+OUTPUT_TOKENS, OUTPUT_TOKENS_QUICK = 120, 24
 ENGINE = {"num_blocks": 64, "max_model_len": 2_048, "max_num_batched_tokens": 2_048}
 """A step computes the longest prompt at once, so no prompt is in what is measured."""
 LEAST_RATIO = {"code edit, begun": 1.3}
