@@ -90,14 +90,15 @@ def summary(topic: str) -> Message:
 
 
 def work(quick: bool) -> dict[str, Sequence[Sequence[Message]]]:
-    """Conversations by kind of work; the last message of some is an answer that was begun."""
-    many = slice(0, 1) if quick else slice(None)
-    return {
-        "code edit, begun": [[edit.request, edit.begun] for edit in EDITS[many]],
-        "code edit, asked": [[edit.request] for edit in EDITS[many]],
-        "summary": [[summary(topic)] for topic in SUMMARISED[many]],
-        "chat": [[{"role": "user", "content": question}] for question in QUESTIONS[many]],
+    """Conversations by kind of work; the last message of some is an answer that was begun. Of the quick form's there is
+    one each of two kinds."""
+    found: dict[str, Sequence[Sequence[Message]]] = {
+        "code edit, begun": [[edit.request, edit.begun] for edit in EDITS],
+        "code edit, asked": [[edit.request] for edit in EDITS],
+        "summary": [[summary(topic)] for topic in SUMMARISED],
+        "chat": [[{"role": "user", "content": question}] for question in QUESTIONS],
     }
+    return {kind: found[kind][:1] for kind in ("code edit, begun", "chat")} if quick else found
 
 
 def documentation(num_characters: int) -> str:
