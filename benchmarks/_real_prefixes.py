@@ -4,10 +4,14 @@ Each turn sends the whole conversation again, as clients of a chat API do: the t
 encodes it. The prompt of a turn continues the tokens of the turn before only where the text of an answer is encoded as
 the tokens that were generated. What is not found although it was computed has two causes, which are counted apart: the
 text was encoded otherwise, or it ends within a block.
+
+A greedy model mostly writes the tokens that the tokenizer would choose. A sampled one need not, so sampled answers are
+encoded again as well.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -18,9 +22,11 @@ from pointsman.engine import SamplingParams
 from pointsman.engine.llm import LLM
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.outputs.request_output import RequestOutput
+from pointsman.engine.text.tokenizer import encode
 
 ANSWER_TOKENS, ANSWER_TOKENS_QUICK = 120, 16
 TURNS_QUICK = 4
+SAMPLED_TOKENS, SAMPLED_TOKENS_QUICK = 100, 8
 ENGINE = {"num_blocks": 64, "max_model_len": 2_048, "max_num_batched_tokens": 2_048, "num_threads": 1}
 """A step computes the whole prompt, so steps are not what is compared."""
 LEAST_TTFT_RATIO, LEAST_TTFT_RATIO_QUICK = 5.0, 1.5
@@ -61,7 +67,7 @@ def measure_prefixes(model: LoadedModel, quick: bool, targets: Targets) -> dict[
         note(f"prefixes: turn {number}")
         output, other = cached.ask(question, num_tokens), plain.ask(question, num_tokens)
         prompt = list(output.prompt_token_ids)
-        num_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, prompt, strict=False)))
+        num_equal = _num_equal(before, prompt)
         turns.append(
             {
                 "prompt_tokens": len(prompt),
@@ -102,7 +108,34 @@ def measure_prefixes(model: LoadedModel, quick: bool, targets: Targets) -> dict[
     )
     num_equal = sum(turn["is_equal"] for turn in turns)
     targets.holds(f"{num_equal} of {len(turns)} answers are equal without the cache", num_equal == len(turns))
-    return {"turns": turns, "hit_share": round(share, 4), "ttft_ratio": round(ratio, 3)}
+    sampled = _encoded_again(cached.llm, SAMPLED_TOKENS_QUICK if quick else SAMPLED_TOKENS)
+    note(
+        f"sampled at temperature 1: {sampled['encoded_otherwise']} of {sampled['answers']} answers are encoded "
+        f"otherwise, {sampled['lost']} of {sampled['tokens']} tokens are behind the first difference"
+    )
+    return {"turns": turns, "hit_share": round(share, 4), "ttft_ratio": round(ratio, 3), "sampled": sampled}
+
+
+def _encoded_again(llm: LLM, num_tokens: int) -> dict[str, int]:
+    """What becomes of the tokens of sampled answers when their text is encoded."""
+    conversations = [[{"role": "user", "content": question}] for question in CHAT]
+    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=num_tokens) for seed in range(len(CHAT))]
+    found = {"answers": 0, "encoded_otherwise": 0, "tokens": 0, "lost": 0}
+    for output in llm.chat(conversations, params, use_tqdm=False):
+        answer = output.outputs[0]
+        token_ids = list(answer.token_ids)[: -1 if answer.finish_reason == "stop" else None]  # without the end
+        again = encode(llm.get_tokenizer(), answer.text, add_special_tokens=False)
+        num_lost = len(token_ids) - _num_equal(token_ids, again)
+        found["answers"] += 1
+        found["encoded_otherwise"] += num_lost > 0
+        found["tokens"] += len(token_ids)
+        found["lost"] += num_lost
+    return found
+
+
+def _num_equal(before: Sequence[int], after: Sequence[int]) -> int:
+    """Tokens of their common prefix."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
 
 
 def _ttft(output: RequestOutput) -> float:
