@@ -17,7 +17,9 @@ from pointsman.engine.kernels.runtime import (
     FAST,
     STORAGE,
     Kernel,
+    bits_as_float,
     exponential,
+    float_as_bits,
     hyperbolic_tangent,
     load,
     next_item,
@@ -34,6 +36,8 @@ ROWS_PER_THREAD = 16
 
 NORM_ARGUMENTS = 9
 GATE_ARGUMENTS = 6
+SPLIT_ARGUMENTS = 7
+MERGE_ARGUMENTS = 7
 HEADS_ARGUMENTS = 29
 ACTIVATIONS = ("silu", "gelu_tanh")
 """What a gate may be passed through; the kernel's argument is the index."""
@@ -123,6 +127,84 @@ def gate_kernel(activations: torch.dtype) -> Kernel:
                     target[i] = round_to(out, bend * load(up[i]))
 
     return Kernel(gate)
+
+
+@cache
+def split_kernel() -> Kernel:
+    """Rows of float32 as two rows of whole numbers from -limit to limit: x = (high + low / (2 * limit)) * scale.
+
+    Each row's scale is its largest number / limit. A row that is not finite gets the scale NaN, and zeros; one without
+    a number above 1e-30 gets the scale 1, and zeros.
+
+    Arguments: counter, x [n, width], out [2n, width] (the high rows first), scales [n], n, width, limit.
+    """
+    version = source_version()
+
+    def split_rows(arguments: Any) -> None:
+        a = carray(arguments, (SPLIT_ARGUMENTS,), np.int64)
+        if version == 0:  # never; so that the version is part of what the kernel is kept under on disk
+            return
+        num_rows, width = a[4], a[5]
+        x = carray(pointer(a[1]), (num_rows, width), np.float32)
+        out = carray(pointer(a[2]), (2, num_rows, width), np.float32)
+        scales = carray(pointer(a[3]), (num_rows,), np.float32)
+        limit = np.float32(a[6])
+        while True:
+            row = next_item(arguments)
+            if row >= num_rows:
+                break
+            values, high, low = x[row], out[0, row], out[1, row]
+            # Without their signs, floats are in the order of their bits, and what is not finite comes last.
+            bits = np.int32(0)
+            for i in range(width):
+                bits = max(bits, float_as_bits(values[i]) & np.int32(0x7FFFFFFF))
+            largest = bits_as_float(bits)
+            scales[row] = np.float32(np.nan) if bits >= np.int32(0x7F800000) else np.float32(1)
+            if bits >= np.int32(0x7F800000) or largest < np.float32(1e-30):
+                for i in range(width):
+                    high[i] = low[i] = np.float32(0)
+                continue
+            scales[row] = largest / limit
+            factor = limit / largest
+            for i in range(width):
+                value = values[i] * factor
+                whole = np.rint(value)
+                high[i] = whole
+                low[i] = np.rint((value - whole) * (limit + limit))
+
+    return Kernel(split_rows)
+
+
+@cache
+def merge_kernel() -> Kernel:
+    """high = (high + low / (2 * limit)) * scale + bias, in place: what `split_kernel` took apart, after a product.
+
+    Arguments: counter, rows [2n, width] (the high ones first), scales [n], bias [width] or 0, n, width, limit.
+    """
+    version = source_version()
+
+    def merge_rows(arguments: Any) -> None:
+        a = carray(arguments, (MERGE_ARGUMENTS,), np.int64)
+        if version == 0:  # never; so that the version is part of what the kernel is kept under on disk
+            return
+        num_rows, width = a[4], a[5]
+        rows = carray(pointer(a[1]), (2, num_rows, width), np.float32)
+        scales = carray(pointer(a[2]), (num_rows,), np.float32)
+        bias = carray(pointer(a[3]), (width,), np.float32)
+        share = np.float32(1) / np.float32(2 * a[6])
+        while True:
+            row = next_item(arguments)
+            if row >= num_rows:
+                break
+            high, low, scale = rows[0, row], rows[1, row], scales[row]
+            if a[3] == 0:
+                for i in range(width):
+                    high[i] = (high[i] + low[i] * share) * scale
+            else:
+                for i in range(width):
+                    high[i] = (high[i] + low[i] * share) * scale + bias[i]
+
+    return Kernel(merge_rows)
 
 
 # Places of the arguments of `heads_kernel`; 0 is the counter.

@@ -5,10 +5,11 @@ keeps them row by row and reorders them, in part, in every call; here they are r
 was measured a product of 8 to 64 rows takes half to two thirds of the time. The operators are private to PyTorch, so
 they are tried before they are used, and where they are missing or wrong weights stay as they are.
 
-With `int8`, weights are rounded to 8 bits per output feature when the model is loaded, and activations to 8 bits in
-every call (PyTorch's dynamic quantization): a quarter of the memory and about a third of the time of float32, for
-outputs that differ. The scale of the activations is that of all rows of a step together, so in this mode a request's
-tokens do depend on what runs beside it. torchao, whose scales are per row, was slower than float32 here.
+With `int8`, weights are rounded to 8 bits per output feature when the model is loaded: a quarter of the memory, and
+less to read for each token. Activations are split into two 8-bit rows, the second for what the first one rounds off, so
+both go through one product and the outputs are those of 16 bits. With 8 bits alone, the perplexity of a small model
+rose by 4 % instead of 0.3 %. Sums of 8-bit products are exact, and each row has scales of its own, so its output does
+not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -19,16 +20,20 @@ from collections.abc import Container, Sequence
 from functools import cache
 from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pointsman.engine.errors import first_line
+from pointsman.engine.kernels import layers as kernels
 
 logger = logging.getLogger(__name__)
 
 JOINED_DTYPES = (torch.float32, torch.bfloat16)
 QUANTIZATIONS = ("int8",)
+_INT8_PRODUCT: Any = getattr(torch.ops.quantized, "linear_with_input_q_dq_qweight_dq_output_fp32", None)
+_INT8_PRODUCT = getattr(_INT8_PRODUCT, "default", None)  # the packet looks for the right one in each call
 PACKED_FOR_ROWS = 64
 """The number of rows that the order is chosen for; any number can be multiplied."""
 PACKED_FROM = 1 << 18
@@ -77,7 +82,7 @@ class JoinedLinear(nn.Module):
             return
         weight = self.weight
         if quantization == "int8":
-            self._stored = quantize(weight, self.bias)
+            self._stored = quantize(weight)
             self.form = "int8"
         elif weight.numel() >= KEPT_BOTH_WAYS_FROM and packing_works(weight.dtype):
             self._stored = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
@@ -96,12 +101,19 @@ class JoinedLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def _in_int8(self, x: Tensor) -> Tensor:
-        """The rows share one scale, so those that are not finite are kept out of it, and give NaN."""
-        if bool(torch.isfinite(x.sum())):
-            return torch.ops.quantized.linear_dynamic(x, self._stored, not has_vnni())  # type: ignore[no-any-return]
-        broken = ~torch.isfinite(x).all(dim=-1, keepdim=True)
-        out: Tensor = torch.ops.quantized.linear_dynamic(x.masked_fill(broken, 0.0), self._stored, not has_vnni())
-        return out.masked_fill(broken, torch.nan)
+        """Rows with numbers that are not finite give NaN."""
+        x = x.contiguous()
+        num_rows, limit, bias = x.numel() // self.in_features, activation_limit(), self.bias
+        halves, scales = x.new_empty(2 * num_rows, self.in_features), x.new_empty(num_rows)
+        addresses = x.data_ptr(), halves.data_ptr(), scales.data_ptr()
+        split = np.array([0, *addresses, num_rows, self.in_features, limit], dtype=np.int64)
+        num_threads = kernels.threads_for(num_rows)
+        kernels.split_kernel()(split, num_threads)
+        out: Tensor = _INT8_PRODUCT(halves, 1.0, limit + 1, self._stored)
+        addresses = out.data_ptr(), scales.data_ptr(), 0 if bias is None else bias.data_ptr()
+        merge = np.array([0, *addresses, num_rows, self.out_features, limit], dtype=np.int64)
+        kernels.merge_kernel()(merge, num_threads)
+        return out[:num_rows].view(*x.shape[:-1], self.out_features)
 
     def plain_weights(self) -> dict[str, Tensor]:
         """The weights in an order that does not depend on the processor: as they were given, or as they were rounded.
@@ -184,25 +196,25 @@ def check_quantization(name: str | None, device: torch.device, dtype: torch.dtyp
     if device.type != "cpu" or dtype != torch.float32:
         raise ValueError(f"quantization is {name!r} with {dtype} on {device}; it needs float32 on a CPU")
     try:
-        quantize(torch.ones(8, 8), None)
+        _INT8_PRODUCT(torch.ones(1, 8), 1.0, 128, quantize(torch.ones(8, 8)))
     except (AttributeError, RuntimeError) as error:
         raise ValueError(
             f"quantization is {name!r}, which this PyTorch cannot do ({first_line(error)}); leave it out"
         ) from error
 
 
-def quantize(weight: Tensor, bias: Tensor | None) -> Any:
+def quantize(weight: Tensor) -> Any:
     """A float32 weight [out, in] in 8 bits, symmetric, with a scale per output feature, as the operators take it."""
     scales = (weight.abs().amax(dim=1).double() / 127).clamp(min=1e-12)
     zero_points = torch.zeros(len(scales), dtype=torch.int64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # PyTorch means to replace these tensors by torchao's, one day
         rounded = torch.quantize_per_channel(weight.contiguous(), scales, zero_points, 0, torch.qint8)
-    return torch.ops.quantized.linear_prepack(rounded, bias)
+    return torch.ops.quantized.linear_prepack(rounded, None)
 
 
 @cache
-def has_vnni() -> bool:
-    """Whether the processor adds 8-bit products without overflow; where not, activations get 7 bits."""
+def activation_limit() -> int:
+    """The largest rounded activation: 7 bits where the processor's sums of 8-bit products could overflow."""
     test = getattr(torch.cpu, "_is_vnni_supported", None)
-    return bool(test is not None and test())
+    return 127 if test is not None and test() else 63

@@ -39,8 +39,6 @@ class LoadedModel:
     """How many parts of each kind were replaced by faster ones; they need the backend above."""
     drops_tokens_early: bool
     """Whether its last layer leaves out the tokens whose logits are not needed."""
-    rows_are_independent: bool
-    """Whether it may compute padding rows beside the others; not so in 8 bits, where all share a scale."""
     num_parameters: int
 
     @property

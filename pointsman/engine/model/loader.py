@@ -192,7 +192,6 @@ def wrap_model(
         attention=backend,
         fused=fused,
         drops_tokens_early=drops_tokens_early,
-        rows_are_independent=quantization is None,
         num_parameters=num_parameters,
     )
 

@@ -141,7 +141,7 @@ class ModelRunner:
         self.sampler = Sampler(loaded.vocab_size, seed, loaded.tokenizer, loaded.model.device)
         self.pooler = Pooler()
         self.backend = backend or loaded.attention
-        self._fills_rows = self.backend.leaves_out_rows and loaded.rows_are_independent
+        self._fills_rows = self.backend.leaves_out_rows
         layout = pool.layout
         self._parts = np.array(layout.parts_of, dtype=np.int32)[:, None] if layout.groups else None
         """[groups, 1] how many blocks of a layer a block of the scheduler is; None: there is one group."""

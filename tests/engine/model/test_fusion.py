@@ -18,6 +18,7 @@ from transformers import GraniteConfig, LlamaConfig, OlmoConfig, Qwen2Config
 from pointsman.engine import Engine, SamplingParams
 from pointsman.engine.attention.torch_backend import TorchAttention
 from pointsman.engine.errors import UnsupportedModel
+from pointsman.engine.llm import LLM
 from pointsman.engine.model.fused_layers import FusedAttention, FusedLayer, FusedMLP, FusedNorm
 from pointsman.engine.model.linear import JoinedLinear
 from pointsman.engine.model.loader import load_model, wrap_model
@@ -244,6 +245,17 @@ def test_int8_costs_the_demo_model_little() -> None:
         losses.append(-sum(next(iter(entry.values())).logprob for entry in entries) / len(entries))
     exact, rounded = losses
     assert exact != rounded and abs(rounded / exact - 1) < 0.01, losses
+
+
+@pytest.mark.e2e
+def test_int8_does_not_depend_on_what_runs_beside() -> None:
+    """To the last bit; prompts here are not cut into chunks, which would change the order of sums."""
+    llm = LLM("demo", quantization="int8", enable_prefix_caching=False)
+    params = SamplingParams(temperature=0, max_tokens=24, logprobs=0)
+    prompts = [f"Chapter {i}: " + "a list, " * i for i in range(16)]
+    together, alone = llm.generate(prompts, params), [llm.generate(prompt, params)[0] for prompt in prompts]
+    for one, other in zip(together, alone, strict=True):
+        assert one.outputs[0].logprobs == other.outputs[0].logprobs
 
 
 def test_a_fused_model_needs_its_own_attention() -> None:
