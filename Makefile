@@ -35,7 +35,7 @@ TESTS_page := tests/web
 BENCHMARKS_core := scheduler_step prefix_scaling
 BENCHMARKS_sim := simulator calibration tune policies auto
 BENCHMARKS_engine := static_vs_continuous time_to_first_token step_overhead async_scheduling speculation kv_transfer \
-    engine_throughput
+    engine_throughput real_model
 BENCHMARKS_server := server_throughput server_overhead server_load server_faults scale scale_ray
 BENCHMARKS_vllm := vllm_scheduler vllm_observer vllm_engine policies_live
 BENCHMARKS_page := page

@@ -28,6 +28,7 @@ from _engine_model import FULL, QUICK, model_directory
 from _pointsman_engine import open_engine, vocabulary_size
 
 from pointsman.engine import Engine, SamplingParams
+from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import load_model
 
 DRAFTS = 8
@@ -46,6 +47,7 @@ class Workload:
     temperature: float
     least: float
     """The project's target: tokens per second with drafts by those without, at least."""
+    ignores_eos: bool = True
 
     @property
     def requests(self) -> int:
@@ -79,7 +81,11 @@ class Side:
         """All requests of a workload, from the start; the computing of the first prompts is not measured."""
         for seed, prompt in enumerate(prompts[: workload.requests]):
             params = SamplingParams(
-                temperature=workload.temperature, seed=seed, max_tokens=num_tokens, ignore_eos=True, detokenize=False
+                temperature=workload.temperature,
+                seed=seed,
+                max_tokens=num_tokens,
+                ignore_eos=workload.ignores_eos,
+                detokenize=False,
             )
             self.engine.add_request(f"{len(self.tokens_per_second)}-{seed:02}", prompt, params)
         self.engine.step()
@@ -110,6 +116,18 @@ class Side:
             self.answers = [self._answers[name] for name in sorted(self._answers)]
 
 
+def open_sides(loaded: LoadedModel, running: int, **knobs: Any) -> list[Side]:
+    """An engine without drafts, and one with them; both for so many requests at once."""
+    knobs = {"num_threads": 1, "max_num_seqs": running, "num_blocks": 512, "enable_prefix_caching": False, **knobs}
+    return [Side(open_engine(loaded, num_draft_tokens=drafts, **knobs)) for drafts in (0, DRAFTS)]
+
+
+def take_turns(sides: Sequence[Side]) -> None:
+    """Turns until all are done, next the one that has generated least."""
+    while left := [side for side in sides if not side.is_done]:
+        min(left, key=lambda side: side.num_tokens).take_turn()
+
+
 def measure(
     model: str | Path, workloads: Sequence[Workload], num_rounds: int, num_tokens: int
 ) -> dict[str, dict[str, Any]]:
@@ -119,26 +137,13 @@ def measure(
     rng = np.random.default_rng(0)
     found = {}
     for workload in workloads:
-        sides = [
-            Side(
-                open_engine(
-                    loaded,
-                    num_threads=1,
-                    max_num_seqs=workload.running,
-                    num_blocks=512,
-                    enable_prefix_caching=False,
-                    num_draft_tokens=drafts,
-                )
-            )
-            for drafts in (0, DRAFTS)
-        ]
+        sides = open_sides(loaded, workload.running)
         vocabulary = vocabulary_size(sides[0].engine)
         prompts = [rng.integers(3, vocabulary, size=PROMPT_TOKENS).tolist() for _ in range(WAVES * MOST_RUNNING)]
         for _ in range(num_rounds + 1):
             for side in sides:
                 side.begin(workload, prompts, num_tokens)
-            while left := [side for side in sides if not side.is_done]:
-                min(left, key=lambda side: side.num_tokens).take_turn()
+            take_turns(sides)
         plain, drafting = sides
         stats = drafting.engine.scheduler.stats()
         found[workload.name] = {

@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from pointsman.core import Request, Scheduler, SchedulerConfig, StepResult
+from pointsman.core.recording import Recorder
+from pointsman.sim.step_log import read_steps
+
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 SCRIPTS = [path.name for path in sorted(BENCHMARKS.glob("[!_]*.py")) if not path.stem.endswith("_env")]
 OVERHEAD = [sys.executable, str(BENCHMARKS / "server_overhead.py"), "--quick"]
@@ -67,6 +71,39 @@ def test_two_checkouts_are_measured() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["complete"], len(found["cpu_ratios"])) == (32, 2)
+
+
+@pytest.mark.long
+@pytest.mark.e2e
+def test_a_real_model_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("POINTSMAN_MODELS", str(tmp_path))
+    command = [sys.executable, str(BENCHMARKS / "real_model.py"), "--quick", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "skipped: smollm2 is not installed; pointsman models get smollm2 installs it" in done.stdout
+    not_measured = json.loads(done.stdout.splitlines()[-1])["not_measured"]
+    assert [text.partition(" (")[0] for text in not_measured] == ["drafts", "prefixes", "explanations", "prediction"]
+
+
+def test_a_recording_is_cut_into_the_runs_of_a_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    recording = tmp_path / "server.jsonl"
+    with recording.open("w") as file:
+        scheduler = Scheduler(SchedulerConfig(num_blocks=8, max_model_len=32), recorder=Recorder(file))
+        for start, count in ((0.0, 2), (10.0, 3)):
+            for number in range(count):
+                name = f"{start:g}-{number}"
+                scheduler.add(Request(name, range(6), arrival_time=start, max_tokens=2), start)
+            while not scheduler.is_idle:
+                output = scheduler.schedule(start)
+                start += 1
+                tokens = [7] * int(output.samples.sum())
+                scheduler.update(output, StepResult(tokens, step_time=0.5 * count), start)
+    first, second = importlib.import_module("_real_prediction").parts_of(recording, [2, 3])
+    for part, count in ((first, 2), (second, 3)):
+        log = read_steps(part)
+        assert (log.num_requests, len(log.seconds)) == (count, 2)
+        assert log.loads[:, 1].tolist() == [count] * 2, "rows of each step"
 
 
 @pytest.mark.long

@@ -1,5 +1,7 @@
 """Every command and every example in the documentation is executed here.
 
+Outputs that a document shows (`console`, `pycon`) are those of SmolLM2, and are compared where it is installed.
+
 A document that has a line `pointsman serve ...` or `make serve` in a block of shell commands starts a session: the
 server is started with these options on a free port, the commands and the Python examples below it talk to it, and
 SIGTERM ends it. Files that a document shows, whose first line is a comment with their name, are there for its commands.
@@ -28,6 +30,7 @@ from typer.main import get_command
 from pointsman.cli.app import app
 from pointsman.cli.options import KNOBS, SERVER
 from pointsman.sim.profile import EngineSettings, load_profile
+from tests.engine.real_weights import weights_of
 from tests.forked_engines import start_server
 from tests.forking import ForkingParent
 from tests.forms import short_of, short_or_long
@@ -104,6 +107,16 @@ COMMANDS = [
     for line in commands(text)
     if re.match(r"pointsman (?!serve|chat)", line)
 ]
+TRANSCRIPTS, PYTHON_SESSIONS = (
+    [
+        (where, text)
+        for path in DOCUMENTS
+        if path.name != "scenarios.md"  # its outputs are those of tests/sim
+        for where, language, text in blocks(path)
+        if language == shown
+    ]
+    for shown in ("console", "pycon")
+)
 SESSIONS = sessions()
 OTHERS = sorted({where.split(":")[0] for where, _ in COMMANDS} - {"README.md"})
 SHORT_DOCUMENTS = {"README.md", "engine.md", "course.md", "scenarios.md", "serving.md"}
@@ -273,6 +286,48 @@ def test_server_sessions_run(session: Session, tmp_path: Path, monkeypatch: pyte
         assert server.stop() == 0
     for name in set(re.findall(r"\b(?:vllm|pointsman):[a-z0-9_]+", OPERATING.read_text())):
         assert re.search(rf"^(# TYPE )?{name}\b", metrics, re.MULTILINE), f"operating.md names {name}, no metric"
+
+
+# ---------------------------------------------------------------------- what SmolLM2 says
+
+
+@pytest.fixture(scope="module")
+def models_folder() -> str:
+    """The folder in which SmolLM2 is installed."""
+    return str(weights_of("smollm2").parents[1])
+
+
+@pytest.fixture(scope="module")
+def smollm2(models_folder: str) -> Iterator[ServerProcess]:
+    """A server of SmolLM2."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("POINTSMAN_MODELS", models_folder)
+        with start_server("--model", "smollm2", "--port", "0", "--no-warm-up") as server:
+            yield server
+
+
+@pytest.mark.e2e
+@pytest.mark.long
+@pytest.mark.parametrize(("where", "text"), TRANSCRIPTS, ids=[where for where, _ in TRANSCRIPTS])
+def test_outputs_are_as_shown(
+    where: str, text: str, models_folder: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    command, _, output = text.removeprefix("$ ").replace(".venv/bin/", "").partition("\n")
+    if "pointsman chat" in command:
+        printed = talk(request.getfixturevalue("smollm2"), "sh", command, tmp_path)
+    else:
+        run = parent().run("-m", *shlex.split(command), cwd=tmp_path, timeout=300, POINTSMAN_MODELS=models_folder)
+        printed = run.stdout
+    assert output in printed, f"{where}: {command}\n{printed}"
+
+
+@pytest.mark.e2e
+@pytest.mark.long
+@pytest.mark.parametrize(("where", "text"), PYTHON_SESSIONS, ids=[where for where, _ in PYTHON_SESSIONS])
+def test_python_sessions_print_what_is_shown(where: str, text: str, models_folder: str) -> None:
+    program = f"import doctest, sys; sys.modules['__main__'].__doc__ = {text!r}; sys.exit(doctest.testmod().failed)"
+    run = parent().run("-c", program, timeout=300, POINTSMAN_MODELS=models_folder)
+    assert run.returncode == 0, f"{where}\n{run.stdout}\n{run.stderr}"
 
 
 def test_make_serve_is_the_first_command_of_the_readme() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from pointsman.cli import models, options, vllm
 from pointsman.cli import simulator_options as sim
 from pointsman.cli.calibrate import calibrate
 from pointsman.cli.display import choose_display, one_line
-from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, CommandError, log_to_stderr, not_installed
+from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, EXIT_TERMINATED, CommandError, log_to_stderr, not_installed
 from pointsman.cli.film import film
 from pointsman.cli.generate import run_workload
 from pointsman.cli.knobs import engine_arguments
@@ -39,6 +40,7 @@ from pointsman.cli.workload import (
 )
 from pointsman.core import BackgroundFile, Recorder, ReplayDifference
 from pointsman.core import replay as core_replay
+from pointsman.engine.interruption import ended_by_signals
 from pointsman.engine.machine import wait_briefly
 from pointsman.engine.sources.named import SERVED, served_by_default
 from pointsman.files import lines_of, open_input, represented
@@ -463,6 +465,7 @@ def _load_engine(*, model: str, **arguments: Any) -> Engine:
     except ModuleNotFoundError as error:
         raise not_installed("generate", error, "engine") from None
     try:
-        return Engine(model, **arguments)
+        with ended_by_signals({signal.SIGTERM: EXIT_TERMINATED}):
+            return Engine(model, **arguments)
     except ValueError as error:  # the model, or a knob that depends on it
         raise CommandError(str(error)) from None

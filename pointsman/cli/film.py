@@ -41,7 +41,10 @@ def film(
     step: Annotated[
         int | None, typer.Option(help="Print what was decided in this step, and what was true then.")
     ] = None,
-    request: Annotated[str | None, typer.Option(help="Print the life of this request, and what it waited for.")] = None,
+    request: Annotated[
+        str | None,
+        typer.Option(help="Print the life of this request, and what it waited for; a client's id is enough."),
+    ] = None,
     waits: Annotated[
         int | None, typer.Option(min=1, help="Print the requests that waited longest, so many of them, and why.")
     ] = None,
@@ -224,14 +227,17 @@ def _print_rest(count: int) -> None:
 
 
 def _print_life(found: Film, request_id: str) -> None:
-    numbers = [number for number, one in enumerate(found.requests) if one.request_id == request_id]
+    """Of the request with this id; if there is none, of those of the answer with this id: a server appends to it."""
+    ids = [one.request_id for one in found.requests]
+    numbers = [number for number, each in enumerate(ids) if each == request_id]
+    numbers = numbers or [number for number, each in enumerate(ids) if each.startswith(f"{request_id}-")]
     if not numbers:
         some = ", ".join(repr(one.request_id) for one in found.requests[:5])
         more = ", ..." if len(found.requests) > 5 else ""
         raise CommandError(f"the film has no request {request_id!r}; it has {len(found.requests)}: {some}{more}")
     for place, number in enumerate(numbers):
         if place:
-            print()  # another one that had the id later
+            print()  # another one that had the id later, or another sample
         life = life_of(found, number)
         for time, sentence in life.moments:
             print(f"{time:10.3f} s  {one_line(sentence)}")

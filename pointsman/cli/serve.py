@@ -82,7 +82,8 @@ def serve_settings(
     preset = settings.pop("preset", None)
     knobs = {name: settings.pop(name) for name in options.KNOBS if name in settings}
     model = settings.pop("model") if "model" in settings else default_model()
-    settings.setdefault("served_model_name", [model])
+    if model:  # an empty name is refused with the model, in words about the model
+        settings.setdefault("served_model_name", [model])
     if "chat_template" in settings:
         places["chat_template"] = settings["chat_template"]
     others = {name: settings.pop(name) for name in RUN_OPTIONS if name in settings}
@@ -143,7 +144,7 @@ def _server_config(settings: dict[str, Any], environment: Mapping[str, str]) -> 
             settings[name] = size(settings[name], name)
     if "chat_template" in settings:
         settings["chat_template"] = _read("chat template", settings["chat_template"], MAX_WRITTEN)
-    settings["served_model_name"] = tuple(settings["served_model_name"])
+    settings["served_model_name"] = tuple(settings.get("served_model_name", ()))
     settings["allowed_host"] = tuple(settings.get("allowed_host", ()))
     if any(names):
         settings["api_key_names"] = names

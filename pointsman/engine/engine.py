@@ -72,8 +72,8 @@ class Engine:
     """Runs requests on a model.
 
     Args:
-        model: a directory, a GGUF file, the name of a model, OWNER/NAME on a hub (`sources/find.py`), "demo" for the
-            packaged model, or a model that is loaded already.
+        model: a directory in the Hugging Face format, a GGUF file, the name of a small model ("demo", "smollm2"),
+            OWNER/NAME on a hub (`sources/find.py`), or a model that is loaded already.
         revision: of a hub name: a branch, a tag or a commit; None: main.
         download_dir: of a hub name: the cache to download to; None: that of huggingface_hub.
         num_blocks: KV blocks; or `kv_cache_bytes`, a budget that they must fit. Neither: a default that is logged.

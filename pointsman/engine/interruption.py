@@ -10,13 +10,16 @@ boundaries, so that whatever it leaves is whole:
             interruption.obey()
 
 Only the first one is noted: a second Ctrl-C means not to wait for the step.
+
+While a model is found and loaded there are no steps: `ended_by_signals`.
 """
 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -69,3 +72,22 @@ def noted_interrupts() -> Iterator[Interruption]:
         yield interruption
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+@contextmanager
+def ended_by_signals(codes: Mapping[signal.Signals, int]) -> Iterator[None]:
+    """Signals raise SystemExit meanwhile, so that a download removes its incomplete file. For the main thread.
+
+    Args:
+        codes: the exit code for each signal.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(codes[signal.Signals(number)])
+
+    before = {number: signal.signal(number, leave) for number in codes}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

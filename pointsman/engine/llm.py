@@ -39,7 +39,8 @@ class LLM:
     """Offline inference.
 
     Args:
-        model: as for `Engine`: a directory, OWNER/NAME on a hub, ..., or a model that is loaded already.
+        model: a directory in the Hugging Face format, a GGUF file, the name of a small model ("demo", "smollm2"),
+            OWNER/NAME on a hub, or a model that is loaded already.
         log_stats_interval: seconds between lines of statistics in the log (`stats.py`) while no progress bar is
             shown; None: no lines.
         **knobs: as for `Engine`.

@@ -19,7 +19,6 @@ import logging
 import math
 import signal
 import socket
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from pointsman.core.observe.side_file import WhenFull
 from pointsman.engine.errors import first_line
+from pointsman.engine.interruption import ended_by_signals
 from pointsman.engine.machine import wait_briefly
 from pointsman.engine.sources.find import find_model
 from pointsman.engine.stats import DEFAULT_INTERVAL
@@ -116,7 +116,8 @@ def run(
     connections = Connections(num_connections, per_address=config.max_connections_per_address)
     wait_briefly()  # for the engine process, which inherits it: this process needs the processor too
     with listening(config) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        with _ended_by_signals():
+        # The event loop, which handles signals later, does not run yet.
+        with ended_by_signals({signal.SIGINT: EXIT_OK, signal.SIGTERM: EXIT_OK}):
             options = with_model_found(options)
         shares = share_out(options, data_parallel_size, record)
         server = _Serving(options, config, sock, connections, create_app)
@@ -164,23 +165,6 @@ def _read_settings(path: Path) -> None:
     from pointsman.engine.model.loader import read_settings
 
     read_settings(path)
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """SIGINT and SIGTERM end the process, and a download removes its incomplete file. The event loop, which handles
-    them later, does not run yet.
-    """
-
-    def leave(number: int, frame: object) -> None:
-        sys.exit(EXIT_OK)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -396,9 +380,3 @@ class _Serving:
         for task, one in zip(tasks, awaitables, strict=True):
             if task is not one:
                 task.cancel()
-
-
-def log_to_stderr() -> None:
-    """Configure the log of the server and of its commands."""
-    logging.basicConfig(stream=sys.stderr, format="pointsman: %(message)s")
-    logging.getLogger("pointsman").setLevel(logging.INFO)

@@ -57,6 +57,20 @@ def test_one_life(pointsman: Run, recording: Path) -> None:
     ]
 
 
+def test_a_life_by_the_id_that_the_client_knows(pointsman: Run, tmp_path: Path) -> None:
+    """A server runs the answer cmpl-a as the request cmpl-a-1f, or cmpl-a-0-1f and cmpl-a-1-1f."""
+    path = tmp_path / "run.jsonl"
+    with path.open("w") as file:
+        scheduler = Scheduler(SchedulerConfig(num_blocks=8, max_model_len=32), recorder=Recorder(file))
+        for name in ("cmpl-a-0-1f", "cmpl-a-1-1f", "cmpl-ab-2e"):
+            scheduler.add(Request(name, range(6), arrival_time=1.0, max_tokens=2), 1.0)
+    first, second = pointsman("film", path, "--request", "cmpl-a").out.split("\n\n")
+    assert "cmpl-a-0-1f is added" in first and "cmpl-a-1-1f is added" in second
+    film = path.with_suffix(".film")
+    assert pointsman("film", film, "--request", "cmpl-a-1-1f").out == second
+    check_refused(pointsman("film", film, "--request", "cmpl-ac"), "no request 'cmpl-ac'")
+
+
 def test_the_longest_waits_and_the_preemptions(pointsman: Run, recording: Path) -> None:
     shown = pointsman("film", recording, "--waits", "5")
     rows = [" ".join(line.split()) for line in shown.out.splitlines()]

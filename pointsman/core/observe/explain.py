@@ -350,13 +350,17 @@ def _sentence(request: Request, reason: Reason | None, missing: int, holders: li
         where = {"finished": "has finished", "waiting": "has not been tried in a step yet"}
         return f"{name} {where.get(request.phase, 'runs')}."
     cause = CAUSES[reason]
-    text = PARKED_FOR.get(request.status, cause.text) if reason is Reason.PARKED else cause.text
+    text = (
+        PARKED_FOR.get(request.status, cause.text) if reason is Reason.PARKED else _cause_text(request, reason, parts)
+    )
     if reason is Reason.KV_LOAD and request._state.holding is not None:
         text += f" (transfer {request._state.holding.transfer_id})"
     if reason is Reason.BEHIND:
         before = parts.table.requests[holders[0].request_id]
         why = before._state.deferral.reason if before._state.deferral is not None else None
-        return f"{name} waits behind {before.request_id}" + (f", which waits: {CAUSES[why].text}." if why else ".")
+        return f"{name} waits behind {before.request_id}" + (
+            f", which waits: {_cause_text(before, why, parts)}." if why else "."
+        )
     lacks = f" for {lacking(missing, cause.resource)}" if missing and cause.resource else ""
     waits = f"{name} waits{lacks}: {text}"
     if not holders:
@@ -364,6 +368,18 @@ def _sentence(request: Request, reason: Reason | None, missing: int, holders: li
     named = ", ".join(_shown(holder) for holder in holders[:3])
     more = f" and {len(holders) - 3} more" if len(holders) > 3 else ""
     return f"{waits}. Held by {named}{more}."
+
+
+def _cause_text(request: Request, reason: Reason, parts: Parts) -> str:
+    """The cause; where token limits make a step smaller than the budget, a larger `max_num_batched_tokens` would not
+    help, so it names them."""
+    budget, output = parts.budget, parts.emission.last_output
+    is_limited = reason is Reason.BUDGET and budget.tokens < budget.full
+    if is_limited and output is not None and not parts.gates.budget.may_have_to_fit(request):
+        limits = " and ".join(policy.name for policy in budget.policies)
+        computed = output.total_num_scheduled_tokens
+        return f"the step computes {computed:,} of {budget.full:,} tokens, as {limits} limits it"
+    return CAUSES[reason].text
 
 
 def _retention(request: Request, parts: Parts) -> str:

@@ -53,7 +53,8 @@ class AsyncEngine:
     """An engine for asyncio. Usable from any number of event loops and threads at once.
 
     Args:
-        model: as for `Engine`; loaded here, before the first request.
+        model: a directory in the Hugging Face format, a GGUF file, the name of a small model ("demo", "smollm2"),
+            OWNER/NAME on a hub, or a model that is loaded already; it is loaded here, before the first request.
         max_step_retries: how often in a row a failed step is tried again. The scheduler is rewound each time, so
             nothing is lost; after that, the engine is dead.
         log_stats_interval: seconds between lines of statistics (see `stats.py`); None: none.

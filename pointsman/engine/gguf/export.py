@@ -54,6 +54,9 @@ def export_directory(gguf_file: Path, directory: Path, dtype: str = "bfloat16") 
         model.save_pretrained(part)
         if tokenizer is not None:
             tokenizer.save_pretrained(part)
+        mode = (part / "config.json").stat().st_mode
+        for weights in part.glob("*.safetensors"):
+            weights.chmod(mode)  # safetensors writes files that only their owner may read, whatever the umask says
         part.replace(directory)
     finally:
         shutil.rmtree(part, ignore_errors=True)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pointsman.engine.errors import ModelLoadError
+from pointsman.engine.gguf import is_gguf
 from pointsman.engine.sources.named import NAMED, installed
 from pointsman.engine.text.tokenizer import model_directory
 from pointsman.files import represented, shown
@@ -87,7 +88,7 @@ def _existing(text: str) -> Path | None:
 
 def is_path(text: str) -> bool:
     """Whether a name can be nothing but a path."""
-    return text.startswith(("/", ".", "~")) or text.count("/") > 1 or text.endswith(GGUF)
+    return text.startswith(("/", ".", "~")) or text.count("/") > 1 or text.lower().endswith(GGUF)
 
 
 def _why_not_there(text: str, *, looks_like_path: bool) -> str:
@@ -96,11 +97,13 @@ def _why_not_there(text: str, *, looks_like_path: bool) -> str:
         return (
             f"the model {name} is a URL; give a hub name as OWNER/NAME alone, or download the model and give its path"
         )
-    if text.endswith(GGUF):
+    if text.lower().endswith(GGUF):
         return f"no GGUF file at {name}; correct the path, or download the file first"
     if looks_like_path:
         return f"no model directory at {name}; give {FORMS}"
     known = ", ".join(("demo", *NAMED))
+    if text.lower() in NAMED:
+        return f"no model is called {name}; give {text.lower()}, in small letters"
     return f"no model is called {name}: there is no such directory, and named are {known}; a hub name is OWNER/NAME"
 
 
@@ -130,7 +133,7 @@ def _first_part(file: Path) -> Path:
     Raises:
         ModelLoadError: it is no GGUF file by its name, or its first part is not there.
     """
-    if file.suffix != GGUF:
+    if not is_gguf(file):
         raise ModelLoadError(
             f"{file} is a file and not GGUF; give a .gguf file, or the directory of a model in the Hugging Face format"
         )

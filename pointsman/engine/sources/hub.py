@@ -205,6 +205,11 @@ class _Repository:
         if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
             error = error.__cause__
         match error:
+            case HFValidationError() if ":" in self.name:
+                message = (
+                    f"{represented(self.name)} has a tag, and a hub name is OWNER/NAME alone; give "
+                    f"{shown(self.name.partition(':')[0])}, or download the GGUF file and give its path"
+                )
             case HFValidationError():
                 message = (
                     f"{represented(self.name)} is no hub name: OWNER/NAME has letters, digits, '-', '_' and '.'; "

@@ -58,7 +58,7 @@ def check_model_directory(path: Path) -> None:
         )
     _check_files(path)
     if not (path / "config.json").is_file():
-        raise ModelLoadError(f"{path} has no config.json; give a directory in the Hugging Face format")
+        raise ModelLoadError(f"{path} has no config.json; give a directory in the Hugging Face format, or a .gguf file")
 
 
 def weights_size(path: Path) -> int:

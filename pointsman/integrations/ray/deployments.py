@@ -19,6 +19,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from pointsman.cli.errors import log_to_stderr
 from pointsman.engine.errors import ModelLoadError, first_line
 from pointsman.engine.machine import wait_briefly
 from pointsman.engine.stats import DEFAULT_INTERVAL
@@ -28,7 +29,6 @@ from pointsman.integrations.ray.status import StatusWatch, is_scaled_down
 from pointsman.server.serve import (
     DEFAULT_RESTARTS,
     check_chat_template,
-    log_to_stderr,
     warm_tokenizer,
     with_model_found,
 )

@@ -238,6 +238,23 @@ def test_the_budget_is_held_by_what_the_last_step_computed() -> None:
     assert host.explain("c").holders == (Holder("a", 3),), "who has ended holds nothing"
 
 
+def test_a_token_limit_that_keeps_the_step_small_is_named() -> None:
+    host = Host(num_blocks=64, max_num_batched_tokens=256, token_limits=("prefill-gap:seconds=0.001,least=8",))
+    host.add("a", 4, max_tokens=60)
+    for _ in range(4):
+        host.step()
+    host.add("b", 40, max_tokens=8)
+    host.add("c", 40, max_tokens=8)
+    host.add("d", 40, max_tokens=8)
+    computed = host.step().total_num_scheduled_tokens
+    assert host.explain("c").reason is Reason.BUDGET
+    cause = f"the step computes {computed} of 256 tokens, as prefill-gap limits it"
+    assert (
+        host.explain("c").sentence == f"c waits for 1 more token of the step's budget: {cause}. Held by b (8), a (1)."
+    )
+    assert host.explain("d").sentence == f"d waits behind c, which waits: {cause}."
+
+
 def test_a_displacer_is_named() -> None:
     host = Host(order="priority", max_num_seqs=1)
     host.add("low", 4, priority=5)

@@ -225,6 +225,7 @@ def test_an_exported_directory_is_a_model(tmp_path: Path) -> None:
     assert loaded.tokenizer.chat_template == tokenizer.chat_template
     config = json.loads((tmp_path / "new" / "directory" / "config.json").read_text())
     assert (config["architectures"], config["dtype"]) == (["Qwen3ForCausalLM"], "bfloat16")
+    assert len({each.stat().st_mode for each in (tmp_path / "new" / "directory").iterdir()}) == 1
     assert [each.name for each in (tmp_path / "new").iterdir()] == ["directory"]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pointsman.engine.text.tokenizer import DEMO_MODEL
-from tests.engine.sources.model_hub import Hub, Repository, serving
+from tests.engine.sources.model_hub import Hub, Repository, only_hub
 
 NAME = "owner/tiny"
 
@@ -24,17 +24,6 @@ def demo_files() -> dict[str, bytes]:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo_files: dict[str, bytes]) -> Iterator[Hub]:
     """A hub with the model `NAME`, which huggingface_hub asks in this process and in its children."""
-    constants = pytest.importorskip("huggingface_hub").constants
-    with serving() as hub:
+    with only_hub(monkeypatch, tmp_path / "home") as hub:
         hub.repositories[NAME] = Repository(dict(demo_files))
-        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        for name, value in (("ENDPOINT", hub.url), ("HUGGINGFACE_CO_URL_TEMPLATE", template)):
-            monkeypatch.setattr(constants, name, value)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "home" / "token"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-            monkeypatch.delenv(name, raising=False)
         yield hub

@@ -9,9 +9,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+import pytest
 
 _API = re.compile(r"/api/models/(?P<name>[^/]+/[^/]+)(?:/(?P<what>revision|tree)/(?P<revision>[^/]+))?")
 _FILE = re.compile(r"/(?P<name>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
@@ -82,6 +85,24 @@ def serving() -> Iterator[Hub]:
         hub.ended.set()
         server.shutdown()
         thread.join()
+
+
+@contextmanager
+def only_hub(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[Hub]:
+    """A hub that huggingface_hub asks in this process and in its children, with an empty cache in `home`."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    with serving() as hub:
+        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        for name, value in (("ENDPOINT", hub.url), ("HUGGINGFACE_CO_URL_TEMPLATE", template)):
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_HOME", str(home))
+        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+            monkeypatch.delenv(name, raising=False)
+        yield hub
 
 
 class _Handler(BaseHTTPRequestHandler):

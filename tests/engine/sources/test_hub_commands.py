@@ -63,8 +63,10 @@ FIND = f"from pointsman.engine.sources.find import find_model; find_model({NAME!
     [
         (("-c", FIND), signal.SIGINT, -signal.SIGINT),
         (("-m", "pointsman", "serve", "--port", "0", "--model", NAME), signal.SIGTERM, 0),
+        (("-m", "pointsman", "generate", "--model", NAME), signal.SIGINT, 130),
+        (("-m", "pointsman", "generate", "--model", NAME), signal.SIGTERM, 143),
     ],
-    ids=["python-sigint", "serve-sigterm"],
+    ids=["python-sigint", "serve-sigterm", "generate-sigint", "generate-sigterm"],
 )
 def test_a_signal_ends_a_download_and_leaves_no_part_of_a_file(
     hub: Hub, tmp_path: Path, program: tuple[str, ...], number: signal.Signals, code: int
