@@ -117,7 +117,7 @@ KNOBS: dict[str, Any] = {
         ),
     ],
     "quantization": Annotated[
-        str | None, typer.Option(metavar="NAME", help="int8: linear layers in 8 bits, which changes outputs.")
+        str | None, typer.Option(metavar="NAME", help="int8: linear layers in 8 bits; outputs differ a little.")
     ],
     "device": Annotated[
         str | None, typer.Option(metavar="NAME", help="cpu, cuda, or auto: a GPU if there is one [default: auto].")
