@@ -10,7 +10,11 @@ Begin with `reader.py`. The format: https://github.com/ggml-org/ggml/blob/master
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+
+PART_NAME = re.compile(r"(?P<name>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.IGNORECASE | re.DOTALL)
+"""The name of a file that is one of several parts."""
 
 
 def is_gguf(path: Path) -> bool:

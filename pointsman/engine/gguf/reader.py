@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from pointsman.engine.errors import ModelLoadError, UnsupportedModel
+from pointsman.engine.gguf import PART_NAME
 from pointsman.files import MAX_SETTINGS, open_regular, represented, shown
 
 MAGIC = b"GGUF"
@@ -43,7 +43,6 @@ MAX_PARTS = 99_999
 DEFAULT_ALIGNMENT = 32
 COPY_AGAIN = "the file is truncated or corrupt; copy it again"
 
-_PART = re.compile(r"(.*)-\d{5}-of-\d{5}\.gguf", re.IGNORECASE | re.DOTALL)
 _NUMBERS: Mapping[int, str] = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"
 }  # fmt: skip
@@ -230,7 +229,7 @@ def read_gguf(path: Path) -> GGUFFile:
 
 def _parts(path: Path, num_parts: Any) -> tuple[Path, ...]:
     """The files of all parts, which are there."""
-    name = _PART.fullmatch(path.name)
+    name = PART_NAME.fullmatch(path.name)
     if not isinstance(num_parts, int) or not 1 < num_parts <= MAX_PARTS:
         raise ModelLoadError(f"{path}: split.count is {represented(num_parts)}; it must be from 1 to {MAX_PARTS}")
     if name is None:
@@ -238,7 +237,7 @@ def _parts(path: Path, num_parts: Any) -> tuple[Path, ...]:
             f"{path} is one of {num_parts} parts, and its name does not say which; name them "
             f"NAME-00001-of-{num_parts:05}.gguf and so on"
         )
-    parts = [path.with_name(f"{name[1]}-{number:05}-of-{num_parts:05}.gguf") for number in range(1, num_parts + 1)]
+    parts = [path.with_name(f"{name['name']}-{number:05}-of-{num_parts:05}.gguf") for number in range(1, num_parts + 1)]
     for part in parts:
         if not part.is_file():
             raise ModelLoadError(f"{part} is missing; the model has {num_parts} parts, copy this one there")

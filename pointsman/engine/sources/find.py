@@ -11,18 +11,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 from pointsman.engine.errors import ModelLoadError
-from pointsman.engine.gguf import is_gguf
+from pointsman.engine.gguf import PART_NAME, is_gguf
 from pointsman.engine.sources.named import NAMED, installed
 from pointsman.engine.text.tokenizer import model_directory
 from pointsman.files import represented, shown
 
 GGUF = ".gguf"
-_PART = re.compile(r"(?P<name>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf")
 FORMS = "a directory with config.json and *.safetensors, a .gguf file, or a hub name OWNER/NAME"
 
 
@@ -119,7 +117,7 @@ def _in_directory(path: Path) -> Path:
         raise ModelLoadError(f"{path} cannot be read: {error.strerror}; correct its permissions") from None
     models: dict[str, Path] = {}
     for file in files:
-        part = _PART.fullmatch(file.name)
+        part = PART_NAME.fullmatch(file.name)
         models.setdefault(part["name"] if part else file.name, file)
     if len(models) > 1:
         names = shown(", ".join(file.name for file in models.values()), 200)
@@ -137,7 +135,7 @@ def _first_part(file: Path) -> Path:
         raise ModelLoadError(
             f"{file} is a file and not GGUF; give a .gguf file, or the directory of a model in the Hugging Face format"
         )
-    part = _PART.fullmatch(file.name)
+    part = PART_NAME.fullmatch(file.name)
     if part is None:
         return file
     first = file.with_name(f"{part['name']}-{1:05}-of-{part['count']}{GGUF}")
