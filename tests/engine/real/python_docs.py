@@ -1,7 +1,8 @@
-"""A long text of others: Python's documentation, from Debian's package `python3-doc`."""
+"""A long text of others: Python's tutorial, from what Debian's package `python3-doc` depends on."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import tempfile
@@ -11,39 +12,33 @@ from pathlib import Path
 import pytest
 
 TIMEOUT = 120.0
-"""Seconds for one command of apt."""
-
-
-def _output(*command: str, folder: Path) -> str:
-    """Of a command; skips the test where it fails."""
-    try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        pytest.skip("the Debian archive does not answer")
-    if done.returncode != 0:
-        pytest.skip(f"{' '.join(command)} fails: {done.stderr.strip()[-200:]}")
-    return done.stdout
+"""Seconds for a download."""
 
 
 def _downloaded(package: str, folder: Path) -> Path:
-    _output("apt-get", "download", package, folder=folder)
-    (archive,) = folder.glob(f"{package}_*.deb")
-    return archive
+    """A package's file in the folder; skips the test where Debian's archive is out of reach."""
+    command = ["apt-get", "download", package]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        pytest.skip("Debian's archive does not answer")
+    found = list(folder.glob(f"{package}_*.deb"))
+    if done.returncode != 0 or not found:
+        pytest.skip(f"Debian's archive is out of reach: {done.stderr.strip()[-200:]}")
+    return found[0]
 
 
 @cache
 def tutorial() -> str:
-    """The sources of Python's tutorial, in reading order by name; skips the test where apt or its archive is out of
-    reach."""
-    if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
+    """The sources of Python's tutorial, chapters by name; skips the test where apt or its archive is out of reach."""
+    if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
         pytest.skip("apt is not installed")
     with tempfile.TemporaryDirectory(prefix="pointsman-python-docs-") as name:
         folder = Path(name)
-        documents = _output(
-            "dpkg-deb", "--field", str(_downloaded("python3-doc", folder)), "Depends", folder=folder
-        ).strip()  # such as python3.11-doc
-        _output("dpkg", "--extract", str(_downloaded(documents, folder)), "files", folder=folder)
-        sources = sorted(folder.glob("files/usr/share/doc/*/html/_sources/tutorial/*.rst.txt"))
-        if not sources:
-            pytest.skip(f"{documents} has no sources of the tutorial")
+        field = ["dpkg-deb", "--field", str(_downloaded("python3-doc", folder)), "Depends"]
+        depends = subprocess.run(field, capture_output=True, text=True, check=True).stdout
+        documents = re.match(r"python3[\w.]*-doc", depends)
+        assert documents is not None, f"python3-doc depends on {depends!r}"
+        subprocess.run(["dpkg-deb", "--extract", str(_downloaded(documents[0], folder)), str(folder)], check=True)
+        sources = sorted(folder.glob("usr/share/doc/python3.*[0-9]/html/_sources/tutorial/*.rst.txt"))
         return "\n".join(source.read_text(encoding="utf-8") for source in sources)
