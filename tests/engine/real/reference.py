@@ -9,7 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,9 @@ def exported(name: str) -> Path:
     return directory
 
 
-@cache
+@lru_cache(maxsize=1)
 def loaded(name: str, dtype: str = "float32") -> LoadedModel:
-    """A named model as an engine runs it; skips the test where the model is not installed."""
+    """A named model as an engine runs it; skips the test where the model is not installed. The last one is kept."""
     return load_model(weights_of(name), dtype)
 
 
@@ -123,7 +123,7 @@ class Reference:
         return ties
 
 
-@cache
+@lru_cache(maxsize=1)
 def reference(name: str) -> Reference:
-    """One for all tests of this process."""
+    """That of the tests of one model, which follow each other."""
     return Reference(name)
