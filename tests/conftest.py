@@ -27,7 +27,7 @@ from tests import forms
 # Started in the background of a script, the tests would hand a deaf ear for Ctrl-C down to all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The models that this user has installed decide nothing, but for tests of real weights (tests/engine/real_weights.py).
+# The models that this user has installed decide nothing, but for tests of real weights (tests/engine/real/weights.py).
 os.environ.setdefault("POINTSMAN_TEST_MODELS", os.environ.get("POINTSMAN_MODELS", ""))
 os.environ["POINTSMAN_MODELS"] = str(Path(__file__).parent / "no-models")
 

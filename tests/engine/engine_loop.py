@@ -2,15 +2,59 @@
 
 from __future__ import annotations
 
-from pointsman.engine import Engine, RequestOutput
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pointsman.engine import Engine, RequestOutput, SamplingParams
 
 
-def drain(engine: Engine) -> dict[str, RequestOutput]:
+@dataclass
+class Seen:
+    """What the steps of a run consisted of."""
+
+    mixed: int = 0
+    """Steps with decodes and chunks of prompts."""
+    chunks: int = 0
+    """Rows that computed a part of a prompt and not its end."""
+    most_rows: int = 0
+    """Of a step."""
+    most_in_flight: int = 0
+    """Steps in flight behind the one that was reported."""
+
+    def note(self, engine: Engine) -> None:
+        output = engine.last_output
+        assert output is not None
+        counts = output.num_scheduled_tokens
+        self.mixed += bool((counts > 1).any() and (counts == 1).any())
+        self.chunks += int((np.asarray(output.samples) == 0).sum())
+        self.most_rows = max(self.most_rows, output.num_rows)
+        self.most_in_flight = max(self.most_in_flight, engine.scheduler.num_steps_in_flight)
+
+
+def drain(engine: Engine, seen: Seen | None = None) -> dict[str, RequestOutput]:
+    """Step to the end: the last output of each request, by its id."""
     done = {}
     while engine.has_unfinished_requests():
         done.update((output.request_id, output) for output in engine.step() if output.finished)
         engine.scheduler.check_invariants()
+        if seen is not None:
+            seen.note(engine)
     return done
+
+
+def run(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | list[SamplingParams],
+    seen: Seen | None = None,
+) -> list[RequestOutput]:
+    """All prompts at once, outputs in their order."""
+    for index, prompt in enumerate(prompts):
+        engine.add_request(str(index), prompt, params[index] if isinstance(params, list) else params)
+    done = drain(engine, seen)
+    return [done[str(index)] for index in range(len(prompts))]
 
 
 def free_blocks(engine: Engine) -> int:

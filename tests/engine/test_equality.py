@@ -11,7 +11,7 @@ Controls at the end run an engine whose attention lacks a feature: had these tes
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from typing import Any
@@ -27,6 +27,7 @@ from pointsman.engine.kv.layout import layout_in_groups
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import wrap_model
 from pointsman.engine.params.engine_args import SCHEDULER_NAMES
+from tests.engine.engine_loop import Seen, run
 from tests.engine.tiny_models import FAMILIES, THOROUGH, VOCAB_SIZE, build
 from tests.forms import short_of
 
@@ -80,24 +81,6 @@ class Case:
         return Engine(loaded, num_blocks=num_blocks, **knobs)
 
 
-@dataclass
-class Seen:
-    """What the steps of a run consisted of."""
-
-    mixed: int = 0
-    """Steps with decodes and chunks of prompts."""
-    chunks: int = 0
-    """Rows that computed a part of a prompt and not its end."""
-    preempted: list[str] = field(default_factory=list)
-
-    def note(self, engine: Engine) -> None:
-        output = engine.last_output
-        assert output is not None
-        counts = output.num_scheduled_tokens
-        self.mixed += bool((counts > 1).any() and (counts == 1).any())
-        self.chunks += int((np.asarray(output.samples) == 0).sum())
-
-
 def make_prompts(lengths: tuple[int, ...], shortest: int) -> list[list[int]]:
     """Prompts of mixed lengths; the last three share a prefix with the longest."""
     rng = np.random.default_rng(11)
@@ -143,21 +126,6 @@ def make_case(name: str) -> Case:
 def backend(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
-
-
-def run(
-    engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams], seen: Seen | None = None
-) -> list[RequestOutput]:
-    """All prompts at once, outputs in their order."""
-    for index, prompt in enumerate(prompts):
-        engine.add_request(str(index), prompt, params[index] if isinstance(params, list) else params)
-    done: dict[str, RequestOutput] = {}
-    while engine.has_unfinished_requests():
-        done.update((output.request_id, output) for output in engine.step() if output.finished)
-        engine.scheduler.check_invariants()
-        if seen is not None:
-            seen.note(engine)
-    return [done[str(index)] for index in range(len(prompts))]
 
 
 def greedy(case: Case) -> SamplingParams:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pointsman.engine import Engine, RequestOutput, RequestOutputKind, SamplingParams
 from pointsman.engine.text.detokenizer import TextDecoder
-from tests.engine.real_tokenizers import NAMES, config_for, download
+from tests.engine.real import weights
+from tests.engine.real_tokenizers import NAMES, config_for, tokenizer_of
 from tests.engine.text_tokenizers import HARD_TEXT
 from tests.engine.tiny_models import build
 from tests.integrations.vllm_process import NEEDS_VLLM, run_in_vllm
@@ -23,11 +23,9 @@ REPLACEMENT = "\ufffd"
 pytestmark = [*NEEDS_VLLM, pytest.mark.long]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *weights.NAMES])
 def test_texts_are_those_of_vllm(name: str, tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(download(name), local_files_only=True)
+    tokenizer = tokenizer_of(name)
     build(config_for(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     token_ids = tokenizer(HARD_TEXT, add_special_tokens=False)["input_ids"]

@@ -33,6 +33,7 @@ def run_vllm(
     lossy: float = 0.0,
     observed: Path | None = None,
     compile_seconds: float = 0.0,
+    model: Path = DEMO,
 ) -> dict[str, Any]:
     """What came of the requests in a vLLM of its own; `observed`: with Observer, which records there.
     `compile_seconds`: how much longer each grammar takes to compile."""
@@ -45,7 +46,7 @@ def run_vllm(
                 "lossy": lossy,
                 "async": way.asynchronous,
                 "compile_seconds": compile_seconds,
-                "model": str(DEMO),
+                "model": str(model),
                 "engine": {**ENGINE, **way.engine},
                 "requests": requests,
                 "aborts": aborts,

@@ -1,4 +1,4 @@
-"""The tokenizers of published models, which npm has: prompt and output join at every place of a hard text."""
+"""The tokenizers of published and of named models: prompt and output join at every place of a hard text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from pointsman.engine import Engine, RequestOutputKind, SamplingParams
 from pointsman.engine.model.loader import wrap_model
 from pointsman.engine.text.detokenizer import TextDecoder
-from tests.engine.real_tokenizers import NAMES, config_for, download
+from tests.engine.real import weights
+from tests.engine.real_tokenizers import NAMES, config_for, tokenizer_of
 from tests.engine.text_tokenizers import HARD_TEXT
 from tests.engine.tiny_models import build
 
@@ -19,11 +20,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 REPLACEMENT = "\ufffd"
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=[*NAMES, *weights.NAMES])
 def tokenizer(request: pytest.FixtureRequest) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(download(str(request.param)), local_files_only=True)
+    return tokenizer_of(request.param)
 
 
 def test_prompt_and_output_join_at_every_place(tokenizer: Any) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from pointsman.engine.sources.named import installed
 
+NAMES = ("smollm2", "gemma3-270m")
+
 
 def weights_of(name: str) -> Path:
     """The GGUF file of a named model in the folder of the user who tests; skips the test where it is not installed."""

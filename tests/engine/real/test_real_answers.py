@@ -9,7 +9,7 @@ import pytest
 from pointsman.engine.llm import LLM
 from pointsman.engine.model.loader import load_model
 from pointsman.engine.params.sampling import SamplingParams
-from tests.engine.real_weights import weights_of
+from tests.engine.real.weights import weights_of
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SECONDS = 15.0

@@ -1,0 +1,69 @@
+"""Perplexity of published models on Python's tutorial: that of transformers, by the log probabilities of prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from pointsman.engine import Engine, SamplingParams
+from tests.engine.engine_loop import run
+from tests.engine.real.python_docs import tutorial
+from tests.engine.real.reference import Reference, loaded, token_ids_of
+from tests.engine.real.weights import NAMES
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
+
+NUM_TOKENS, WINDOW = 20_000, 1_000
+PRECISION = {"float32": 0.001, "bfloat16": 0.01}
+"""Relative difference of the perplexities."""
+
+
+def windows_of(name: str) -> list[list[int]]:
+    """The text in sequences of `WINDOW` tokens, each behind what the tokenizer begins a text with."""
+    beginning = token_ids_of(name, "")
+    token_ids = token_ids_of(name, tutorial())[len(beginning) :]
+    assert len(token_ids) >= NUM_TOKENS
+    return [beginning + token_ids[start : start + WINDOW] for start in range(0, NUM_TOKENS, WINDOW)]
+
+
+def perplexity(logprobs: list[float]) -> float:
+    return math.exp(-math.fsum(logprobs) / len(logprobs))
+
+
+def theirs(name: str, dtype: str, windows: list[list[int]]) -> list[float]:
+    """transformers' log probability of each token but the first of each window."""
+    reference = Reference(name, getattr(torch, dtype))
+    found: list[float] = []
+    for window in windows:
+        logits = reference.logits(window[:1], window[1:])
+        norms = [part.logsumexp(-1) for part in logits.split(100)]  # at once, each copy of Gemma's takes a gigabyte
+        found += (logits[range(len(window) - 1), window[1:]] - torch.cat(norms)).tolist()
+    return found
+
+
+def ours(name: str, dtype: str, windows: list[list[int]]) -> list[float]:
+    """The same from an engine, with all windows at once."""
+    engine = Engine(loaded(name, dtype), max_model_len=WINDOW + 8, num_blocks=400)
+    found: list[float] = []
+    for output in run(engine, windows, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)):
+        assert output.prompt_logprobs is not None
+        entries = zip(windows[int(output.request_id)][1:], output.prompt_logprobs[1:], strict=True)
+        found += [entry[token].logprob for token, entry in entries if entry is not None]
+    return found
+
+
+@pytest.mark.parametrize("dtype", PRECISION)
+@pytest.mark.parametrize("name", NAMES)
+def test_perplexity_is_that_of_transformers(
+    name: str, dtype: str, record_property: Callable[[str, object], None]
+) -> None:
+    windows = windows_of(name)
+    own, reference = ours(name, dtype, windows), theirs(name, dtype, windows)
+    assert len(own) == len(reference) == sum(len(window) - 1 for window in windows)
+    assert perplexity(own) == pytest.approx(perplexity(reference), rel=PRECISION[dtype])
+    record_property("ours", perplexity(own))
+    record_property("transformers", perplexity(reference))
+    record_property("largest difference", max(abs(a - b) for a, b in zip(own, reference, strict=True)))
