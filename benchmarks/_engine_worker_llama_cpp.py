@@ -6,6 +6,9 @@ up to the batch size, the prompts of those that wait. The next tokens are the la
 
 Settings that are not named keep llama.cpp's defaults: flash attention where it can, a cache of 16-bit floats, batches
 computed in parts of 512 tokens. Every sequence has a cache of its own, as in `llama-batched-bench`.
+
+`options["type"]` is a type of GGUF that the weights are converted to, once, beside the other models of the benchmarks.
+llama.cpp has blocked matrix products for some types and not for others (Q4_1), which then compute each token by itself.
 """
 
 from __future__ import annotations
@@ -13,11 +16,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import llama_cpp
 import numpy as np
+from _engine_model import CACHE
 from _engine_worker import Answer, Session, Settings, serve
 
 
@@ -44,18 +49,17 @@ class LlamaCppSession(Session):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         llama_cpp.llama_backend_init()
-        self.model = llama_cpp.llama_model_load_from_file(
-            settings.model.encode(), llama_cpp.llama_model_default_params()
-        )
+        file = Path(settings.model)
+        if (kind := settings.options.get("type")) is not None:
+            file = converted(file, kind, settings.threads)
+        self.model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
         if not self.model:
-            raise RuntimeError(f"llama.cpp cannot load {settings.model}")
+            raise RuntimeError(f"llama.cpp cannot load {file}")
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = settings.max_num_seqs * settings.max_model_len
         params.n_seq_max = settings.max_num_seqs
         params.n_batch = settings.max_num_batched_tokens
         params.n_threads = params.n_threads_batch = settings.threads
-        for name, value in settings.options.items():
-            setattr(params, name, value)
         self.context = llama_cpp.llama_init_from_model(self.model, params)
         if not self.context:
             raise RuntimeError(f"llama.cpp makes no context of {params.n_ctx} tokens")
@@ -110,6 +114,22 @@ class LlamaCppSession(Session):
             if request.first_token is None:
                 request.first_token = now
             request.tokens.append(token)
+
+
+def converted(file: Path, kind: str, threads: int, cache: Path = CACHE) -> Path:
+    """The GGUF file with the weights of another one in that type, written first if it is not there."""
+    target = cache / f"{file.stem}-{kind}-{file.stat().st_mtime_ns:x}.gguf"
+    if not target.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+        params.allow_requantize = True
+        params.nthread = threads
+        part = target.with_suffix(".part")
+        if code := llama_cpp.llama_model_quantize(str(file).encode(), str(part).encode(), ctypes.byref(params)):
+            raise RuntimeError(f"llama.cpp cannot convert {file} to {kind}: {code}")
+        part.replace(target)
+    return target
 
 
 if __name__ == "__main__":
