@@ -223,6 +223,8 @@ def _take_turn(one: Contestant, load: int, round_number: int) -> None:
     if one.in_play:
         with peers_may_fail(one.name, one.contender):
             one.take_turn(load, round_number)
+            turn = one.turns[load][round_number]
+            note(f"  round {round_number + 1}, {load} at once, {one.name}: {turn.seconds:.2f} s")
 
 
 @contextmanager
