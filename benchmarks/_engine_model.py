@@ -49,10 +49,6 @@ class Shape:
     def num_parameters(self) -> int:
         return sum(int(np.prod(shape)) for _, shape, _ in self.tensors())
 
-    def kv_bytes_per_token(self, bytes_per_number: int) -> int:
-        """Keys and values of one token in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_number
-
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...], float]]:
         """(name, shape, standard deviation) of every weight; a deviation of 0 marks the weight of a norm."""
         hidden, inner = self.hidden_size, self.intermediate_size

@@ -5,7 +5,8 @@ commands from its standard input and answers each with one JSON line; whatever a
 standard error. A contender only says how its engine is made and called (`Session`); what is timed is written here.
 
     {"command": "open", "settings": {...}}                      -> {"about": {...}}
-    {"command": "run", "prompts": [[...]], "outputs": [...]}    -> {"seconds": ..., "tokens": [[...]]}
+    {"command": "run", "prompts": [[...]], "outputs": [...]}
+        -> {"seconds": ..., "first_token": ..., "tokens": [[...]]}
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -35,10 +37,17 @@ class Settings:
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_cache_bytes: int
-    kv_cache_tokens: int
-    """What fits in `kv_cache_bytes`, for engines that count tokens or blocks."""
     options: dict[str, Any]
     """What only this contender understands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one request got."""
+
+    tokens: list[int]
+    first_token: float | None = None
+    """Seconds from its arrival to its first token; None: the engine does not say."""
 
 
 class Session(ABC):
@@ -52,8 +61,8 @@ class Session(ABC):
         """Version, threads and knobs, for the record."""
 
     @abstractmethod
-    def generate(self, prompts: Sequence[list[int]], outputs: Sequence[int]) -> list[list[int]]:
-        """Serve all prompts greedily, request i for exactly `outputs[i]` tokens; their tokens, in the same order."""
+    def generate(self, prompts: Sequence[list[int]], outputs: Sequence[int]) -> list[Answer]:
+        """Serve all prompts greedily, request i for exactly `outputs[i]` tokens; their answers, in the same order."""
 
 
 def serve(session_type: type[Session]) -> None:
@@ -78,10 +87,15 @@ def serve(session_type: type[Session]) -> None:
 
 def _run(session: Session, prompts: list[list[int]], outputs: list[int]) -> dict[str, Any]:
     start = perf_counter()
-    tokens = session.generate(prompts, outputs)
+    answers = session.generate(prompts, outputs)
     seconds = perf_counter() - start
-    lengths = [len(some) for some in tokens]
+    lengths = [len(answer.tokens) for answer in answers]
     if lengths != outputs:
         i = next((i for i, pair in enumerate(zip(lengths, outputs, strict=False)) if pair[0] != pair[1]), len(lengths))
         raise RuntimeError(f"{len(lengths)} of {len(outputs)} requests answered, or request {i} has a wrong length")
-    return {"seconds": seconds, "tokens": [[int(token) for token in some[:FIRST_TOKENS]] for some in tokens]}
+    waits = [answer.first_token for answer in answers if answer.first_token is not None]
+    return {
+        "seconds": seconds,
+        "first_token": median(waits) if waits else None,
+        "tokens": [[int(token) for token in answer.tokens[:FIRST_TOKENS]] for answer in answers],
+    }

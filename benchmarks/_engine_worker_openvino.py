@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _engine_worker import Session, Settings, serve
+from _engine_worker import Answer, Session, Settings, serve
 from openvino import Core, Tensor
 from openvino_genai import ContinuousBatchingPipeline, GenerationConfig, SchedulerConfig
 
@@ -55,12 +55,12 @@ class OpenVinoSession(Session):
             "kv_cache": self.properties["KV_CACHE_PRECISION"],
         }
 
-    def generate(self, prompts: Sequence[list[int]], outputs: Sequence[int]) -> list[list[int]]:
+    def generate(self, prompts: Sequence[list[int]], outputs: Sequence[int]) -> list[Answer]:
         answers = self.pipeline.generate(
             [Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts],
             [greedy(length) for length in outputs],
         )
-        return [list(answer.m_generation_ids[0]) for answer in answers]
+        return [Answer(list(answer.m_generation_ids[0])) for answer in answers]
 
 
 def greedy(length: int) -> GenerationConfig:

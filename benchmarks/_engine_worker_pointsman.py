@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from _engine_worker import Session, Settings, serve
+from _engine_worker import Answer, Session, Settings, serve
 
 import pointsman
 from pointsman.engine import LLM, SamplingParams
@@ -31,13 +31,16 @@ class PointsmanSession(Session):
     def about(self) -> dict[str, Any]:
         return {"version": pointsman.__version__, "torch": torch.__version__, "threads": torch.get_num_threads()}
 
-    def generate(self, prompts: Sequence[list[int]], outputs: Sequence[int]) -> list[list[int]]:
+    def generate(self, prompts: Sequence[list[int]], outputs: Sequence[int]) -> list[Answer]:
         answers = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
             [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in outputs],
             use_tqdm=False,
         )
-        return [list(answer.outputs[0].token_ids) for answer in answers]
+        return [
+            Answer(list(answer.outputs[0].token_ids), answer.metrics.first_token_time - answer.metrics.arrival_time)
+            for answer in answers
+        ]
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ until its longest output is there, as `generate` works; tokens beyond what a req
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
 import transformers
-from _engine_worker import Session, Settings, serve
+from _engine_worker import Answer, Session, Settings, serve
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -28,6 +29,8 @@ class TransformersSession(Session):
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             settings.model, dtype=getattr(torch, settings.dtype), attn_implementation="sdpa", local_files_only=True
         ).eval()
+        # A request ends at its length: without an end of text in the settings that come with the model.
+        self.model.generation_config = GenerationConfig()
 
     def about(self) -> dict[str, Any]:
         return {
@@ -37,16 +40,23 @@ class TransformersSession(Session):
             "attention": self.model.config._attn_implementation,
         }
 
-    def generate(self, prompts: Sequence[list[int]], outputs: Sequence[int]) -> list[list[int]]:
+    def generate(self, prompts: Sequence[list[int]], outputs: Sequence[int]) -> list[Answer]:
         if self.settings.options["mode"] == "continuous":
             return self._continuous(prompts, outputs)
         size = self.settings.options["batch_size"]
-        tokens: list[list[int]] = []
+        answers: list[Answer] = []
+        arrival = perf_counter()
         for start in range(0, len(prompts), size):
-            tokens += self._static_batch(prompts[start : start + size], outputs[start : start + size])
-        return tokens
+            answers += self._static_batch(prompts[start : start + size], outputs[start : start + size], arrival)
+        return answers
 
-    def _static_batch(self, prompts: Sequence[list[int]], outputs: Sequence[int]) -> list[list[int]]:
+    def _static_batch(self, prompts: Sequence[list[int]], outputs: Sequence[int], arrival: float) -> list[Answer]:
+        steps: list[float] = []
+
+        def note_step(input_ids: torch.Tensor, _: Any) -> torch.Tensor:
+            steps.append(perf_counter())
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
         width = max(map(len, prompts))
         input_ids = torch.full((len(prompts), width), PADDING)
         mask = torch.zeros_like(input_ids)
@@ -60,10 +70,15 @@ class TransformersSession(Session):
                 max_new_tokens=max(outputs),
                 do_sample=False,
                 pad_token_id=PADDING,
+                stopping_criteria=[note_step],
             )
-        return [row[width : width + length].tolist() for row, length in zip(whole, outputs, strict=True)]
+        first_token = steps[0] - arrival
+        return [
+            Answer(row[width : width + length].tolist(), first_token)
+            for row, length in zip(whole, outputs, strict=True)
+        ]
 
-    def _continuous(self, prompts: Sequence[list[int]], outputs: Sequence[int]) -> list[list[int]]:
+    def _continuous(self, prompts: Sequence[list[int]], outputs: Sequence[int]) -> list[Answer]:
         """Its manager rather than `generate_batch`, which has one length for all requests."""
         settings = self.settings
         config = ContinuousBatchingConfig(
@@ -73,21 +88,22 @@ class TransformersSession(Session):
             max_requests_per_batch=settings.max_num_seqs,
         )
         generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=PADDING, max_new_tokens=1)
-        tokens: dict[str, list[int]] = {}
+        answers: dict[str, Answer] = {}
         with self.model.continuous_batching_context_manager(
             generation_config=generation, continuous_batching_config=config
         ) as manager:
             for i, (prompt, length) in enumerate(zip(prompts, outputs, strict=True)):
-                manager.add_request(prompt, request_id=str(i), max_new_tokens=length)
-            while len(tokens) < len(prompts):
+                manager.add_request(prompt, request_id=str(i), max_new_tokens=length, record_timestamps=True)
+            while len(answers) < len(prompts):
                 result = manager.get_result(timeout=1)
                 if result is not None and result.is_finished():
                     if result.error is not None:
                         raise RuntimeError(f"request {result.request_id} failed: {result.error}")
-                    tokens[result.request_id] = result.generated_tokens
+                    first_token = result.timestamps[0] - result.created_time
+                    answers[result.request_id] = Answer(result.generated_tokens, first_token)
                 elif result is None and not manager.is_running():
                     raise RuntimeError("transformers' generation thread ended before all requests had")
-        return [tokens[str(i)] for i in range(len(prompts))]
+        return [answers[str(i)] for i in range(len(prompts))]
 
 
 if __name__ == "__main__":

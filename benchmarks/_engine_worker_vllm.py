@@ -1,7 +1,8 @@
 """vLLM's side of `engine_throughput.py`, to be run in the environment that `vllm_env.py` makes.
 
 Eager or compiled, as `options["eager"]` says. Prefix caching, chunked prefill, asynchronous scheduling and the engine
-in a process of its own are on by default, and stay so.
+in a process of its own are on by default, and stay so. Its statistics are on, which say when a request's first token
+came.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from _engine_worker import Session, Settings, serve
+from _engine_worker import Answer, Session, Settings, serve
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 
@@ -30,6 +31,7 @@ class VllmSession(Session):
             settings.model,
             dtype=settings.dtype,
             skip_tokenizer_init=True,
+            disable_log_stats=False,
             enforce_eager=settings.options["eager"],
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
@@ -44,7 +46,7 @@ class VllmSession(Session):
             "cores": os.environ.get("VLLM_CPU_OMP_THREADS_BIND"),
         }
 
-    def generate(self, prompts: Sequence[list[int]], outputs: Sequence[int]) -> list[list[int]]:
+    def generate(self, prompts: Sequence[list[int]], outputs: Sequence[int]) -> list[Answer]:
         answers = self.llm.generate(
             [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts],
             [
@@ -53,7 +55,7 @@ class VllmSession(Session):
             ],
             use_tqdm=False,
         )
-        return [list(answer.outputs[0].token_ids) for answer in answers]
+        return [Answer(list(answer.outputs[0].token_ids), answer.metrics.first_token_latency) for answer in answers]
 
 
 if __name__ == "__main__":  # vLLM starts its engine with "spawn", which imports this file again

@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,26 @@ class WorkerProcess:
         """CPU time of the group's living processes so far; None where there is no /proc to read it from."""
         if not Path("/proc/self/stat").exists():
             return None
-        ticks = sum(int(fields[11]) + int(fields[12]) for fields in self._stats("[0-9]*/stat"))
+        ticks = sum(int(fields[11]) + int(fields[12]) for _, fields in self._stats("[0-9]*/stat"))
         return ticks / os.sysconf("SC_CLK_TCK")
+
+    def forget_peak(self) -> None:
+        """Have `peak_bytes` count from now on, where there is a /proc to say so."""
+        for process in self._processes():
+            with suppress(OSError):
+                Path(f"/proc/{process}/clear_refs").write_text("5")
+
+    def peak_bytes(self) -> int | None:
+        """Peak of the resident memory of each process of the group, summed up; None where there is no /proc.
+
+        Pages that several processes share, and files mapped into memory, count for each.
+        """
+        kibibytes = 0
+        for process in self._processes():
+            with suppress(OSError):  # it has just ended
+                status = Path(f"/proc/{process}/status").read_text()
+                kibibytes += int(status.partition("VmHWM:")[2].split(maxsplit=1)[0])
+        return kibibytes << 10 or None
 
     def close(self) -> None:
         """Let the process end by itself; whatever of its group is left after a while is killed."""
@@ -113,23 +132,25 @@ class WorkerProcess:
         self._signal(signal.SIGSTOP)
         latest = time.monotonic() + SECONDS_TO_STOP
         # T is stopped; Z (a zombie) and X (dead) do not run either.
-        while any(fields[0] not in "TZX" for fields in self._stats("[0-9]*/task/[0-9]*/stat")):
+        while any(fields[0] not in "TZX" for _, fields in self._stats("[0-9]*/task/[0-9]*/stat")):
             if time.monotonic() > latest:
                 return  # one waits in the kernel, and will stop where it leaves it
             time.sleep(0.001)
 
-    def _stats(self, pattern: str) -> Iterator[list[str]]:
-        """Fields of /proc of the group's processes or threads, from the state on."""
+    def _processes(self) -> list[str]:
+        return [process for process, fields in self._stats("[0-9]*/stat") if fields[0] not in "ZX"]
+
+    def _stats(self, pattern: str) -> Iterator[tuple[str, list[str]]]:
+        """The id of each of the group's processes or threads, and its fields of /proc from the state on."""
         group = str(self._process.pid)
         for stat in glob.iglob(f"/proc/{pattern}"):  # that of `Path` fails if a process ends while it looks
             try:
-                fields = (
-                    Path(stat).read_text().rpartition(")")[2].split()
-                )  # the name, in parentheses, may contain anything
+                identity, _, rest = Path(stat).read_text().partition(" ")
             except OSError:  # it has just ended
                 continue
+            fields = rest.rpartition(")")[2].split()  # the name, in parentheses, may contain anything
             if fields[2] == group:
-                yield fields
+                yield identity, fields
 
     def _signal(self, number: signal.Signals) -> None:
         try:

@@ -95,7 +95,6 @@ class Offline:
             max_num_seqs=knobs.max_num_seqs,
             max_num_batched_tokens=knobs.max_num_batched_tokens,
             kv_cache_bytes=knobs.kv_cache_gib << 30,
-            kv_cache_tokens=0,  # read by engines that count tokens
             options={"block_size": knobs.block_size},
         )
         self._worker = WorkerProcess("offline engine", [sys.executable, HERE / "_engine_worker_pointsman.py"], {})

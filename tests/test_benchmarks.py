@@ -15,9 +15,11 @@ import pytest
 from pointsman.core import Request, Scheduler, SchedulerConfig, StepResult
 from pointsman.core.recording import Recorder
 from pointsman.sim.step_log import read_steps
+from tests.engine.real.weights import weights_of
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 SCRIPTS = [path.name for path in sorted(BENCHMARKS.glob("[!_]*.py")) if not path.stem.endswith("_env")]
+ENGINES = [sys.executable, str(BENCHMARKS / "engine_throughput.py"), "--quick"]
 OVERHEAD = [sys.executable, str(BENCHMARKS / "server_overhead.py"), "--quick"]
 
 
@@ -115,3 +117,76 @@ def test_quick_form(script: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=BENCHMARKS.parent)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["benchmark"] == Path(script).stem
+
+
+def test_each_round_has_real_prompts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a prefix cache would serve the second round."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    real = importlib.import_module("_engine_real_model")
+    workload = real.RealModel("demo", (1, 4), 8)
+    rounds = [workload.requests(load, number) for number in (0, 1) for load in (1, 4)]
+    prompts = [tuple(prompt) for requests in (workload.warm_up(), *rounds) for prompt in requests.prompts]
+    assert len(set(prompts)) == len(prompts) == real.WARM_UP_REQUESTS + 2 * (1 + 4)
+    assert all(real.MIN_PROMPT <= len(prompt) <= real.MAX_PROMPT for prompt in prompts)
+    assert [requests.outputs for requests in rounds] == [[8], [8] * 4] * 2
+    assert workload.requests(4, 1) == real.RealModel("demo", (1, 4), 8).requests(4, 1)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--dtype", "quantized"], "--dtype quantized is for real weights; give --model"),
+        (["--requests", "1,4"], "several loads are for real weights; give --requests one number, or --model"),
+        (["--model", "demo", "--dtype", "quantized"], "there is nothing to compare"),
+        (["--model", "demo", "--contenders", "orca"], "no contender is called orca; there are pointsman-float32"),
+        (["--model", "nowhere.gguf"], "no GGUF file at nowhere.gguf"),
+    ],
+)
+def test_engines_that_cannot_be_compared_are_named(options: list[str], message: str) -> None:
+    done = subprocess.run([*ENGINES, *options], capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    assert message in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.long
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("model", "dtype", "ours", "peer"),
+    [
+        ("demo", "float32", "pointsman-float32", "transformers-static"),
+        ("smollm2", "quantized", "pointsman-float32", "llama.cpp"),
+    ],
+)
+def test_engines_are_compared_on_real_weights(
+    model: str, dtype: str, ours: str, peer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if peer == "llama.cpp":
+        model = str(weights_of(model))
+        monkeypatch.syspath_prepend(str(BENCHMARKS))
+        if not importlib.import_module("llama_cpp_env").is_complete():
+            pytest.skip("benchmarks/llama_cpp_env.py has not made its environment")
+    options = [
+        "--model",
+        model,
+        "--dtype",
+        dtype,
+        "--contenders",
+        f"{ours},{peer}",
+        "--requests",
+        "1,2",
+        "--rounds",
+        "1",
+    ]
+    done = subprocess.run([*ENGINES, *options], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])[dtype]
+    for name in (ours, peer):
+        assert found[name]["first_answer_seconds"] > 0
+        for load in ("1", "2"):
+            figures = found[name]["loads"][load]
+            assert 0 < figures["first_token_seconds"] < 32 * int(load) / figures["output_tokens_per_second"]
+            assert figures["peak_mebibytes"] > 10
+    assert found[ours]["agreement"] is None
+    assert found[peer]["agreement"] is not None
+    assert set(found["ratios"][f"{peer} / {ours}"]) == {"1", "2"}
