@@ -30,7 +30,7 @@ from typer.main import get_command
 from pointsman.cli.app import app
 from pointsman.cli.options import KNOBS, SERVER
 from pointsman.sim.profile import EngineSettings, load_profile
-from tests.engine.real_weights import weights_of
+from tests.engine.real.weights import weights_of
 from tests.forked_engines import start_server
 from tests.forking import ForkingParent
 from tests.forms import short_of, short_or_long
