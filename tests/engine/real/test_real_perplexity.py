@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from pointsman.engine import Engine, SamplingParams
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.loader import load_model
 from tests.engine.engine_loop import run
 from tests.engine.real.python_docs import tutorial
 from tests.engine.real.reference import Reference, loaded, token_ids_of
-from tests.engine.real.weights import NAMES
+from tests.engine.real.weights import NAMES, weights_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -44,9 +46,9 @@ def theirs(name: str, dtype: str, windows: list[list[int]]) -> list[float]:
     return found
 
 
-def ours(name: str, dtype: str, windows: list[list[int]]) -> list[float]:
+def ours(model: LoadedModel, windows: list[list[int]]) -> list[float]:
     """The same from an engine, with all windows at once."""
-    engine = Engine(loaded(name, dtype), max_model_len=WINDOW + 8, num_blocks=400)
+    engine = Engine(model, max_model_len=WINDOW + 8, num_blocks=400)
     found: list[float] = []
     for output in run(engine, windows, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)):
         assert output.prompt_logprobs is not None
@@ -61,9 +63,19 @@ def test_perplexity_is_that_of_transformers(
     name: str, dtype: str, record_property: Callable[[str, object], None]
 ) -> None:
     windows = windows_of(name)
-    own, reference = ours(name, dtype, windows), theirs(name, dtype, windows)
+    own, reference = ours(loaded(name, dtype), windows), theirs(name, dtype, windows)
     assert len(own) == len(reference) == sum(len(window) - 1 for window in windows)
     assert perplexity(own) == pytest.approx(perplexity(reference), rel=PRECISION[dtype])
     record_property("ours", perplexity(own))
     record_property("transformers", perplexity(reference))
     record_property("largest difference", max(abs(a - b) for a, b in zip(own, reference, strict=True)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_8_bits_cost_little_perplexity(name: str, record_property: Callable[[str, object], None]) -> None:
+    windows = windows_of(name)
+    exact = perplexity(ours(loaded(name), windows))
+    rounded = perplexity(ours(load_model(weights_of(name), quantization="int8"), windows))
+    assert rounded != exact and rounded == pytest.approx(exact, rel=0.01)
+    record_property("float32", exact)
+    record_property("int8", rounded)
