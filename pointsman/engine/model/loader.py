@@ -286,7 +286,7 @@ def _check_fused(check: SelfCheck) -> None:
         FusionFailed: the model's own layers must be loaded again.
     """
     try:
-        check.run()
+        check.run(fused=True)
     except Exception as error:
         raise FusionFailed(
             f"{check.model.config.model_type}: with fused layers the model fails its check ({first_line(error)}); load "

@@ -26,7 +26,7 @@ from pointsman.engine.kv.pool import KVPool
 from pointsman.engine.model.forward import run_model
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import wrap_model
-from pointsman.engine.model.self_check import SelfCheck, relative_error
+from pointsman.engine.model.self_check import TOLERANCE, SelfCheck, relative_error
 from tests.engine.tiny_models import COMMON, FAMILIES, ORIGINAL_LONGROPE, VOCAB_SIZE, build, longrope
 
 DIFFER = "logits of the paged path differ"
@@ -89,6 +89,34 @@ def test_a_dropped_feature_is_seen_in_bfloat16_too(family: str, feature: str) ->
 def test_a_large_vocabulary_and_many_layers_are_no_fault_in_bfloat16() -> None:
     config = LlamaConfig(**{**COMMON, "vocab_size": 32_000, "num_hidden_layers": 48})
     assert wrap_model(build(config).to(torch.bfloat16)).dtype == torch.bfloat16
+
+
+def rounding_badly(family: str) -> Any:
+    """A model in bfloat16 whose logits have a large part in common, so that rounding is large beside their spread."""
+    model = build(FAMILIES[family]())
+    model.lm_head.weight.data += 4.0
+    return model.to(torch.bfloat16)
+
+
+def test_rounding_of_the_model_itself_is_no_fault_in_bfloat16() -> None:
+    model = rounding_badly("mistral")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    loaded = wrap_model(model, fuse=False)
+    check = SelfCheck(loaded.model, loaded.layers, loaded.context, loaded.attention)
+    errors = torch.cat([relative_error(*pair) for pair in zip(check._paged(), check.plain, strict=True)])
+    assert float(errors.quantile(0.75)) > TOLERANCE[torch.bfloat16], "or the model is a poor choice"
+    after = loaded.model.state_dict()
+    assert all(
+        torch.equal(after[name], tensor) and after[name].dtype == tensor.dtype for name, tensor in before.items()
+    )
+
+
+def test_faults_are_seen_beside_bad_rounding() -> None:
+    def factory(layers: Sequence[LayerShape], device: torch.device) -> AttentionBackend:
+        return Faulty(layers, device, "window")
+
+    with pytest.raises(UnsupportedModel, match="in float32, and its own rounding makes"):
+        wrap_model(rounding_badly("mistral"), attention=factory)
 
 
 def test_a_loaded_model_can_be_checked_with_another_backend(backend: BackendFactory) -> None:
