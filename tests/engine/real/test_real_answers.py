@@ -25,8 +25,9 @@ def test_smollm2_knows_the_capital_of_france() -> None:
     assert (answer.text, answer.finish_reason) == ("The capital of France is Paris.", "stop")
 
 
-def test_gemma3_counts() -> None:
-    llm = LLM(str(weights_of("gemma3-270m")))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gemma3_counts(dtype: str) -> None:
+    llm = LLM(str(weights_of("gemma3-270m")), dtype=dtype)
     assert llm.generate("2 + 2 =", GREEDY)[0].outputs[0].text.startswith(" 4")
 
 
