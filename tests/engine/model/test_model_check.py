@@ -119,6 +119,26 @@ def test_faults_are_seen_beside_bad_rounding() -> None:
         wrap_model(rounding_badly("mistral"), attention=factory)
 
 
+def sharp_mistral() -> Any:
+    """Its attention scores are so large that rounding decides what is attended to, as in some trained models."""
+    config = FAMILIES["mistral"]()
+    config.num_hidden_layers = 8
+    model = build(config, seed=1)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight *= 8
+    return model.to(torch.bfloat16)
+
+
+def test_a_model_that_amplifies_rounding_is_no_fault_in_bfloat16() -> None:
+    assert wrap_model(sharp_mistral()).dtype == torch.bfloat16
+
+
+def test_a_lost_window_is_seen_in_a_model_that_amplifies_rounding() -> None:
+    with pytest.raises(UnsupportedModel, match=DIFFER):
+        wrap_model(sharp_mistral(), attention=lambda layers, device: Faulty(layers, device, "window"))
+
+
 def test_a_loaded_model_can_be_checked_with_another_backend(backend: BackendFactory) -> None:
     loaded = wrap_model(build(FAMILIES["gemma2"]()), fuse=False)
     device = loaded.model.device

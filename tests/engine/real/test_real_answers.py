@@ -10,6 +10,7 @@ from pointsman.engine.llm import LLM
 from pointsman.engine.model.loader import load_model
 from pointsman.engine.params.sampling import SamplingParams
 from tests.engine.real.weights import weights_of
+from tests.forms import short_of
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SECONDS = 15.0
@@ -25,8 +26,9 @@ def test_smollm2_knows_the_capital_of_france() -> None:
     assert (answer.text, answer.finish_reason) == ("The capital of France is Paris.", "stop")
 
 
-def test_gemma3_counts() -> None:
-    llm = LLM(str(weights_of("gemma3-270m")))
+@pytest.mark.parametrize("dtype", short_of(["float32", "bfloat16"], ["float32"]))
+def test_gemma3_counts(dtype: str) -> None:
+    llm = LLM(str(weights_of("gemma3-270m")), dtype=dtype)
     assert llm.generate("2 + 2 =", GREEDY)[0].outputs[0].text.startswith(" 4")
 
 
