@@ -32,6 +32,7 @@ def test_gemma3_counts(dtype: str) -> None:
     assert llm.generate("2 + 2 =", GREEDY)[0].outputs[0].text.startswith(" 4")
 
 
+@pytest.mark.long
 def test_smollm2_loads_in_seconds() -> None:
     path = weights_of("smollm2")
     load_model(path)  # compiles the kernels
