@@ -105,6 +105,8 @@ class JoinedLinear(nn.Module):
 
     def _in_int8(self, x: Tensor) -> Tensor:
         """Rows with numbers that are not finite give NaN."""
+        if x.dtype != torch.float32 or x.shape[-1] != self.in_features:  # kernels read raw memory
+            raise TypeError(f"the layer takes float32 of width {self.in_features}, and not {x.dtype} {tuple(x.shape)}")
         x = x.contiguous()
         split, merge, limit = self._split, self._merge, activation_limit()
         num_rows = x.numel() // self.in_features

@@ -57,6 +57,14 @@ def test_int8_is_off_by_its_rounding(bias: bool, num_rows: int) -> None:
     assert 1e-4 < error < 0.03, "two roundings of about half a 127th each"
 
 
+@pytest.mark.parametrize("x", [torch.zeros(3, 63), torch.zeros(3, 64, dtype=torch.bfloat16)], ids=["width", "type"])
+def test_an_input_that_does_not_fit_is_an_error_in_int8(x: torch.Tensor) -> None:
+    joined = JoinedLinear(layers(64, 32, bias=False))
+    joined.store("int8")
+    with pytest.raises(TypeError, match="takes float32 of width 64"):
+        joined(x)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_row_in_int8_does_not_depend_on_rows_beside_it(bias: bool) -> None:
     (part,) = layers(LARGE, 300, bias=bias)
