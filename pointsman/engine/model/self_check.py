@@ -28,7 +28,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Largest allowed error of logits in the self-check, as `relative_error` measures it.
 
 In bfloat16 rounding alone makes 0.01 in two layers and 0.015 to 0.03 in 14; a lost window or lost sinks make 0.17 and
-more. Some models round worse: Gemma 3 270M, whose hidden states are large, makes 0.2.
+more. Some models round worse: Gemma 3 270M makes 0.2.
 """
 OF_ITS_OWN = 1.25
 """Where a model in a narrow type is beyond that: largest error against float32, relative to the plain pass's own."""
