@@ -67,6 +67,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("long" if option.long else "short")
     if option.long and option.hypothesis_seed is None:
         option.hypothesis_seed = str(option.explore)
+    if option.long and option.timeout is None:
+        option.timeout = LONG_TIMEOUT
     if hasattr(config, "workerinput"):
         folder = config.workerinput["progress"]
     else:
@@ -120,6 +122,8 @@ def ray_python() -> Path:
 # ---------------------------------------------------------------------- what is reported
 
 SECONDS_BETWEEN_SIGNS = 60.0
+LONG_TIMEOUT = 7200.0
+"""Seconds after which a test hangs that runs in its long form."""
 
 
 class _Progress:

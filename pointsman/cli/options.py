@@ -131,7 +131,8 @@ KNOBS: dict[str, Any] = {
     ],
     "threads": Annotated[int | None, typer.Option(help="Threads of PyTorch [default: PyTorch's choice].")],
     "grammar_timeout": Annotated[
-        float | None, typer.Option(help="Maximum seconds to compile the grammar of a structured output [default: 10].")
+        float | None,
+        typer.Option(help="Maximum seconds of processor time to compile a structured output's grammar [default: 10]."),
     ],
     "stream_interval": Annotated[
         int | None, typer.Option(help="Tokens between two outputs of a request [default: 1].")

@@ -89,7 +89,8 @@ class Engine:
         fuse: whether parts of the model may be replaced by faster ones that compute the same.
         quantization: "int8" for linear layers in 8 bits: faster, and other outputs (see `model/linear.py`).
         num_threads: of PyTorch and the kernels; None: see `threads.py`.
-        grammar_timeout: seconds that compiling the grammar of a request with structured output may take.
+        grammar_timeout: seconds of processor time that compiling the grammar of a request with structured output may
+            take, and a third of those that may pass.
         kv_offload_bytes: host memory for KV that the pool evicts, see `kv/offload.py`; None: none.
         kv_store: a directory in which KV is kept for other engines and for later, see `kv/store.py`; None: nowhere.
         kv_store_role: "producer": computed KV is written there; "consumer": KV found there is not computed; "both".

@@ -7,7 +7,7 @@ A process that is late is told apart from a grammar that takes long. The process
 child answers at once that it runs; the kernel ends it when the grammar's time is up. So it is the process that is late
 
     if no child has begun                      within ACCEPT_TIMEOUT
-    if a child is neither done nor ended       GRACE after the grammar's time was up
+    if a child is neither done nor ended       GRACE after the grammar's time was up, waiting included
 
 Then it is killed with all its children, another one is started, and the job is tried once more. If that fails too, the
 error is a `GrammarUnavailableError`. After two such processes in a row all jobs get that error at once, for
@@ -46,7 +46,9 @@ logger = logging.getLogger(__name__)
 AnswerT = TypeVar("AnswerT")
 
 DEFAULT_TIMEOUT = 10.0
-"""Seconds that a grammar may take to compile, by default."""
+"""Seconds of processor time that a grammar may take to compile, by default."""
+WAITING = 3
+"""Times that limit, a grammar may take with all waiting: on a busy machine its child gets a part of a processor."""
 START_TIMEOUT = 60.0
 """Seconds in which the process must have imported xgrammar; some seconds, as a rule."""
 ACCEPT_TIMEOUT = 3.0
@@ -74,7 +76,7 @@ class GrammarLimits:
     """What compiling and using one grammar may cost."""
 
     timeout: float = DEFAULT_TIMEOUT
-    """Seconds to compile it."""
+    """Seconds of processor time to compile it, and a `WAITING`-th of those that may pass."""
     memory: int = 2 * 1024**3
     """Bytes to compile it."""
     start_time: float = 0.25
@@ -196,7 +198,7 @@ class GrammarProcess:
 
         Args:
             job: which.
-            cpu_slice: seconds of processor time that it may take; 0: no limit but that of `GrammarLimits.timeout`.
+            cpu_slice: seconds of processor time that it may take; 0: as many as `GrammarLimits.timeout`.
             niceness: of the child that compiles it.
 
         Raises:
@@ -209,8 +211,8 @@ class GrammarProcess:
         content = {
             **job.spec._asdict(),
             "max_whitespace": MAX_WHITESPACE,
-            "timeout": limits.timeout,
-            "slice": cpu_slice,
+            "seconds": WAITING * limits.timeout,
+            "cpu_seconds": cpu_slice or limits.timeout,
             "niceness": niceness,
             "memory_limit": limits.memory,
             "start_time": limits.start_time,
@@ -229,7 +231,7 @@ class GrammarProcess:
         if not answer.endswith(b"\0"):  # the kernel ended the child, and nothing else: the process lives
             seconds = time.monotonic() - started
             if cpu_slice or seconds >= limits.timeout:
-                why = f"it takes longer than {limits.timeout:g} s to compile; simplify it"
+                why = f"it takes more than {limits.timeout:g} s of processor time to compile; simplify it"
                 raise OutOfTime(_described(job.spec, why))
             why = f"the compiler ended without an answer after {seconds:.1f} s; simplify it"
             raise GrammarError(_described(job.spec, why))
@@ -286,7 +288,7 @@ class GrammarProcess:
             _Late: it is silent after its time was up.
         """
         pieces, size = [], 0
-        patience = self._limits.timeout + GRACE
+        patience = WAITING * self._limits.timeout + GRACE
         deadline = time.monotonic() + patience
         try:
             sock.settimeout(patience)

@@ -3,8 +3,8 @@
 It imports xgrammar once, and then forks a child for each grammar, because compiling cannot be interrupted, may take any
 amount of time and memory, and may crash. The kernel ends a child, whatever it is doing:
 
-    its time is up                                             SIGALRM
-    its slice of processor time is used up                     SIGPROF
+    its processor time is used up                              SIGPROF
+    its time is up, waiting included                           SIGALRM
     it asks for more memory than the limit                     allocation fails
     the engine closes the job's socket, or no longer exists    SIGIO
 
@@ -156,8 +156,8 @@ def _limit(job: dict[str, Any]) -> None:
         in_use = int(file.read().split()[0]) * resource.getpagesize()
         most = in_use + job["memory_limit"]
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    signal.setitimer(signal.ITIMER_REAL, job["timeout"])
-    signal.setitimer(signal.ITIMER_PROF, job["slice"])  # 0: never
+    signal.setitimer(signal.ITIMER_PROF, job["cpu_seconds"])
+    signal.setitimer(signal.ITIMER_REAL, job["seconds"])
 
 
 def _die_with(sock: socket.socket) -> None:

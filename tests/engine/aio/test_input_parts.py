@@ -137,7 +137,7 @@ def test_a_structured_answer_to_a_prompt_in_parts(early: bool) -> None:
     engine = Engine(load_model("demo"), num_blocks=64)
     engine.add_request("a", "The import", params, more_input=True)
     while not early and not engine.scheduler.stats().num_parked.get("waiting_for_streaming_req"):
-        engine.step()
+        assert [one.finish_detail for one in engine.step()] == []
     engine.extend("a", " statement")
     output = run_out_with_grammars(engine)["a"]
     assert output.text == answer in ("yes, it is", "no") and output.prompt == "The import statement"

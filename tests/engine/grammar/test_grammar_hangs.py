@@ -170,9 +170,28 @@ def test_a_stopped_child_is_killed_and_its_job_tried_again(
     child = child_of(before)
     os.kill(child, signal.SIGSTOP)
     (found,) = take(compiler)
-    assert isinstance(found, GrammarError) and "takes longer than 2 s to compile" in str(found)  # of the second try
+    assert isinstance(found, GrammarError) and "takes more than 2 s of processor time" in str(
+        found
+    )  # of the second try
     assert is_gone(child) and is_gone(before)
     assert compiler.num_restarts == 1
+
+
+def test_time_in_which_a_child_gets_no_processor_is_not_its_own(
+    make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_compiler, "FIRST_SLICE", 60.0)
+    compiler = make(timeout=2.0)
+    before = started(compiler)
+    add(compiler, grammar=HOPELESS)
+    child = child_of(before)
+    os.kill(child, signal.SIGSTOP)
+    time.sleep(2.5)
+    began = time.monotonic()
+    os.kill(child, signal.SIGCONT)
+    (found,) = take(compiler)
+    assert isinstance(found, GrammarError) and "takes more than 2 s of processor time" in str(found)
+    assert time.monotonic() - began > 1.0 and compiler.num_restarts == 0
 
 
 def test_a_process_that_hangs_before_it_forks_is_replaced(
