@@ -41,8 +41,9 @@ OURS = {
     "pointsman-float32": POINTSMAN,
     "pointsman-bfloat16": replace(POINTSMAN, dtype="bfloat16"),
     "pointsman-int8": replace(POINTSMAN, options={"quantization": "int8"}),
+    "pointsman-int4": replace(POINTSMAN, options={"quantization": "int4"}),
 }
-QUANTIZED = "pointsman-int8"
+QUANTIZED = "pointsman-int4"
 """The one that has targets beside llama.cpp on the file itself."""
 PEERS = {
     # All outputs are equally long, so a static batch of all requests wastes nothing.

@@ -117,7 +117,12 @@ KNOBS: dict[str, Any] = {
         ),
     ],
     "quantization": Annotated[
-        str | None, typer.Option(metavar="NAME", help="int8: linear layers in 8 bits; outputs differ a little.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="int8: linear layers in 8 bits; outputs differ a little. int4: with few requests in the 4 bits of a "
+            "GGUF file.",
+        ),
     ],
     "device": Annotated[
         str | None, typer.Option(metavar="NAME", help="cpu, cuda, or auto: a GPU if there is one [default: auto].")

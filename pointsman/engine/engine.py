@@ -87,7 +87,8 @@ class Engine:
         attention: "torch", "numba", a class of backends, or "auto": the fastest; for a model that is loaded already
             also a backend object.
         fuse: whether parts of the model may be replaced by faster ones that compute the same.
-        quantization: "int8" for linear layers in 8 bits: faster, and other outputs (see `model/linear.py`).
+        quantization: "int8" for linear layers in 8 bits: faster, and other outputs; "int4" for those of a GGUF file in
+            its own 4 bits, too (see `model/linear.py`).
         num_threads: of PyTorch and the kernels; None: see `threads.py`.
         grammar_timeout: seconds of processor time that compiling the grammar of a request with structured output may
             take, and a third of those that may pass.

@@ -10,12 +10,16 @@ less to read for each token. Activations are split into two 8-bit rows, the seco
 both go through one product and the outputs are those of 16 bits. With 8 bits alone, the perplexity of a small model
 rose by 4 % instead of 0.3 %. Sums of 8-bit products are exact, and each row has scales of its own, so its output does
 not depend on the rows beside it.
+
+With `int4`, weights that were in 4 bits in a file (GGUF's Q4_0, Q4_1, Q4_K) stay so; others are as with `int8`. Up to
+`FEW_ROWS` rows are multiplied with them by activations in bfloat16, and half as much is read. More rows are multiplied
+with the same numbers in 8 bits, because the time of a 4-bit product grows with its rows. So both are kept, and a row's
+output depends a little on how many rows a step has.
 """
 
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Container, Sequence
 from functools import cache
 from typing import Any, TypeGuard
@@ -24,14 +28,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from pointsman.engine.errors import first_line
 from pointsman.engine.kernels import layers as kernels
+from pointsman.engine.model import quantization as quantized
 
 logger = logging.getLogger(__name__)
 
 JOINED_DTYPES = (torch.float32, torch.bfloat16)
-QUANTIZATIONS = ("int8",)
 PACKED_FOR_ROWS = 64
 """The number of rows that the order is chosen for; any number can be multiplied."""
 PACKED_FROM = 1 << 18
@@ -41,6 +46,8 @@ KEPT_BOTH_WAYS_FROM = 1 << 16
 """Elements of a weight from which packing pays for many rows. It is then kept both ways, which is a MiB at most."""
 MANY_ROWS = 8
 """From this many rows on, the packed form of a weight that is kept both ways is used."""
+FEW_ROWS = 4
+"""Up to this many rows, the 4-bit product is the faster one."""
 
 
 def whole_rows(num_rows: int) -> int:
@@ -73,49 +80,61 @@ class JoinedLinear(nn.Module):
         self.weight = weight.detach()
         self.form = "plain"
         self._stored: Any = None
+        self._groups: quantized.Groups | None = None  # for int4
         self._split = self._merge = np.empty(0, dtype=np.int64)  # arguments of kernels, for int8
 
     def store(self, quantization: str | None = None) -> None:
-        """Put the weights into their final form: "int8" if so asked, else packed, if there are enough of them; once."""
+        """Put the weights into their final form, once: as `quantization` says, else packed, if there are enough.
+
+        Where 4 bits are asked for, a weight that needs more is kept in 8.
+        """
         if self.form != "plain":
             return
         weight = self.weight
-        if quantization == "int8":
-            self._stored = quantize(weight)
-            limit, bias = activation_limit(), self.bias
+        if quantization is not None:
+            found = quantized.in_groups(weight) if quantization == "int4" else None
+            if found is not None:
+                self._groups, weight = found
+            self.form = "int8" if found is None else "int4"
+            self._stored = quantized.per_feature(weight)
+            limit, bias = quantized.activation_limit(), self.bias
             self._split = np.array([0, 0, 0, 0, 0, self.in_features, limit], dtype=np.int64)
             address = 0 if bias is None else bias.data_ptr()
             self._merge = np.array([0, 0, 0, address, 0, self.out_features, limit], dtype=np.int64)
-            self.form = "int8"
         elif weight.numel() >= KEPT_BOTH_WAYS_FROM and packing_works(weight.dtype):
             self._stored = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
             self.form = "packed" if weight.numel() >= PACKED_FROM else "both"
-        if self.form not in ("packed", "int8"):
+        if self.form in ("plain", "both"):
             return
         # Some models ask for the type of a layer's weight. One that computed with it would get NaN, and be refused.
-        self.weight = weight.new_full((1, 1), torch.nan).expand_as(weight)
+        self.weight = self.weight.new_full((1, 1), torch.nan).expand_as(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
         if self.form == "packed" or (self.form == "both" and x.numel() >= MANY_ROWS * self.in_features):
             return torch.ops.mkldnn._linear_pointwise(x, self._stored, self.bias, "none", [], "")  # type: ignore[no-any-return]
-        if self.form == "int8":
-            return self._in_int8(x)
+        if self.form in ("int8", "int4"):
+            return self._quantized(x)
         return F.linear(x, self.weight, self.bias)
+
+    def _quantized(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32 or x.shape[-1] != self.in_features:  # kernels read raw memory
+            raise TypeError(f"the layer takes float32 of width {self.in_features}, and not {x.dtype} {tuple(x.shape)}")
+        if self._groups is None or x.numel() > FEW_ROWS * self.in_features:
+            return self._in_int8(x.contiguous())
+        out = self._groups.product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+        return out if self.bias is None else out + self.bias
 
     def _in_int8(self, x: Tensor) -> Tensor:
         """Rows with numbers that are not finite give NaN."""
-        if x.dtype != torch.float32 or x.shape[-1] != self.in_features:  # kernels read raw memory
-            raise TypeError(f"the layer takes float32 of width {self.in_features}, and not {x.dtype} {tuple(x.shape)}")
-        x = x.contiguous()
-        split, merge, limit = self._split, self._merge, activation_limit()
+        split, merge, limit = self._split, self._merge, quantized.activation_limit()
         num_rows = x.numel() // self.in_features
         num_threads = kernels.threads_for(num_rows)
         halves, scales = x.new_empty(2 * num_rows, self.in_features), x.new_empty(num_rows)
         split[1], split[2], split[4] = x.data_ptr(), halves.data_ptr(), num_rows
         split[3] = merge[2] = scales.data_ptr()
         kernels.split_kernel()(split, num_threads)
-        out: Tensor = int8_product()(halves, 1.0, limit + 1, self._stored)
+        out: Tensor = quantized.int8_product()(halves, 1.0, limit + 1, self._stored)
         merge[1], merge[4] = out.data_ptr(), num_rows
         kernels.merge_kernel()(merge, num_threads)
         return out[:num_rows].view(*x.shape[:-1], self.out_features)
@@ -126,8 +145,9 @@ class JoinedLinear(nn.Module):
         found = {} if self.bias is None else {"bias": self.bias}
         if self.form == "packed":
             return {**found, "weight": self._stored.to_dense()}
-        if self.form == "int8":
+        if self.form in ("int8", "int4"):
             rounded, _ = torch.ops.quantized.linear_unpack(self._stored)
+            found |= {} if self._groups is None else {"groups": self._groups.scales_and_zeros}
             return {**found, "weight": rounded.int_repr(), "scales": rounded.q_per_channel_scales()}
         return {**found, "weight": self.weight}
 
@@ -158,29 +178,22 @@ def store_weights(model: nn.Module, quantization: str | None = None) -> None:
     """Put the weights of all joined layers of a model into their final form.
 
     Raises:
-        ValueError: a quantization is asked for, and there is no layer that it could be for.
+        ValueError: a quantization is asked for, and there is no layer that it could be for; all have a form then.
     """
     joined = [module for module in model.modules() if isinstance(module, JoinedLinear)]
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     if quantization is not None and not joined:
         raise ValueError(
             f"quantization is {quantization!r} and no linear layer of this model was fused; leave it out (it needs "
             "fuse=True and the attention numba)"
         )
-    for layer in joined:
-        layer.store(quantization)
-
-
-@cache
-def int8_product() -> Any:
-    """PyTorch's product of float32 rows, which it rounds to 8 bits with one scale and zero point, with int8 weights.
-
-    The C function, because the Python object around it looks through its arguments for 13 us in each call.
-
-    Raises:
-        AttributeError: this PyTorch has none.
-    """
-    product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
-    return getattr(product, "_op", product)
+    for layer in joined:  # logits in bfloat16 would be equal where they are not
+        layer.store("int8" if layer is head and quantization == "int4" else quantization)
+    if quantization == "int4" and not any(layer.form == "int4" for layer in joined):
+        raise ValueError(
+            "quantization is 'int4' and no layer of this model has weights in 4 bits; give a GGUF file with them "
+            "(Q4_0, Q4_1, Q4_K), or quantization='int8'"
+        )
 
 
 @cache
@@ -199,40 +212,3 @@ def packing_works(dtype: torch.dtype) -> bool:
         logger.info("linear layers are not packed in %s: %s", dtype, first_line(error))
         return False
     return right
-
-
-def check_quantization(name: str | None, device: torch.device, dtype: torch.dtype) -> None:
-    """Whether weights can be quantized in this way.
-
-    Raises:
-        ValueError: an unknown name, or a device, type or PyTorch that cannot.
-    """
-    if name is None:
-        return
-    if name not in QUANTIZATIONS:
-        raise ValueError(f"quantization is {name!r}; choose {', '.join(QUANTIZATIONS)}, or None for none")
-    if device.type != "cpu" or dtype != torch.float32:
-        raise ValueError(f"quantization is {name!r} with {dtype} on {device}; it needs float32 on a CPU")
-    try:
-        int8_product()(torch.ones(1, 8), 1.0, 128, quantize(torch.ones(8, 8)))
-    except (AttributeError, RuntimeError) as error:
-        raise ValueError(
-            f"quantization is {name!r}, which this PyTorch cannot do ({first_line(error)}); leave it out"
-        ) from error
-
-
-def quantize(weight: Tensor) -> Any:
-    """A float32 weight [out, in] in 8 bits, symmetric, with a scale per output feature, as the operators take it."""
-    scales = (weight.abs().amax(dim=1).double() / 127).clamp(min=1e-12)
-    zero_points = torch.zeros(len(scales), dtype=torch.int64)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # PyTorch means to replace these tensors by torchao's, one day
-        rounded = torch.quantize_per_channel(weight.contiguous(), scales, zero_points, 0, torch.qint8)
-    return torch.ops.quantized.linear_prepack(rounded, None)
-
-
-@cache
-def activation_limit() -> int:
-    """The largest rounded activation: 7 bits where the processor's sums of 8-bit products could overflow."""
-    test = getattr(torch.cpu, "_is_vnni_supported", None)
-    return 127 if test is not None and test() else 63

@@ -21,8 +21,9 @@ from pointsman.engine.attention.paged import ATTENTION_NAME, AttentionBackend
 from pointsman.engine.errors import ModelLoadError, UnsupportedModel, first_line
 from pointsman.engine.gguf import is_gguf
 from pointsman.engine.model.check import attach, check_config, fix_longrope, probe_layers
-from pointsman.engine.model.linear import check_quantization, store_weights
+from pointsman.engine.model.linear import store_weights
 from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.model.quantization import check_quantization
 from pointsman.engine.model.self_check import SelfCheck
 from pointsman.engine.model.settings import (
     GenerationSettings,
@@ -145,7 +146,8 @@ def wrap_model(
         attention: "torch", "numba" (compiled, for CPUs), a class of backends, or "auto": the fastest available.
         fuse: replace parts of the model by faster ones that were seen to compute the same (see `fusion.py`), where the
             attention is "numba". The model is then good for this only.
-        quantization: "int8": linear layers in 8 bits (see `linear.py`), for fused models in float32. Outputs differ.
+        quantization: "int8" or "int4": linear layers in 8 or 4 bits (see `linear.py`), for fused models in float32.
+            Outputs differ.
 
     Raises:
         UnsupportedModel: the paged path would not compute it correctly.

@@ -16,6 +16,7 @@ from pointsman.engine.gguf.config import make_config
 from pointsman.engine.gguf.reader import read_gguf
 from pointsman.engine.gguf.tensors import read_weights
 from pointsman.engine.model.loader import load_model
+from pointsman.engine.model.quantization import FEATURES_AT_ONCE, in_groups
 from tests.engine.gguf_files import interleaved, write, write_gguf
 from tests.engine.tiny_models import Family, build
 
@@ -44,6 +45,21 @@ def test_weights_are_as_near_as_their_type_allows(kind: str, model: Any, tmp_pat
         assert error <= STEPS[kind], name
         assert weight.ndim == 1 or error > 0
     assert weights_of(path, torch.bfloat16)["lm_head.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
+def test_weights_of_4_bits_are_known_as_such(kind: str, model: Any, tmp_path: Path) -> None:
+    read = weights_of(write_gguf(tmp_path / "model.gguf", model, kind=GGMLQuantizationType[kind]))
+    for weight in (one for one in read.values() if one.ndim == 2 and len(one) % FEATURES_AT_ONCE == 0):
+        found = in_groups(weight)
+        assert found is not None
+        assert (found[1] - weight).abs().max() < 0.01 * weight.abs().max(), "the rounding to bfloat16"
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q5_0", "Q5_1", "Q8_0"])
+def test_weights_of_more_bits_are_not(kind: str, model: Any, tmp_path: Path) -> None:
+    read = weights_of(write_gguf(tmp_path / "model.gguf", model, kind=GGMLQuantizationType[kind]))
+    assert not any(in_groups(weight) for weight in read.values() if weight.ndim == 2)
 
 
 def bits(data: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
@@ -107,6 +123,7 @@ def test_blocks_of_256_weights_are_dequantised(kind: str, model: Any, tmp_path: 
     np.testing.assert_allclose(read["model.layers.1.mlp.down_proj.weight"], expected, rtol=1e-5, atol=1e-6)
     queries = read["model.layers.0.self_attn.q_proj.weight"].numpy()
     np.testing.assert_allclose(interleaved(queries, 4), expected, rtol=1e-5, atol=1e-6)
+    assert (in_groups(torch.from_numpy(queries)) is not None) == (kind == "Q4_K")
 
 
 def changed(path: Path, model: Any, **tensors: np.ndarray[Any, Any] | None) -> Path:

@@ -228,6 +228,8 @@ def test_quantization_without_an_effect_is_an_error() -> None:
             wrap_model(build(FAMILIES["qwen2"]()), quantization="int8", **options)
     with pytest.raises(ValueError, match="no linear layer of this model was fused"):
         wrap_model(build(FAMILIES["gpt2"]()), quantization="int8")
+    with pytest.raises(ValueError, match="no layer of this model has weights in 4 bits; give a GGUF file"):
+        wrap_model(build(FAMILIES["qwen2"]()), quantization="int4")
 
 
 @pytest.mark.e2e

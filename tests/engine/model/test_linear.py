@@ -7,13 +7,14 @@ import torch
 from torch import nn
 
 from pointsman.engine.model.linear import (
+    FEW_ROWS,
     JoinedLinear,
-    check_quantization,
     join_linear_layers,
     packing_works,
     store_weights,
     whole_rows,
 )
+from pointsman.engine.model.quantization import check_quantization, in_groups
 from tests.engine.tiny_models import packs
 
 FORMS = {40: "plain", 160: "both", 1024: "packed"}
@@ -57,10 +58,68 @@ def test_int8_is_off_by_its_rounding(bias: bool, num_rows: int) -> None:
     assert 1e-4 < error < 0.03, "two roundings of about half a 127th each"
 
 
-@pytest.mark.parametrize("x", [torch.zeros(3, 63), torch.zeros(3, 64, dtype=torch.bfloat16)], ids=["width", "type"])
-def test_an_input_that_does_not_fit_is_an_error_in_int8(x: torch.Tensor) -> None:
-    joined = JoinedLinear(layers(64, 32, bias=False))
-    joined.store("int8")
+def in_4_bits(part: nn.Linear, levels: int = 16) -> nn.Linear:
+    """A layer whose weights are in 4 bits, in groups of 32, as in a file."""
+    rounded = torch.randint(0, levels, part.weight.shape).view(-1, 32) * (torch.rand(part.weight.numel() // 32, 1) / 9)
+    part.weight.copy_((rounded - torch.rand(len(rounded), 1)).view_as(part.weight))
+    return part
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, FEW_ROWS, FEW_ROWS + 1, 64])
+def test_weights_in_4_bits_stay_as_they_are(bias: bool, num_rows: int) -> None:
+    parts = [in_4_bits(part) for part in layers(LARGE, 512, 304, bias=bias)]
+    joined, in_8_bits = JoinedLinear(parts), JoinedLinear(parts)
+    joined.store("int4")
+    in_8_bits.store("int8")
+    assert joined.form == "int4"
+    x = torch.randn(1, num_rows, LARGE)
+    with torch.inference_mode():
+        want = torch.cat([part(x) for part in parts], dim=-1)
+        error, in_8_bits_error = (float((one(x) - want).norm() / want.norm()) for one in (joined, in_8_bits))
+    assert 1e-4 < error < (0.005 if num_rows <= FEW_ROWS else 0.01)
+    assert in_8_bits_error < 0.01
+
+
+def test_few_rows_in_4_bits_do_not_depend_on_each_other() -> None:
+    (part,) = layers(LARGE, 304, bias=True)
+    joined = JoinedLinear([in_4_bits(part)])
+    joined.store("int4")
+    x = torch.randn(1, FEW_ROWS, LARGE)
+    x[0, 2, 5] = torch.nan
+    with torch.inference_mode():
+        together = joined(x)
+        alone = torch.cat([joined(x[:, row : row + 1]) for row in range(FEW_ROWS)], dim=1)
+    assert torch.equal(together.isnan().all(-1), torch.tensor([[False, False, True, False]]))
+    assert torch.equal(together.nan_to_num(), alone.nan_to_num())
+
+
+@pytest.mark.parametrize("why", ["more bits", "one group of more bits", "width", "features"])
+def test_what_does_not_fit_in_4_bits_is_kept_in_8(why: str) -> None:
+    (part,) = layers(48 if why == "width" else 64, 40 if why == "features" else 32, bias=False)
+    if why in ("features", "one group of more bits"):
+        in_4_bits(part)
+    if why == "one group of more bits":
+        part.weight[31, 7] += 0.01
+    joined = JoinedLinear([part])
+    joined.store("int4")
+    assert joined.form == "int8"
+
+
+@pytest.mark.parametrize("levels", [1, 2, 5, 11, 16])
+def test_digits_that_a_group_does_not_use_are_no_matter(levels: int) -> None:
+    weight = in_4_bits(layers(64, 32, bias=False)[0], levels).weight
+    found = in_groups(weight)
+    assert found is not None
+    torch.testing.assert_close(found[1], weight, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("x", [torch.zeros(2, 32), torch.zeros(3, 64, dtype=torch.bfloat16)], ids=["width", "type"])
+def test_an_input_that_does_not_fit_is_an_error(x: torch.Tensor, form: str) -> None:
+    joined = JoinedLinear([in_4_bits(part) for part in layers(64, 32, bias=False)])
+    joined.store(form)
+    assert joined.form == form
     with pytest.raises(TypeError, match="takes float32 of width 64"):
         joined(x)
 
@@ -99,7 +158,7 @@ def test_a_row_that_is_not_finite_spoils_no_other_in_int8(place: int, value: flo
 @pytest.mark.parametrize(
     ("name", "device", "dtype", "message"),
     [
-        ("int3", "cpu", torch.float32, "quantization is 'int3'; choose int8, or None"),
+        ("int3", "cpu", torch.float32, "quantization is 'int3'; choose int8, int4, or None"),
         ("int8", "cpu", torch.bfloat16, "needs float32 on a CPU"),
         ("int8", "cuda", torch.float32, "needs float32 on a CPU"),
     ],

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from pointsman.engine import Engine, SamplingParams
+from pointsman.engine.model.linear import FEW_ROWS
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import load_model
 from tests.engine.engine_loop import run
@@ -46,9 +48,9 @@ def theirs(name: str, dtype: str, windows: list[list[int]]) -> list[float]:
     return found
 
 
-def ours(model: LoadedModel, windows: list[list[int]]) -> list[float]:
+def ours(model: LoadedModel, windows: list[list[int]], **options: Any) -> list[float]:
     """The same from an engine, with all windows at once."""
-    engine = Engine(model, max_model_len=WINDOW + 8, num_blocks=400)
+    engine = Engine(model, max_model_len=WINDOW + 8, num_blocks=400, **options)
     found: list[float] = []
     for output in run(engine, windows, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)):
         assert output.prompt_logprobs is not None
@@ -79,3 +81,19 @@ def test_8_bits_cost_little_perplexity(name: str, record_property: Callable[[str
     assert rounded != exact and rounded == pytest.approx(exact, rel=0.01)
     record_property("float32", exact)
     record_property("int8", rounded)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_4_bits_of_a_file_cost_little_perplexity(name: str, record_property: Callable[[str, object], None]) -> None:
+    windows = windows_of(name)
+    exact = perplexity(ours(loaded(name), windows))
+    model = load_model(weights_of(name), quantization="int4")
+    rounded = perplexity(ours(model, windows))
+    assert rounded != exact and rounded == pytest.approx(exact, rel=0.01)
+    record_property("int4, many rows", rounded)
+    # A few tokens a step, as in decoding; a fifth of the text, because that takes a while.
+    few = NUM_TOKENS // WINDOW // 5
+    exact = perplexity(ours(loaded(name), windows[:few]))
+    in_few_rows = perplexity(ours(model, windows[:few], max_num_batched_tokens=FEW_ROWS, max_num_seqs=FEW_ROWS))
+    assert in_few_rows != exact and in_few_rows == pytest.approx(exact, rel=0.01)
+    record_property("int4, few rows / float32", in_few_rows / exact)

@@ -1,0 +1,143 @@
+"""Weights of linear layers in 8 or 4 bits, and PyTorch's products with them.
+
+The operators are private to PyTorch or on their way out of it, so `check_quantization` tries them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pointsman.engine.errors import first_line
+
+QUANTIZATIONS = ("int8", "int4")
+GROUP = 32
+"""Weights of one output feature that share a scale and a zero in 4 bits, as in the blocks of GGUF's Q4_0 and Q4_1."""
+FEATURES_AT_ONCE = 16
+"""The 4-bit product takes a multiple of so many output features."""
+TOLERANCE = 0.02
+"""Of a step, between a number and its place."""
+
+
+@cache
+def int8_product() -> Any:
+    """PyTorch's product of float32 rows, which it rounds to 8 bits with one scale and zero point, with int8 weights.
+
+    The C function, because the Python object around it looks through its arguments for 13 us in each call.
+
+    Raises:
+        AttributeError: this PyTorch has none.
+    """
+    product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
+    return getattr(product, "_op", product)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """A weight [out, in] in 4 bits: (digit - 8) * scale + zero."""
+
+    packed: Tensor
+    """Digits, as the product reads them."""
+    scales_and_zeros: Tensor
+    """bfloat16 [in / GROUP, out, 2]."""
+
+    def product(self, x: Tensor) -> Tensor:
+        """float32 [rows, in] -> [rows, out]; computed in bfloat16."""
+        out: Tensor = _int4_product()(x.bfloat16(), self.packed, GROUP, self.scales_and_zeros)
+        return out.float()
+
+
+def in_groups(weight: Tensor) -> tuple[Groups, Tensor] | None:
+    """A float32 weight [out, in] in 4 bits, and the numbers that it has then; None: it needs more than 4 bits.
+
+    So weights that were in 4 bits in a file stay so: a group's numbers lie on at most 16 steps of one size, and keep
+    their places. The size of a step and the middle are rounded to bfloat16.
+    """
+    num_out, num_in = weight.shape
+    if num_in % GROUP or num_out % FEATURES_AT_ONCE:
+        return None
+    groups = weight.reshape(-1, GROUP)
+    of_one_feature = num_in // GROUP
+    if _digits(groups[:of_one_feature]) is None:  # which mostly says it
+        return None
+    found = _digits(groups)
+    if found is None:
+        return None
+    digits, scale, low = found
+    scale = scale.bfloat16().float()
+    zero = (low + 8 * scale).bfloat16().float()
+    rounded = (digits - 8) * scale[:, None] + zero[:, None]
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(digits.view(num_out, num_in).int(), 1)
+    both = torch.stack([scale, zero], dim=-1).view(num_out, of_one_feature, 2)
+    return Groups(packed, both.transpose(0, 1).contiguous().bfloat16()), rounded.view(num_out, num_in)
+
+
+def _digits(groups: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Digits from 0 to 15 [n, GROUP], sizes of a step [n] and first numbers [n] of groups; None: one needs more."""
+    low = groups.amin(1)
+    span = groups.amax(1) - low
+    digits, scale = torch.empty_like(groups), torch.empty_like(span)
+    left = torch.arange(len(groups))
+    for num_steps in range(15, 0, -1):  # the largest number need not be the last digit
+        step = span[left] / num_steps
+        places = (groups[left] - low[left, None]) / step.masked_fill(step == 0, 1.0)[:, None]
+        whole = places.round()
+        is_right = (places - whole).abs_().amax(1) < TOLERANCE
+        right = left[is_right]
+        digits[right], scale[right] = whole[is_right], step[is_right]
+        left = left[~is_right]
+        if not len(left):
+            return digits, scale, low
+    return None
+
+
+@cache
+def _int4_product() -> Any:
+    product = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+    return getattr(product, "_op", product)  # the C function, as above
+
+
+def check_quantization(name: str | None, device: torch.device, dtype: torch.dtype) -> None:
+    """Whether weights can be quantized in this way.
+
+    Raises:
+        ValueError: an unknown name, or a device, type or PyTorch that cannot.
+    """
+    if name is None:
+        return
+    if name not in QUANTIZATIONS:
+        raise ValueError(f"quantization is {name!r}; choose {', '.join(QUANTIZATIONS)}, or None for none")
+    if device.type != "cpu" or dtype != torch.float32:
+        raise ValueError(f"quantization is {name!r} with {dtype} on {device}; it needs float32 on a CPU")
+    try:
+        int8_product()(torch.ones(1, 8), 1.0, 128, per_feature(torch.ones(8, 8)))
+        if name == "int4":
+            found = in_groups(torch.ones(FEATURES_AT_ONCE, GROUP))
+            assert found is not None  # of equal numbers
+            found[0].product(torch.ones(1, GROUP))
+    except (AttributeError, RuntimeError) as error:
+        raise ValueError(
+            f"quantization is {name!r}, which this PyTorch cannot do ({first_line(error)}); leave it out"
+        ) from error
+
+
+def per_feature(weight: Tensor) -> Any:
+    """A float32 weight [out, in] in 8 bits, symmetric, with a scale per output feature, as the operators take it."""
+    scales = (weight.abs().amax(dim=1).double() / 127).clamp(min=1e-12)
+    zero_points = torch.zeros(len(scales), dtype=torch.int64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # PyTorch means to replace these tensors by torchao's, one day
+        rounded = torch.quantize_per_channel(weight.contiguous(), scales, zero_points, 0, torch.qint8)
+    return torch.ops.quantized.linear_prepack(rounded, None)
+
+
+@cache
+def activation_limit() -> int:
+    """The largest rounded activation: 7 bits where the processor's sums of 8-bit products could overflow."""
+    test = getattr(torch.cpu, "_is_vnni_supported", None)
+    return 127 if test is not None and test() else 63
