@@ -41,7 +41,7 @@ OURS = {
     "pointsman-float32": POINTSMAN,
     "pointsman-bfloat16": replace(POINTSMAN, dtype="bfloat16"),
     "pointsman-int8": replace(POINTSMAN, options={"quantization": "int8"}),
-    "pointsman-int4": replace(POINTSMAN, options={"quantization": "int4"}),
+    "pointsman-int4": replace(POINTSMAN, dtype="bfloat16", options={"quantization": "int4"}),
 }
 QUANTIZED = "pointsman-int4"
 """The one that has targets beside llama.cpp on the file itself."""

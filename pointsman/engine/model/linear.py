@@ -11,10 +11,10 @@ both go through one product and the outputs are those of 16 bits. With 8 bits al
 rose by 4 % instead of 0.3 %. Sums of 8-bit products are exact, and each row has scales of its own, so its output does
 not depend on the rows beside it.
 
-With `int4`, weights that were in 4 bits in a file (GGUF's Q4_0, Q4_1, Q4_K) stay so; others are as with `int8`. Up to
-`FEW_ROWS` rows are multiplied with them by activations in bfloat16, and half as much is read. More rows are multiplied
-with the same numbers in 8 bits, because the time of a 4-bit product grows with its rows. So both are kept, and a row's
-output depends a little on how many rows a step has.
+With `int4`, weights that were in 4 bits in a file (GGUF's Q4_0, Q4_1, Q4_K) are also kept so. Up to `FEW_ROWS` rows are
+multiplied with them by activations in bfloat16, and half as much is read. The time of a 4-bit product grows with its
+rows, so more rows are multiplied with the same numbers in 8 bits, or packed if the model is in bfloat16. A row's output
+then depends a little on how many rows a step has.
 """
 
 from __future__ import annotations
@@ -84,49 +84,59 @@ class JoinedLinear(nn.Module):
         self._split = self._merge = np.empty(0, dtype=np.int64)  # arguments of kernels, for int8
 
     def store(self, quantization: str | None = None) -> None:
-        """Put the weights into their final form, once: as `quantization` says, else packed, if there are enough.
+        """Put the weights into their final form, once.
 
-        Where 4 bits are asked for, a weight that needs more is kept in 8.
+        Args:
+            quantization: "int8"; "int4": also in 4 bits, where that loses nothing; None: packed, if there are enough.
         """
         if self.form != "plain":
             return
         weight = self.weight
-        if quantization is not None:
-            found = quantized.in_groups(weight) if quantization == "int4" else None
-            if found is not None:
-                self._groups, weight = found
-            self.form = "int8" if found is None else "int4"
-            self._stored = quantized.per_feature(weight)
-            limit, bias = quantized.activation_limit(), self.bias
+        if quantization == "int4":
+            self._groups, weight = quantized.in_groups(weight) or (None, weight)
+        if quantization == "int8" or (quantization == "int4" and weight.dtype == torch.float32):
+            self._stored = quantized.per_feature(weight.float())
+            limit = quantized.activation_limit()
+            bias = self.bias = None if self.bias is None else self.bias.float()
             self._split = np.array([0, 0, 0, 0, 0, self.in_features, limit], dtype=np.int64)
             address = 0 if bias is None else bias.data_ptr()
             self._merge = np.array([0, 0, 0, address, 0, self.out_features, limit], dtype=np.int64)
+            self.form = "int8"
         elif weight.numel() >= KEPT_BOTH_WAYS_FROM and packing_works(weight.dtype):
             self._stored = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
             self.form = "packed" if weight.numel() >= PACKED_FROM else "both"
-        if self.form in ("plain", "both"):
+        if self.form not in ("packed", "int8"):
+            self.weight = weight
             return
         # Some models ask for the type of a layer's weight. One that computed with it would get NaN, and be refused.
         self.weight = self.weight.new_full((1, 1), torch.nan).expand_as(self.weight)
 
+    @property
+    def is_in_4_bits(self) -> bool:
+        """Whether few rows are computed with in 4 bits."""
+        return self._groups is not None
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
+        if self._groups is not None and x.numel() <= FEW_ROWS * self.in_features:
+            return self._in_int4(x)
         if self.form == "packed" or (self.form == "both" and x.numel() >= MANY_ROWS * self.in_features):
             return torch.ops.mkldnn._linear_pointwise(x, self._stored, self.bias, "none", [], "")  # type: ignore[no-any-return]
-        if self.form in ("int8", "int4"):
-            return self._quantized(x)
+        if self.form == "int8":
+            return self._in_int8(x)
         return F.linear(x, self.weight, self.bias)
 
-    def _quantized(self, x: Tensor) -> Tensor:
-        if x.dtype != torch.float32 or x.shape[-1] != self.in_features:  # kernels read raw memory
-            raise TypeError(f"the layer takes float32 of width {self.in_features}, and not {x.dtype} {tuple(x.shape)}")
-        if self._groups is None or x.numel() > FEW_ROWS * self.in_features:
-            return self._in_int8(x.contiguous())
-        out = self._groups.product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+    def _in_int4(self, x: Tensor) -> Tensor:
+        assert self._groups is not None  # by its caller
+        out = self._groups.product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias
 
     def _in_int8(self, x: Tensor) -> Tensor:
         """Rows with numbers that are not finite give NaN."""
+        dtype = self.weight.dtype
+        if x.dtype != dtype or x.shape[-1] != self.in_features:  # kernels read raw memory
+            raise TypeError(f"the layer takes {dtype} of width {self.in_features}, and not {x.dtype} {tuple(x.shape)}")
+        x = x.contiguous().float()
         split, merge, limit = self._split, self._merge, quantized.activation_limit()
         num_rows = x.numel() // self.in_features
         num_threads = kernels.threads_for(num_rows)
@@ -137,22 +147,24 @@ class JoinedLinear(nn.Module):
         out: Tensor = quantized.int8_product()(halves, 1.0, limit + 1, self._stored)
         merge[1], merge[4] = out.data_ptr(), num_rows
         kernels.merge_kernel()(merge, num_threads)
-        return out[:num_rows].view(*x.shape[:-1], self.out_features)
+        return out[:num_rows].view(*x.shape[:-1], self.out_features).to(dtype)
 
     def plain_weights(self) -> dict[str, Tensor]:
         """The weights in an order that does not depend on the processor: as they were given, or as they were rounded.
         A copy, where they are stored in another form."""
         found = {} if self.bias is None else {"bias": self.bias}
+        if self._groups is not None:
+            found["groups"] = self._groups.scales_and_zeros
         if self.form == "packed":
             return {**found, "weight": self._stored.to_dense()}
-        if self.form in ("int8", "int4"):
+        if self.form == "int8":
             rounded, _ = torch.ops.quantized.linear_unpack(self._stored)
-            found |= {} if self._groups is None else {"groups": self._groups.scales_and_zeros}
             return {**found, "weight": rounded.int_repr(), "scales": rounded.q_per_channel_scales()}
         return {**found, "weight": self.weight}
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, {self.weight.dtype}, {self.form}"
+        form = f"{self.form} and int4" if self.is_in_4_bits else self.form
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.weight.dtype}, {form}"
 
 
 def can_join(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
@@ -187,9 +199,9 @@ def store_weights(model: nn.Module, quantization: str | None = None) -> None:
             f"quantization is {quantization!r} and no linear layer of this model was fused; leave it out (it needs "
             "fuse=True and the attention numba)"
         )
-    for layer in joined:  # logits in bfloat16 would be equal where they are not
+    for layer in joined:  # of logits in 4 bits, computed in bfloat16, more would be equal than are
         layer.store("int8" if layer is head and quantization == "int4" else quantization)
-    if quantization == "int4" and not any(layer.form == "int4" for layer in joined):
+    if quantization == "int4" and not any(layer.is_in_4_bits for layer in joined):
         raise ValueError(
             "quantization is 'int4' and no layer of this model has weights in 4 bits; give a GGUF file with them "
             "(Q4_0, Q4_1, Q4_K), or quantization='int8'"

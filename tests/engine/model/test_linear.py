@@ -60,8 +60,9 @@ def test_int8_is_off_by_its_rounding(bias: bool, num_rows: int) -> None:
 
 def in_4_bits(part: nn.Linear, levels: int = 16) -> nn.Linear:
     """A layer whose weights are in 4 bits, in groups of 32, as in a file."""
-    rounded = torch.randint(0, levels, part.weight.shape).view(-1, 32) * (torch.rand(part.weight.numel() // 32, 1) / 9)
-    part.weight.copy_((rounded - torch.rand(len(rounded), 1)).view_as(part.weight))
+    digits = torch.randint(0, levels, part.weight.shape).view(-1, 32)
+    first, step = 15 * torch.rand(len(digits), 1), torch.rand(len(digits), 1) / 9
+    part.weight.copy_(((digits - first) * step).view_as(part.weight))
     return part
 
 
@@ -72,7 +73,7 @@ def test_weights_in_4_bits_stay_as_they_are(bias: bool, num_rows: int) -> None:
     joined, in_8_bits = JoinedLinear(parts), JoinedLinear(parts)
     joined.store("int4")
     in_8_bits.store("int8")
-    assert joined.form == "int4"
+    assert joined.is_in_4_bits and not in_8_bits.is_in_4_bits
     x = torch.randn(1, num_rows, LARGE)
     with torch.inference_mode():
         want = torch.cat([part(x) for part in parts], dim=-1)
@@ -94,16 +95,33 @@ def test_few_rows_in_4_bits_do_not_depend_on_each_other() -> None:
     assert torch.equal(together.nan_to_num(), alone.nan_to_num())
 
 
+@pytest.mark.parametrize("num_rows", [1, FEW_ROWS + 1])
+@pytest.mark.parametrize("in_features", FORMS)
+def test_4_bits_in_a_model_in_bfloat16(in_features: int, num_rows: int) -> None:
+    """Few rows are computed with in 4 bits, others as without."""
+    size = in_features // 32 * 32
+    parts = [in_4_bits(part).bfloat16() for part in layers(size, 512, 304, bias=True)]
+    joined, plain = JoinedLinear(parts), JoinedLinear(parts)
+    joined.store("int4")
+    plain.store()
+    assert joined.is_in_4_bits and joined.form == plain.form
+    x = torch.randn(1, num_rows, size).bfloat16()
+    with torch.inference_mode():
+        got, want = joined(x), plain(x)
+    assert got.dtype == torch.bfloat16 and not torch.equal(got, want)
+    assert float((got - want).float().norm() / want.float().norm()) < 0.02
+
+
 @pytest.mark.parametrize("why", ["more bits", "one group of more bits", "width", "features"])
 def test_what_does_not_fit_in_4_bits_is_kept_in_8(why: str) -> None:
     (part,) = layers(48 if why == "width" else 64, 40 if why == "features" else 32, bias=False)
     if why in ("features", "one group of more bits"):
         in_4_bits(part)
     if why == "one group of more bits":
-        part.weight[31, 7] += 0.01
+        part.weight[31, 7] += 0.05
     joined = JoinedLinear([part])
     joined.store("int4")
-    assert joined.form == "int8"
+    assert joined.form == "int8" and not joined.is_in_4_bits
 
 
 @pytest.mark.parametrize("levels", [1, 2, 5, 11, 16])
@@ -114,13 +132,23 @@ def test_digits_that_a_group_does_not_use_are_no_matter(levels: int) -> None:
     torch.testing.assert_close(found[1], weight, rtol=0.01, atol=0.01)
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("num_rows", [1, 64])
+def test_int8_in_a_model_in_bfloat16(num_rows: int) -> None:
+    """As the output layer with int4."""
+    (part,) = layers(LARGE, 512, bias=True, dtype=torch.bfloat16)
+    joined = JoinedLinear([part])
+    joined.store("int8")
+    x = torch.randn(1, num_rows, LARGE).bfloat16()
+    with torch.inference_mode():
+        got, want = joined(x), part(x)
+    assert got.dtype == torch.bfloat16 and float((got - want).float().norm() / want.float().norm()) < 0.01
+
+
 @pytest.mark.parametrize("x", [torch.zeros(2, 32), torch.zeros(3, 64, dtype=torch.bfloat16)], ids=["width", "type"])
-def test_an_input_that_does_not_fit_is_an_error(x: torch.Tensor, form: str) -> None:
-    joined = JoinedLinear([in_4_bits(part) for part in layers(64, 32, bias=False)])
-    joined.store(form)
-    assert joined.form == form
-    with pytest.raises(TypeError, match="takes float32 of width 64"):
+def test_an_input_that_does_not_fit_is_an_error_in_int8(x: torch.Tensor) -> None:
+    joined = JoinedLinear(layers(64, 32, bias=False))
+    joined.store("int8")
+    with pytest.raises(TypeError, match="takes torch.float32 of width 64"):
         joined(x)
 
 
@@ -161,6 +189,7 @@ def test_a_row_that_is_not_finite_spoils_no_other_in_int8(place: int, value: flo
         ("int3", "cpu", torch.float32, "quantization is 'int3'; choose int8, int4, or None"),
         ("int8", "cpu", torch.bfloat16, "needs float32 on a CPU"),
         ("int8", "cuda", torch.float32, "needs float32 on a CPU"),
+        ("int4", "cpu", torch.float16, "needs float32 or bfloat16 on a CPU"),
     ],
 )
 def test_quantization_that_cannot_be(name: str, device: str, dtype: torch.dtype, message: str) -> None:
