@@ -83,17 +83,20 @@ def test_8_bits_cost_little_perplexity(name: str, record_property: Callable[[str
     record_property("int8", rounded)
 
 
+@pytest.mark.parametrize("dtype", PRECISION)
 @pytest.mark.parametrize("name", NAMES)
-def test_the_4_bits_of_a_file_cost_little_perplexity(name: str, record_property: Callable[[str, object], None]) -> None:
+def test_the_4_bits_of_a_file_cost_little_perplexity(
+    name: str, dtype: str, record_property: Callable[[str, object], None]
+) -> None:
     windows = windows_of(name)
     exact = perplexity(ours(loaded(name), windows))
-    model = load_model(weights_of(name), quantization="int4")
+    model = load_model(weights_of(name), dtype=dtype, quantization="int4")
     rounded = perplexity(ours(model, windows))
     assert rounded != exact and rounded == pytest.approx(exact, rel=0.01)
-    record_property("int4, many rows", rounded)
+    record_property("int4 / float32, many rows", rounded / exact)
     # A few tokens a step, as in decoding; a fifth of the text, because that takes a while.
-    few = NUM_TOKENS // WINDOW // 5
-    exact = perplexity(ours(loaded(name), windows[:few]))
-    in_few_rows = perplexity(ours(model, windows[:few], max_num_batched_tokens=FEW_ROWS, max_num_seqs=FEW_ROWS))
-    assert in_few_rows != exact and in_few_rows == pytest.approx(exact, rel=0.01)
-    record_property("int4, few rows / float32", in_few_rows / exact)
+    few = windows[: len(windows) // 5]
+    exact = perplexity(ours(loaded(name), few))
+    rounded = perplexity(ours(model, few, max_num_batched_tokens=FEW_ROWS, max_num_seqs=FEW_ROWS))
+    assert rounded != exact and rounded == pytest.approx(exact, rel=0.01)
+    record_property("int4 / float32, few rows", rounded / exact)
