@@ -148,7 +148,7 @@ def test_int8_in_a_model_in_bfloat16(num_rows: int) -> None:
 def test_an_input_that_does_not_fit_is_an_error_in_int8(x: torch.Tensor) -> None:
     joined = JoinedLinear(layers(64, 32, bias=False))
     joined.store("int8")
-    with pytest.raises(TypeError, match="takes torch.float32 of width 64"):
+    with pytest.raises(TypeError, match=r"takes torch\.float32 of width 64"):
         joined(x)
 
 
