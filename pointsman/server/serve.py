@@ -259,9 +259,17 @@ class _Serving:
 
     async def serve(self, start: Callable[[], Awaitable[EngineFleet]], *, warm_up: bool) -> int:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        signals = (signal.SIGINT, signal.SIGTERM)
+        for number in signals:
             loop.add_signal_handler(number, self._on_signal)
-        starting = loop.create_task(self._start(start, warm_up))
+        try:
+            return await self._start_and_serve(start, warm_up)
+        finally:
+            for number in signals:  # a closed event loop of uvloop keeps them
+                loop.remove_signal_handler(number)
+
+    async def _start_and_serve(self, start: Callable[[], Awaitable[EngineFleet]], warm_up: bool) -> int:
+        starting = asyncio.get_running_loop().create_task(self._start(start, warm_up))
         await self._first_of(starting, self._stop.wait())
         if not starting.done():
             starting.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from tempfile import TemporaryFile
@@ -14,6 +15,7 @@ from pointsman.cli import main
 from tests.forked_engines import start_command
 
 MAX_MODEL_LEN = 512
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,10 @@ def pointsman(capfd: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
     """The command, in this process: what it prints, and the code it exits with."""
 
     def run(*args: object) -> Finished:
+        handlers = [signal.getsignal(number) for number in SIGNALS]
         with pytest.raises(SystemExit) as ended:
             main([str(arg) for arg in args])
+        assert [signal.getsignal(number) for number in SIGNALS] == handlers, "a command leaves signals as they were"
         out, err = capfd.readouterr()
         return Finished(int(ended.value.code or 0), out, err)
 
