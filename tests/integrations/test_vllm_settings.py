@@ -12,12 +12,15 @@ import pytest
 import pointsman.integrations.vllm
 from pointsman.core import ConfigError
 from pointsman.core.presets import SYSTEMS
+from pointsman.integrations.vllm.check import Report
 from pointsman.integrations.vllm.settings import FLAGS, KNOBS, read_observer_settings, read_settings, scheduler_config
 from pointsman.integrations.vllm.support import (
+    GO_BACK,
     Refusal,
     UnsupportedVLLM,
     check_supported,
     check_version,
+    problem_of_version,
     problems_of,
     untested_parts,
 )
@@ -214,3 +217,13 @@ def test_versions_that_are_supported(version: str) -> None:
 def test_other_versions_are_refused_with_the_remedy(version: str) -> None:
     with pytest.raises(UnsupportedVLLM, match=rf"vLLM {version} is installed.*pip install"):
         check_version(version)
+
+
+def test_the_way_back_from_an_unknown_version_is_said_once() -> None:
+    with pytest.raises(UnsupportedVLLM, match=r"vLLM 0\.29\.1") as refused:
+        check_version("0.29.1+cpu")
+    problem = problem_of_version("0.29.1+cpu")
+    assert problem is not None
+    report = Report("0.29.1+cpu", "model", problems=[problem]).lines()
+    assert str(refused.value).count(GO_BACK) == "\n".join(report).count(GO_BACK) == 1
+    assert problem_of_version("0.32.1+cpu") is None

@@ -26,12 +26,11 @@ from pointsman.integrations.vllm.settings import FLAGS, read_settings, scheduler
 from pointsman.integrations.vllm.support import (
     GO_BACK,
     TESTED,
-    UnsupportedVLLM,
     check_recording,
-    check_version,
     is_one_full_group,
     lacking_in_simulator,
     minor_version,
+    problem_of_version,
     problems_of,
     untested_parts,
 )
@@ -121,10 +120,9 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
     import vllm
 
     report = Report(vllm.__version__, model, command=shlex.join(["vllm", "serve", model, *_with_class(options)]))
-    try:
-        check_version(vllm.__version__)
-    except UnsupportedVLLM as error:
-        report.problems.append(str(error))
+    problem = problem_of_version(vllm.__version__)
+    if problem is not None:
+        report.problems.append(problem)
         return report
     told = None if log is None else _read_log(log)
     vllm_config = _vllm_config(model, options)

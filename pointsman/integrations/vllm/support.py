@@ -49,21 +49,26 @@ def minor_version(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
+def problem_of_version(version: str) -> Refusal | None:
+    """Why this version of vLLM is not supported; None: it is among `TESTED`."""
+    if minor_version(version) in TESTED:
+        return None
+    return Refusal(
+        "version",
+        f"vLLM {version} is installed, and pointsman.integrations.vllm supports {' and '.join(TESTED)}, as vLLM's "
+        f'scheduler interface changes between versions: pip install "vllm=={max(TESTED)}.*"',
+    )
+
+
 def check_version(version: str) -> None:
     """Check the version of vLLM.
 
     Raises:
-        UnsupportedVLLM: it is not among `TESTED`.
+        UnsupportedVLLM: it is not supported.
     """
-    if minor_version(version) not in TESTED:
-        raise UnsupportedVLLM(
-            Refusal(
-                "version",
-                f"vLLM {version} is installed, and pointsman.integrations.vllm supports {' and '.join(TESTED)}, as "
-                "vLLM's scheduler interface changes between versions: "
-                f'pip install "vllm=={max(TESTED)}.*", or leave --scheduler-cls out to run vLLM\'s own scheduler',
-            )
-        )
+    problem = problem_of_version(version)
+    if problem is not None:
+        raise UnsupportedVLLM(f"{problem}, or {GO_BACK}")
 
 
 def maker(kind: type, *names: str) -> Callable[..., Any]:
