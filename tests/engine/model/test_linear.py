@@ -124,7 +124,13 @@ def test_what_does_not_fit_in_4_bits_is_kept_in_8(why: str) -> None:
     assert joined.form == "int8" and not joined.is_in_4_bits
 
 
-@pytest.mark.parametrize("levels", [1, 2, 5, 11, 16])
+def test_steps_that_bfloat16_cannot_tell_apart_are_kept_in_8_bits() -> None:
+    weight = in_4_bits(layers(64, 32, bias=False)[0]).weight
+    assert in_groups(weight + 1) is not None
+    assert in_groups(weight + 100) is None
+
+
+@pytest.mark.parametrize("levels", [2, 5, 11, 16])
 def test_digits_that_a_group_does_not_use_are_no_matter(levels: int) -> None:
     weight = in_4_bits(layers(64, 32, bias=False)[0], levels).weight
     found = in_groups(weight)
