@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import signal
@@ -117,6 +118,11 @@ def ray_python() -> Path:
     if ray_env.make([]) != 0:
         pytest.skip("Ray cannot be installed here; python benchmarks/ray_env.py says why")
     return ray_env.python_of()
+
+
+def pytest_runtest_teardown() -> None:
+    """A command that ran inside the test's process lets the package log more; no later test sees that."""
+    logging.getLogger("pointsman").setLevel(logging.NOTSET)
 
 
 # ---------------------------------------------------------------------- what is reported
