@@ -91,7 +91,7 @@ class Engine:
             its own 4 bits, too (see `model/linear.py`).
         num_threads: of PyTorch and the kernels; None: see `threads.py`.
         grammar_timeout: seconds of processor time that compiling the grammar of a request with structured output may
-            take, and a third of those that may pass.
+            take; three times as many seconds may pass.
         kv_offload_bytes: host memory for KV that the pool evicts, see `kv/offload.py`; None: none.
         kv_store: a directory in which KV is kept for other engines and for later, see `kv/store.py`; None: nowhere.
         kv_store_role: "producer": computed KV is written there; "consumer": KV found there is not computed; "both".

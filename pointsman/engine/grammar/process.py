@@ -47,8 +47,8 @@ AnswerT = TypeVar("AnswerT")
 
 DEFAULT_TIMEOUT = 10.0
 """Seconds of processor time that a grammar may take to compile, by default."""
-WAITING = 3
-"""Times that limit, a grammar may take with all waiting: on a busy machine its child gets a part of a processor."""
+SECONDS_PER_CPU_SECOND = 3
+"""Seconds that may pass for each of processor time: on a busy machine a child gets a part of a processor."""
 START_TIMEOUT = 60.0
 """Seconds in which the process must have imported xgrammar; some seconds, as a rule."""
 ACCEPT_TIMEOUT = 3.0
@@ -76,7 +76,7 @@ class GrammarLimits:
     """What compiling and using one grammar may cost."""
 
     timeout: float = DEFAULT_TIMEOUT
-    """Seconds of processor time to compile it, and a `WAITING`-th of those that may pass."""
+    """Seconds of processor time to compile it."""
     memory: int = 2 * 1024**3
     """Bytes to compile it."""
     start_time: float = 0.25
@@ -84,6 +84,11 @@ class GrammarLimits:
     token_time: float = 0.002
     """... for each token so far besides, to say which may come next. Some tens of microseconds are usual, but in a
     grammar that allows one text in many ways each token takes longer than the one before, and every request waits."""
+
+    @property
+    def longest(self) -> float:
+        """Seconds that may pass while it is compiled."""
+        return SECONDS_PER_CPU_SECOND * self.timeout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,7 +216,7 @@ class GrammarProcess:
         content = {
             **job.spec._asdict(),
             "max_whitespace": MAX_WHITESPACE,
-            "seconds": WAITING * limits.timeout,
+            "seconds": limits.longest,
             "cpu_seconds": cpu_slice or limits.timeout,
             "niceness": niceness,
             "memory_limit": limits.memory,
@@ -288,7 +293,7 @@ class GrammarProcess:
             _Late: it is silent after its time was up.
         """
         pieces, size = [], 0
-        patience = WAITING * self._limits.timeout + GRACE
+        patience = self._limits.longest + GRACE
         deadline = time.monotonic() + patience
         try:
             sock.settimeout(patience)

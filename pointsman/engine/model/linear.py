@@ -87,7 +87,7 @@ class JoinedLinear(nn.Module):
         """Put the weights into their final form, once.
 
         Args:
-            quantization: "int8"; "int4": also in 4 bits, where that loses nothing; None: packed, if there are enough.
+            quantization: "int8"; "int4": also in 4 bits, if they were so in a file; None: packed, if there are enough.
         """
         if self.form != "plain":
             return

@@ -160,19 +160,26 @@ def test_the_failure_of_a_process_is_not_kept(
     assert isinstance(outcome(compiler, regex="again"), CompiledGrammar)
 
 
+def stopped_child(compiler: GrammarCompiler, process: int) -> int:
+    """The number of a child that was stopped while it compiles a hopeless grammar."""
+    add(compiler, grammar=HOPELESS)
+    child = child_of(process)
+    os.kill(child, signal.SIGSTOP)
+    return child
+
+
+OUT_OF_TIME = "takes more than 2 s of processor time"
+
+
 def test_a_stopped_child_is_killed_and_its_job_tried_again(
     make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_compiler, "FIRST_SLICE", 60.0)
     compiler = make(timeout=2.0)
     before = started(compiler)
-    add(compiler, grammar=HOPELESS)
-    child = child_of(before)
-    os.kill(child, signal.SIGSTOP)
+    child = stopped_child(compiler, before)
     (found,) = take(compiler)
-    assert isinstance(found, GrammarError) and "takes more than 2 s of processor time" in str(
-        found
-    )  # of the second try
+    assert isinstance(found, GrammarError) and OUT_OF_TIME in str(found)  # of the second try
     assert is_gone(child) and is_gone(before)
     assert compiler.num_restarts == 1
 
@@ -182,15 +189,12 @@ def test_time_in_which_a_child_gets_no_processor_is_not_its_own(
 ) -> None:
     monkeypatch.setattr(grammar_compiler, "FIRST_SLICE", 60.0)
     compiler = make(timeout=2.0)
-    before = started(compiler)
-    add(compiler, grammar=HOPELESS)
-    child = child_of(before)
-    os.kill(child, signal.SIGSTOP)
+    child = stopped_child(compiler, started(compiler))
     time.sleep(2.5)
     began = time.monotonic()
     os.kill(child, signal.SIGCONT)
     (found,) = take(compiler)
-    assert isinstance(found, GrammarError) and "takes more than 2 s of processor time" in str(found)
+    assert isinstance(found, GrammarError) and OUT_OF_TIME in str(found)
     assert time.monotonic() - began > 1.0 and compiler.num_restarts == 0
 
 
