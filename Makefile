@@ -85,9 +85,10 @@ test:
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 # Every test in its long form, with the random seeds of today's date.
+test-all: VLLM_VERSIONS := --all-versions
 test-all:
 	$(if $(filter-out $(PARTS),$(PART)),$(error PART=$(PART) is no part; choose from $(PARTS)))
-	@$(MAKE) --no-print-directory -j4 lint kernels weights $(if $(VLLM),vllm)
+	@$(MAKE) --no-print-directory -j4 lint kernels weights $(if $(VLLM),vllm) VLLM_VERSIONS=$(VLLM_VERSIONS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --long \
 	    $(if $(SHARD),--shard $(SHARD)) $(TESTS_$(PART))
 
@@ -100,7 +101,7 @@ weights: $(INSTALLED)
 	@$(BIN)/pointsman models get smollm2 --optional
 
 vllm:
-	-@$(PYTHON) benchmarks/vllm_env.py
+	-@$(PYTHON) benchmarks/vllm_env.py $(VLLM_VERSIONS)
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -36,11 +36,6 @@ LARGE = Shape("98M", 768, 14, 12, 4, 64, 2304, VOCABULARY)
 SERVED_MODEL_NAME = "benchmark"
 SECONDS_TO_START, SECONDS_TO_END = 300.0, 20.0
 
-VLLM_METADATA = f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm_env.VLLM_VERSION}+cpu\n"
-"""vLLM asks for the version of the distribution "vllm", which the CPU's package does not bear; "+cpu" is how it tells
-what to run on."""
-
-
 @dataclass(frozen=True, slots=True)
 class Knobs:
     """Settings that both servers share."""
@@ -140,12 +135,15 @@ class VllmSide(Side):
         knobs: its settings.
         eager: without compiling the model, which takes a minute.
         options: further options of its command line.
+        folders: what it imports first, such as another version of vLLM.
 
     Raises:
         RuntimeError: it did not start; the message ends with what it printed last.
     """
 
-    def __init__(self, knobs: Knobs, *, eager: bool, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self, knobs: Knobs, *, eager: bool, options: Sequence[str] = (), folders: Sequence[Path] = ()
+    ) -> None:
         self.name = "vllm-eager" if eager else "vllm"
         self.port = _free_port()
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process lives
@@ -164,7 +162,7 @@ class VllmSide(Side):
             "VLLM_CPU_KVCACHE_SPACE": str(knobs.kv_cache_gib),
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{knobs.threads - 1}" if knobs.threads > 1 else "0",
             "VLLM_NO_USAGE_STATS": "1",
-            "PYTHONPATH": str(Path(__file__).resolve().parents[1]),  # for a scheduler of ours
+            "PYTHONPATH": os.pathsep.join(map(str, [*folders, Path(__file__).resolve().parents[1]])),  # ours
         }
         self._process = subprocess.Popen(
             command, stdout=self._log, stderr=subprocess.STDOUT, env=environment, process_group=0
@@ -241,11 +239,12 @@ def _importing_from(checkout: Path) -> dict[str, str]:
     return variables
 
 
-def write_vllm_metadata(folder: Path) -> Path:
-    """Make a folder for PYTHONPATH with which vLLM's command line starts where only its CPU package is installed."""
-    info = folder / f"vllm-{vllm_env.VLLM_VERSION}+cpu.dist-info"
+def write_vllm_metadata(folder: Path, version: str = vllm_env.VLLM_VERSION) -> Path:
+    """Make a folder for PYTHONPATH with which vLLM's command line starts where only its CPU package is installed: it asks
+    for the version of the distribution "vllm", and "+cpu" is how it tells what to run on."""
+    info = folder / f"vllm-{version}+cpu.dist-info"
     info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text(VLLM_METADATA)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
     return folder
 
 

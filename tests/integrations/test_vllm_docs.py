@@ -70,7 +70,7 @@ INFORMED = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1"}
 
 
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[Server]:
+def serving(folder: Path, version: str) -> Iterator[Server]:
     """The server that the document starts, smaller."""
     (line,) = (line for line in COMMANDS if line.startswith("vllm serve"))
     path, log, pid = folder / "pointsman.sock", folder / "log", folder / "pid"
@@ -79,7 +79,7 @@ def serving(folder: Path) -> Iterator[Server]:
     words[words.index("--max-num-seqs") + 1] = "1"  # so that requests wait
     words += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--dtype", "float32"]
     words += ["--max-model-len", "2048", "--block-size", "32", "--max-num-batched-tokens", "2048"]
-    command = [python_of().parent / words[0], write_vllm_metadata(folder / "stub"), log, pid, *words[1:]]
+    command = [python_of().parent / words[0], write_vllm_metadata(folder / "stub", version), log, pid, *words[1:]]
     ended: list[subprocess.CompletedProcess[str]] = []
     process = threading.Thread(
         target=lambda: ended.append(vllm_parent().run("-c", SERVE, *command, timeout=400, **INFORMED))
@@ -123,8 +123,8 @@ def played(line: str, server: Server, cwd: Path) -> str:
     return page
 
 
-def test_commands_run_in_the_order_of_the_document(tmp_path: Path) -> None:
-    with serving(tmp_path) as server:
+def test_commands_run_in_the_order_of_the_document(tmp_path: Path, vllm_version: str) -> None:
+    with serving(tmp_path, vllm_version) as server:
         asking = [line for line in COMMANDS if SOCKET in line and line.startswith("pointsman")]
         assert len(asking) == 6
         names = ["first", "my-request", "third"]

@@ -158,9 +158,9 @@ def test_tokens_are_those_of_vllms_own_scheduler(tmp_path: Path, case: str) -> N
     """In the same steps, with the same images computed in each; twice, so that caches are used."""
     family, options = CASES[case]
     given = [f"{key}={json.dumps(value)}" for key, value in options.items()]
-    theirs = run_in_vllm("vllm_media.py", family, "theirs", tmp_path, *given, sources=TORCHVISION)
+    theirs = run_in_vllm("vllm_media.py", family, "theirs", tmp_path, *given, packages=TORCHVISION)
     assert len({tuple(tokens) for tokens in theirs["tokens"]}) >= 5, "the model does not tell its prompts apart"
-    ours = run_in_vllm("vllm_media.py", family, "ours", tmp_path, *given, sources=TORCHVISION)
+    ours = run_in_vllm("vllm_media.py", family, "ours", tmp_path, *given, packages=TORCHVISION)
     exact = ["tokens", "cached", "steps", "encoder", "groups"]
     if case == "gemma3, groups of KV and masks":  # what is behind a window is kept for longer: see docs/vllm.md
         assert all(our >= their for our, their in zip(ours["cached"], theirs["cached"], strict=True))

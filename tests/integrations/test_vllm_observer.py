@@ -17,7 +17,7 @@ from server_throughput import bench
 
 from pointsman.traces import read_measurements
 from tests.forms import seeds
-from tests.integrations.vllm_process import DEMO, NEEDS_VLLM, compared, run_in_vllm
+from tests.integrations.vllm_process import DEMO, NEEDS_VLLM, compared, run_in_vllm, vllm_folders
 from tests.integrations.vllm_recorded import check_commands, last_json, pointsman
 
 WORKLOADS = seeds(10, 100)
@@ -80,7 +80,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Pat
     folder = tmp_path_factory.mktemp("served")
     log = folder / "recording.jsonl"
     options = (*OBSERVER, "--additional-config", json.dumps({"pointsman": {"record": str(log)}}))
-    side = VllmSide(KNOBS, eager=True, options=options)
+    side = VllmSide(KNOBS, eager=True, options=options, folders=vllm_folders())
     try:
         result = bench(side, DEMO, 6.0, 150, seed=1, folder=folder, detailed=True)
         assert result["completed"] == 150

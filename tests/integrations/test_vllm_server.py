@@ -15,7 +15,7 @@ from _server_sides import SERVED_MODEL_NAME, Knobs, VllmSide
 from prometheus_client.parser import text_string_to_metric_families
 from server_throughput import bench
 
-from tests.integrations.vllm_process import DEMO, NEEDS_VLLM
+from tests.integrations.vllm_process import DEMO, NEEDS_VLLM, vllm_folders
 
 OURS = ("--scheduler-cls", "pointsman.integrations.vllm.Scheduler")
 KNOBS = Knobs(DEMO, threads=1, max_num_seqs=16, max_num_batched_tokens=512, max_model_len=512)
@@ -27,7 +27,7 @@ pytestmark = [*NEEDS_VLLM, pytest.mark.long]  # the server of test_vllm_docs.py 
 
 @pytest.fixture(scope="module")
 def ours() -> Iterator[VllmSide]:
-    side = VllmSide(KNOBS, eager=True, options=(*OURS, *SMALL_POOL))
+    side = VllmSide(KNOBS, eager=True, options=(*OURS, *SMALL_POOL), folders=vllm_folders())
     yield side
     side.stop()
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pytest
-from vllm_env import python_of
+from vllm_env import FOLDERS, VLLM_VERSION, python_of
 
 from tests.forking import ForkingParent
 from tests.forms import Seeds
@@ -26,21 +27,33 @@ RUN = 25
 VLLM_INSTALLED = pytest.mark.skipif(
     not python_of().exists(), reason="vLLM is not installed in .venv-vllm; benchmarks/vllm_env.py makes it"
 )
-NEEDS_VLLM = [pytest.mark.e2e, VLLM_INSTALLED]
-"""Marks of tests that run it."""
+NEEDS_VLLM = [pytest.mark.e2e, pytest.mark.vllm, VLLM_INSTALLED]
+"""Marks of tests that run it, in this folder: on one version or on several (`conftest.py`)."""
 SHORT_MODELS = ("gemma3, preempting", "lfm2, cached in parts, preempting")
 """Cases with real models in the short form: one with windows and one with states, both short of blocks."""
 
 
-def environment(*sources: Path) -> dict[str, str]:
-    """Variables of a process with vLLM.
+_version = VLLM_VERSION
+
+
+@contextmanager
+def version_in_use(version: str) -> Iterator[None]:
+    """Processes that are started meanwhile have this version of vLLM."""
+    global _version
+    before, _version = _version, version
+    yield
+    _version = before
+
+
+def environment(*packages: Path) -> dict[str, str]:
+    """Variables of a process with the version of vLLM that is in use.
 
     Args:
-        sources: of another vLLM than the installed one, or a folder with further packages.
+        packages: folders with further packages.
     """
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, [*sources, ROOT, ROOT / "benchmarks"])),
+        "PYTHONPATH": os.pathsep.join(map(str, [*packages, *vllm_folders(), ROOT, ROOT / "benchmarks"])),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -49,29 +62,38 @@ def environment(*sources: Path) -> dict[str, str]:
     }
 
 
-@cache
-def vllm_parent(sources: Path | None = None) -> ForkingParent:
+def vllm_folders() -> list[Path]:
+    """For PYTHONPATH: where the version of vLLM that is in use lies; none: it is installed."""
+    return [FOLDERS[_version]] if _version in FOLDERS else []
+
+
+def vllm_parent(packages: Path | None = None) -> ForkingParent:
     """A process that has imported vLLM; one for all tests of this process.
 
     Args:
-        sources: as for `environment`. There it is our scheduler's imports alone.
+        packages: as for `environment`. There it has our scheduler's imports alone.
     """
-    if sources is None:
+    return _parent(_version, packages)
+
+
+@cache
+def _parent(version: str, packages: Path | None) -> ForkingParent:
+    if packages is None:
         return ForkingParent(python_of(), ["tests.integrations.vllm_imports"], environment())
-    return ForkingParent(python_of(), ["pointsman.integrations.vllm.scheduler"], environment(sources))
+    return ForkingParent(python_of(), ["pointsman.integrations.vllm.scheduler"], environment(packages))
 
 
-def run_in_vllm(script: str, *arguments: object, sources: Path | None = None, timeout: float = 300) -> Any:
+def run_in_vllm(script: str, *arguments: object, packages: Path | None = None, timeout: float = 300) -> Any:
     """What a script beside this file prints in its last line, as JSON; None: it prints nothing.
 
     Args:
         script: its name.
         arguments: of its command line.
-        sources: of another vLLM than the installed one, or a folder with further packages.
+        packages: a folder with further packages.
         timeout: seconds.
     """
     path = Path(__file__).with_name(script)
-    done = vllm_parent(sources).run(path, *arguments, timeout=timeout)
+    done = vllm_parent(packages).run(path, *arguments, timeout=timeout)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1]) if done.stdout else None
 
