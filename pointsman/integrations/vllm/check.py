@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pointsman.core import ConfigError, SchedulerConfig
 from pointsman.integrations.vllm.layers import Groups, LayersUnknown, groups_of
@@ -35,6 +35,10 @@ from pointsman.integrations.vllm.support import (
     untested_parts,
 )
 from pointsman.version import __version__
+
+if TYPE_CHECKING:
+    from vllm.config import CacheConfig, VllmConfig
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 SCHEDULER_CLS = "pointsman.integrations.vllm.Scheduler"
 OBSERVER_CLS = "pointsman.integrations.vllm.Observer"
@@ -161,7 +165,7 @@ def _read_log(path: Path) -> str:
     return f"{float(requests):g} requests of {length} tokens fit, by the log"
 
 
-def _capacity(vllm_config: Any, groups: Groups | None, told: str | None) -> list[str]:
+def _capacity(vllm_config: VllmConfig, groups: Groups | None, told: str | None) -> list[str]:
     """What a request of the model's whole length takes, and how many of them fit."""
     lines = []
     cache, length = vllm_config.cache_config, vllm_config.model_config.max_model_len
@@ -185,7 +189,7 @@ def _capacity(vllm_config: Any, groups: Groups | None, told: str | None) -> list
     return lines
 
 
-def _vllm_config(model: str, options: list[str]) -> Any:
+def _vllm_config(model: str, options: list[str]) -> VllmConfig:
     """vLLM's configuration, constructed as in its server."""
     from vllm import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -217,7 +221,7 @@ def _with_class(options: list[str]) -> list[str]:
     return options if is_given else ["--scheduler-cls", SCHEDULER_CLS, *options]
 
 
-def _parser(parser: Any) -> Any:
+def _parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     """All options of vLLM's server where they are available, otherwise those of its engine."""
     from vllm import AsyncEngineArgs
 
@@ -233,12 +237,12 @@ def _first_line(error: Exception) -> str:
     return " ".join(lines[:3]) if lines else type(error).__name__
 
 
-def _has_states(vllm_config: Any) -> bool:
+def _has_states(vllm_config: VllmConfig) -> bool:
     model = vllm_config.model_config
     return bool(getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False))
 
 
-def _groups(vllm_config: Any) -> str:
+def _groups(vllm_config: VllmConfig) -> str:
     """What the model's configuration shows of its groups of KV; "": one of full attention."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     if _has_states(vllm_config):
@@ -255,7 +259,7 @@ def _groups(vllm_config: Any) -> str:
     return f"{local} in {'some' if is_mixed else 'its'} layers"
 
 
-def _where_cached(cache: Any) -> str:
+def _where_cached(cache: CacheConfig) -> str:
     """Where the states of layers are cached for prefixes; "": nowhere."""
     if getattr(cache, "mamba_cache_mode", "none") != "align":
         return ""
@@ -273,7 +277,7 @@ def _layout(groups: Groups) -> Any:
     return SimpleNamespace(kv_cache_groups=groups.groups)
 
 
-def _read_knobs(report: Report, vllm_config: Any, made: Groups | None) -> None:
+def _read_knobs(report: Report, vllm_config: VllmConfig, made: Groups | None) -> None:
     """Read the knobs into the report, and problems of those in `--additional-config`."""
     cache = vllm_config.cache_config
     blocks = cache.num_gpu_blocks_override

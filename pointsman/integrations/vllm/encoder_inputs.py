@@ -13,15 +13,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pointsman.core import ConfigError, EncoderInput, RequestRefused
 from pointsman.core import SchedulerOutput as Output
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.v1.request import Request as VLLMRequest
+
 MORE_EMBEDDINGS = "raise --max-num-batched-tokens, which bounds both, or send a smaller one"
 
 
-def encoder_sizes(vllm_config: Any) -> tuple[int, int]:
+def encoder_sizes(vllm_config: VllmConfig) -> tuple[int, int]:
     """The embeddings that a step may compute, and those that the encoder cache holds, as vLLM computes them.
 
     Raises:
@@ -63,7 +68,7 @@ class EncoderInputs:
         """By request id, its identifiers with their embeddings."""
         self._cached: set[str] = set()
 
-    def begin(self, request: Any) -> list[EncoderInput]:
+    def begin(self, request: VLLMRequest) -> list[EncoderInput]:
         """The core's encoder inputs for those of a request of vLLM's.
 
         Raises:
@@ -144,7 +149,7 @@ class EncoderDecoderInputs:
         self._identifiers: dict[str, list[str]] = {}
         """vLLM's, of the inputs whose embeddings workers have, by the core's key."""
 
-    def begin(self, request: Any) -> list[EncoderInput]:
+    def begin(self, request: VLLMRequest) -> list[EncoderInput]:
         """The core's encoder input for those of a request of vLLM's.
 
         Raises:
@@ -187,11 +192,11 @@ class EncoderDecoderInputs:
 TO_DIGITS = bytes.maketrans(b"\0\1", b"01")
 
 
-def _refused(request: Any, why: str) -> RequestRefused:
+def _refused(request: VLLMRequest, why: str) -> RequestRefused:
     return RequestRefused(f"request {request.request_id!r} refused: {why}")
 
 
-def _to_input(feature: Any) -> EncoderInput:
+def _to_input(feature: MultiModalFeatureSpec) -> EncoderInput:
     """One of vLLM's inputs, with its number of embeddings."""
     position = feature.mm_position
     length: int = position.length
@@ -208,7 +213,7 @@ GIVEN = "embeddings:"
 """Begins the key of a block of a prompt that is given as embeddings."""
 
 
-def given_embeddings(request: Any, block_size: int) -> list[EncoderInput]:
+def given_embeddings(request: VLLMRequest, block_size: int) -> list[EncoderInput]:
     """What identifies the blocks of a prompt that is given as embeddings: all bytes of each, as vLLM does."""
     from vllm.v1.utils import tensor_data
 
@@ -223,7 +228,7 @@ def given_embeddings(request: Any, block_size: int) -> list[EncoderInput]:
     return inputs
 
 
-def shift_inputs(features: Sequence[Any], num_tokens: int) -> list[Any]:
+def shift_inputs(features: Sequence[MultiModalFeatureSpec], num_tokens: int) -> list[MultiModalFeatureSpec]:
     """The inputs of a further part of a prompt, behind that many tokens."""
     return [
         replace(feature, mm_position=replace(feature.mm_position, offset=feature.mm_position.offset + num_tokens))

@@ -7,7 +7,7 @@ tokens of a prompt, and compare. The core's hashes identify the blocks.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed import kv_events as of_vllm
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -16,6 +16,10 @@ from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens, maybe_conv
 from pointsman.core.kv.events import AllBlocksCleared, BlockStored, KVEvent
 from pointsman.integrations.vllm.encoder_inputs import GIVEN
 from pointsman.integrations.vllm.requests import lora_number, lora_path
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.config.kv_events import KVEventsConfig
 
 GROUP = 0  # of the KV cache; there is no other
 
@@ -28,7 +32,7 @@ class KVEvents:
         block_size: tokens per block.
     """
 
-    def __init__(self, vllm_config: Any, block_size: int) -> None:
+    def __init__(self, vllm_config: VllmConfig, block_size: int) -> None:
         rank = vllm_config.parallel_config.data_parallel_index
         self._publisher = of_vllm.EventPublisherFactory.create(vllm_config.kv_events_config, rank)
         self._block_size = block_size
@@ -37,7 +41,7 @@ class KVEvents:
         """vLLM's hashes by the core's, of the cached blocks."""
 
     @property
-    def config(self) -> Any:
+    def config(self) -> KVEventsConfig:
         """The publisher's configuration, which vLLM passes on to its clients."""
         return self._publisher.get_publisher_config()
 
@@ -46,7 +50,7 @@ class KVEvents:
             converted = [self._convert(event) for event in events]
             self._publisher.publish(of_vllm.KVEventBatch(ts=time.time(), events=converted))
 
-    def publish_as_they_are(self, events: list[Any]) -> None:
+    def publish_as_they_are(self, events: list[of_vllm.KVCacheEvent]) -> None:
         """Publish events of vLLM's own manager."""
         if events:
             self._publisher.publish(of_vllm.KVEventBatch(ts=time.time(), events=events))
@@ -54,7 +58,7 @@ class KVEvents:
     def close(self) -> None:
         self._publisher.shutdown()
 
-    def _convert(self, event: KVEvent) -> Any:
+    def _convert(self, event: KVEvent) -> of_vllm.KVCacheEvent:
         if isinstance(event, AllBlocksCleared):
             self._hashes.clear()
             return of_vllm.AllBlocksCleared()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,13 @@ from pointsman.core.state.batch import Batch
 from pointsman.core.state.request import Request
 from pointsman.integrations.vllm.state_ends import StateEnds
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock, KVCacheBlockCopy
+    from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SingleTypeKVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 NO_BLOCKS: Int64Array = np.zeros(0, dtype=np.int64)
@@ -36,8 +43,8 @@ NO_NEW: Int32Array = np.zeros(0, dtype=np.int32)
 class GroupPool:
     """vLLM's block pool, as the core reads it. Its first block is never allocated."""
 
-    def __init__(self, block_pool: Any) -> None:
-        self._pool: Any = block_pool
+    def __init__(self, block_pool: BlockPool) -> None:
+        self._pool = block_pool
         self.num_blocks: int = block_pool.num_gpu_blocks
         self.num_usable = self.num_blocks - 1
 
@@ -81,9 +88,9 @@ class _Group:
         "window_behind_prompt",
     )
 
-    def __init__(self, manager: Any, max_model_len: int) -> None:
+    def __init__(self, manager: SingleTypeKVCacheManager, max_model_len: int) -> None:
         self.manager = manager
-        self.tables: dict[str, list[Any]] = manager.req_to_blocks
+        self.tables: dict[str, list[KVCacheBlock]] = manager.req_to_blocks
         self.size = int(manager.block_size)
         self.extra = self.size * int(getattr(manager, "num_speculative_blocks", 0))
         """Tokens of the blocks that drafts have."""
@@ -152,7 +159,9 @@ class KVGroups(KVCache):
         hash_block_size: tokens of a hash.
     """
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, block_size: int, hash_block_size: int) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int, hash_block_size: int
+    ) -> None:
         events = vllm_config.kv_events_config
         self.caches = bool(vllm_config.cache_config.enable_prefix_caching)
         self.manager = KVCacheManager(
@@ -177,12 +186,14 @@ class KVGroups(KVCache):
         ]
         self._has_encoder = any(group.is_of_encoder for group in self._groups)
         self._giving = [group for group in self._groups if group.gives_back]
-        self._states = [each for each in self._managers if getattr(each, "mamba_cache_mode", "none") == "align"]
+        self._states: list[MambaManager] = [
+            each for each in self._managers if getattr(each, "mamba_cache_mode", "none") == "align"
+        ]
         """The managers of states that are cached for prefixes: these rows are asked in each step of their prefill."""
         self.ends = self._make_ends(vllm_config, block_size, hash_block_size) if self._states else None
         """Where their chunks end; None: anywhere."""
         self.cuts_chunks = self.ends is not None
-        self._nothing: tuple[Sequence[Any], ...] = tuple(() for _ in self._managers)
+        self._nothing: tuple[Sequence[KVCacheBlock], ...] = tuple(() for _ in self._managers)
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._row_of: dict[int, Request] = {}
         """The requests by row."""
@@ -199,7 +210,7 @@ class KVGroups(KVCache):
         self._num_usable_tokens: dict[int, int] = {}
         """The longest sequence that the pool can hold, by the number of its encoder's embeddings."""
 
-    def _make_ends(self, vllm_config: Any, block_size: int, hash_block_size: int) -> StateEnds:
+    def _make_ends(self, vllm_config: VllmConfig, block_size: int, hash_block_size: int) -> StateEnds:
         scheduler = vllm_config.scheduler_config
         budget = scheduler.max_num_scheduled_tokens
         longest = scheduler.max_num_batched_tokens if budget is None else budget
@@ -208,7 +219,7 @@ class KVGroups(KVCache):
         finds_parts = bool(self._coordinator.enable_partial_hash_hits)
         return StateEnds(self._states, block_size, hash_block_size, finds_parts=finds_parts, max_chunk=longest)
 
-    def _num_spare_blocks(self, vllm_config: Any) -> int:
+    def _num_spare_blocks(self, vllm_config: VllmConfig) -> int:
         """The most that a request holds, or is asked for, beyond what its sequence takes: the states that its steps in
         flight continue from, and copies of blocks that it shares a part of."""
         if self.ends is None:
@@ -324,7 +335,7 @@ class KVGroups(KVCache):
         self,
         name: str,
         num_tokens: int,
-        found: tuple[Sequence[Any], ...],
+        found: tuple[Sequence[KVCacheBlock], ...],
         num_computed: int,
         *,
         is_whole: bool,
@@ -622,7 +633,7 @@ class KVGroups(KVCache):
         ids: list[int] = self.manager.take_new_block_ids()
         return ids if ids and self.manager.kv_cache_config.needs_kv_cache_zeroing else None
 
-    def take_copies(self) -> list[Any] | None:
+    def take_copies(self) -> list[KVCacheBlockCopy] | None:
         """Blocks that workers have to copy before a step, of which requests share a part; None: there are none. A later
         step may use the sources for something else: workers execute steps in order."""
         self.manager.take_boundary_state_offloads()  # for connectors

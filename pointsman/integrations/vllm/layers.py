@@ -9,7 +9,11 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
 
 _PLENTY = 1 << 60
 """Bytes with which every model fits."""
@@ -23,8 +27,7 @@ class LayersUnknown(Exception):
 class Groups:
     """The KV groups of a model."""
 
-    groups: list[Any]
-    """vLLM's `KVCacheGroupSpec`s."""
+    groups: list[KVCacheGroupSpec]
     block_bytes: int
     """Of a block of the pool."""
     request_blocks: int
@@ -41,7 +44,7 @@ class Groups:
         return [f"{count} group{'s' * (count > 1)}: {'each ' * (count > 1)}{what}" for what, count in found.items()]
 
 
-def groups_of(vllm_config: Any) -> Groups:
+def groups_of(vllm_config: VllmConfig) -> Groups:
     """Build the layers of the model, and group them as vLLM does.
 
     Raises:
@@ -57,7 +60,7 @@ def groups_of(vllm_config: Any) -> Groups:
         raise LayersUnknown(f"vLLM does not build them without weights: {type(error).__name__}: {said[0]}") from error
 
 
-def _specs(vllm_config: Any) -> dict[str, Any]:
+def _specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
     """vLLM's `KVCacheSpec` of each layer that keeps KV."""
     import torch
     from vllm.config import set_current_vllm_config
@@ -77,13 +80,13 @@ def _specs(vllm_config: Any) -> dict[str, Any]:
                 initialize_model(vllm_config)
             current_platform.update_block_size_for_backend(vllm_config)
             runner = SimpleNamespace(vllm_config=vllm_config, shared_kv_cache_layers={})
-            specs: dict[str, Any] = GPUModelRunner.get_kv_cache_spec(runner)
+            specs: dict[str, KVCacheSpec] = GPUModelRunner.get_kv_cache_spec(runner)
         finally:
             torch.set_default_dtype(before)
     return specs
 
 
-def _grouped(vllm_config: Any, specs: dict[str, Any]) -> Groups:
+def _grouped(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> Groups:
     from vllm.utils.math_utils import cdiv
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
@@ -110,7 +113,7 @@ def _grouped(vllm_config: Any, specs: dict[str, Any]) -> Groups:
     return Groups(groups, _PLENTY // config.num_blocks, needed)
 
 
-def _kind(spec: Any) -> str:
+def _kind(spec: KVCacheSpec) -> str:
     for name, unit in (("sliding_window", "windows"), ("attention_chunk_size", "chunks")):
         size = getattr(spec, name, None)
         if size is not None:

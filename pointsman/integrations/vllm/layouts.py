@@ -5,14 +5,18 @@ Every other layout stays with vLLM's own manager (`kv_groups.py`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pointsman.core import KVGroup, SchedulerConfig
 from pointsman.integrations.vllm.support import managers_of
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
 
 def own_groups(
-    vllm_config: Any, kv_cache_config: Any, config: SchedulerConfig, hash_block_size: int
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: SchedulerConfig, hash_block_size: int
 ) -> tuple[KVGroup, ...] | None:
     """The groups that the core keeps itself with this configuration; None: it cannot."""
     groups = tuple(_own_group(group, config.block_size) for group in kv_cache_config.kv_cache_groups)
@@ -25,7 +29,7 @@ def own_groups(
     return None if not groups or None in groups else tuple(group for group in groups if group is not None)
 
 
-def _own_group(group: Any, block_size: int) -> KVGroup | None:
+def _own_group(group: KVCacheGroupSpec, block_size: int) -> KVGroup | None:
     """A group of vLLM's as one of the core's; None: it is of another kind."""
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,

@@ -18,11 +18,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pointsman.core.recording import FORMAT, FORMAT_VERSION, OBSERVED_STEPS
 from pointsman.integrations.vllm.recordings import RecordingFile
 from pointsman.version import __version__
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.request import Request as VLLMRequest
 
 logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
 
@@ -173,7 +179,7 @@ class _Request:
 
     __slots__ = ("is_decoding", "num_cached", "number", "of_vllm", "scheduled", "steps")
 
-    def __init__(self, of_vllm: Any, number: int) -> None:
+    def __init__(self, of_vllm: VLLMRequest, number: int) -> None:
         self.of_vllm = of_vllm
         self.number = number
         self.scheduled: int | None = None
@@ -202,13 +208,13 @@ class Observation:
 
     def __init__(
         self,
-        scheduler: Any,
+        scheduler: Scheduler,
         file: RecordingFile,
         header: dict[str, Any],
         *,
         block_size: int | None,
         num_known: int,
-        reason_of: Callable[[Any], str],
+        reason_of: Callable[[VLLMRequest], str],
     ) -> None:
         self.ended_by = ""
         """Why the recording ended; empty: it goes on."""
@@ -222,7 +228,7 @@ class Observation:
         self._num_added = 0
         self._num_steps = 0  # scheduled
         self._num_updated = 0
-        self._in_flight: deque[tuple[Any, int, tuple[int, ...] | None]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, int, tuple[int, ...] | None]] = deque()
         self._end_before: int | None = None  # of the last step; None: the engine was idle since
         self._events: list[Any] = []
         self._steps: list[Any] = []
@@ -252,7 +258,7 @@ class Observation:
 
     # ------------------------------------------------------------------ requests
 
-    def added(self, request: Any, now: int) -> None:
+    def added(self, request: VLLMRequest, now: int) -> None:
         """vLLM queued a request."""
         if request.resumable:  # a session, whose parts are no requests
             return
@@ -292,7 +298,7 @@ class Observation:
 
     # ------------------------------------------------------------------ steps
 
-    def scheduled(self, output: Any, now: int) -> None:
+    def scheduled(self, output: SchedulerOutput, now: int) -> None:
         """vLLM decided a step, beginning at `now`."""
         total = output.total_num_scheduled_tokens
         num_rows = len(output.num_scheduled_tokens)
@@ -311,7 +317,9 @@ class Observation:
         if total:
             self._num_steps += 1
 
-    def _load(self, output: Any, total: int, num_rows: int, computed: list[int], now: int) -> tuple[int, ...] | None:
+    def _load(
+        self, output: SchedulerOutput, total: int, num_rows: int, computed: list[int], now: int
+    ) -> tuple[int, ...] | None:
         """What a step computes that is not plain decode; None: nothing. Also follows which requests sample."""
         step, rows, requests = self._num_steps, output.num_scheduled_tokens, self._requests
         for name in output.preempted_req_ids or ():
@@ -357,7 +365,9 @@ class Observation:
             if seen.is_decoding:
                 seen.stop(step - 1)
 
-    def updated(self, output: Any, outputs: dict[int, Any], now: int, num_before: int) -> None:
+    def updated(
+        self, output: SchedulerOutput, outputs: dict[int, EngineCoreOutputs], now: int, num_before: int
+    ) -> None:
         """vLLM took in the result of a step, which came at `now`; before, it knew `num_before` requests."""
         of_step, scheduled, load = self._in_flight.popleft()
         if of_step is not output:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -23,6 +23,15 @@ from pointsman.integrations.vllm.recordings import RecordingFile
 from pointsman.integrations.vllm.results import REASONS
 from pointsman.integrations.vllm.settings import read_observer_settings, read_settings, scheduler_config
 from pointsman.integrations.vllm.support import TESTED_BY_RUNNING, lacking_in_simulator, minor_version
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request as VLLMRequest
+    from vllm.v1.request import RequestStatus
 
 logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
 
@@ -38,19 +47,21 @@ class Observer:
         ConfigError: `--additional-config` has another key for Pointsman than `record`.
     """
 
-    def __new__(cls, *, vllm_config: Any, **arguments: Any) -> Any:
+    def __new__(cls, *, vllm_config: VllmConfig, **arguments: Any) -> Any:
         """An observed scheduler of the class that vLLM itself would use."""
         kind = _ObservedAsync if vllm_config.scheduler_config.async_scheduling else _Observed
         return kind(vllm_config=vllm_config, **arguments)
 
 
-def _observed(base: Any) -> Any:
+def _observed(base: type[Scheduler]) -> Any:
     """A subclass of one of vLLM's schedulers that is observed."""
 
     class Observed(base):  # type: ignore[misc]
         _observation: Observation | None = None
 
-        def __init__(self, *, vllm_config: Any, kv_cache_config: Any, block_size: int, **arguments: Any) -> None:
+        def __init__(
+            self, *, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int, **arguments: Any
+        ) -> None:
             super().__init__(
                 vllm_config=vllm_config, kv_cache_config=kv_cache_config, block_size=block_size, **arguments
             )
@@ -60,7 +71,7 @@ def _observed(base: Any) -> Any:
             except Exception:
                 self._end_observation()
 
-        def add_request(self, request: Any) -> None:
+        def add_request(self, request: VLLMRequest) -> None:
             super().add_request(request)
             if self._observation is not None:
                 try:
@@ -68,7 +79,7 @@ def _observed(base: Any) -> Any:
                 except Exception:
                     self._end_observation()
 
-        def schedule(self, *arguments: Any, **options: Any) -> Any:
+        def schedule(self, *arguments: Any, **options: Any) -> SchedulerOutput:
             if self._observation is None:
                 return super().schedule(*arguments, **options)
             now = time.monotonic_ns()
@@ -80,7 +91,7 @@ def _observed(base: Any) -> Any:
                     self._end_observation()
             return output
 
-        def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
             observation = self._observation
             if observation is None:
                 return super().update_from_output(scheduler_output, model_runner_output)
@@ -94,7 +105,7 @@ def _observed(base: Any) -> Any:
                 self._end_observation()
             return outputs
 
-        def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
+        def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> Any:
             ended = super().finish_requests(request_ids, finished_status)
             if self._observation is not None:
                 try:
@@ -105,7 +116,7 @@ def _observed(base: Any) -> Any:
                     self._end_observation()
             return ended
 
-        def set_pause_state(self, pause_state: Any) -> None:
+        def set_pause_state(self, pause_state: PauseState) -> None:
             super().set_pause_state(pause_state)
             if self._observation is not None:
                 self._observation.idled()
@@ -133,7 +144,7 @@ _ObservedAsync = _observed(AsyncScheduler)
 
 
 def _begin(
-    scheduler: Any, path: str | None, vllm_config: Any, kv_cache_config: Any, block_size: int
+    scheduler: Scheduler, path: str | None, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int
 ) -> Observation | None:
     """The recording from here on; None, with a warning: its file cannot be written."""
     path = of_rank(path or time.strftime("pointsman-recording-%Y%m%d-%H%M%S.jsonl"), vllm_config)
@@ -168,7 +179,9 @@ def _begin(
     )
 
 
-def _config(vllm_config: Any, kv_cache_config: Any, block_size: int, lacks: list[str]) -> dict[str, Any]:
+def _config(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int, lacks: list[str]
+) -> dict[str, Any]:
     """The settings as vLLM resolved them, in our terms, with vLLM's decisions; what cannot be said in them goes to
     `lacks`."""
     try:

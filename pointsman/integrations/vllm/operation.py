@@ -24,6 +24,8 @@ from pointsman.version import __version__
 from pointsman.web.live import SECONDS_BETWEEN_PARTS, LiveFilm, TooManyWatchers
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
     from pointsman.integrations.vllm.kv_groups import KVGroups
 
 logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
@@ -61,7 +63,9 @@ class Operation:
         ConfigError: the requested socket cannot be used.
     """
 
-    def __init__(self, adapter: Adapter, vllm_config: Any, settings: Settings, recording: RecordingFile | None) -> None:
+    def __init__(
+        self, adapter: Adapter, vllm_config: VllmConfig, settings: Settings, recording: RecordingFile | None
+    ) -> None:
         self._adapter = adapter
         self.recordings = Recordings(adapter.core, adapter.forget_steps)
         if recording is not None:
@@ -89,7 +93,7 @@ class Operation:
         with self._adapter.lock:
             self.recordings.close()
 
-    def _start_lines(self, vllm_config: Any, knobs: Mapping[str, Any]) -> list[str]:
+    def _start_lines(self, vllm_config: VllmConfig, knobs: Mapping[str, Any]) -> list[str]:
         import vllm
 
         config, groups = self._adapter.core.config, self._adapter.groups
@@ -113,24 +117,24 @@ class Operation:
         return lines
 
 
-def rank_of(vllm_config: Any) -> int:
+def rank_of(vllm_config: VllmConfig) -> int:
     """Index of the engine among those behind one server; 0 where there is one."""
     return int(getattr(vllm_config.parallel_config, "data_parallel_index", 0) or 0)
 
 
-def of_rank(path: str, vllm_config: Any) -> str:
+def of_rank(path: str, vllm_config: VllmConfig) -> str:
     """`path` with the engine's rank appended; unchanged for the first engine."""
     rank = rank_of(vllm_config)
     return f"{path}.{rank}" if rank else path
 
 
-def served_name(vllm_config: Any) -> str:
+def served_name(vllm_config: VllmConfig) -> str:
     """The name of the model for clients."""
     name = getattr(vllm_config.model_config, "served_model_name", None) or vllm_config.model_config.model
     return str(name[0] if isinstance(name, list) else name)
 
 
-def open_record(path: str | None, vllm_config: Any) -> RecordingFile | None:
+def open_record(path: str | None, vllm_config: VllmConfig) -> RecordingFile | None:
     """The file of a recording from the start; None: `path` is None.
 
     Raises:
@@ -145,7 +149,7 @@ def open_record(path: str | None, vllm_config: Any) -> RecordingFile | None:
         raise ConfigError(f"cannot write the recording {path}: {error.strerror}; choose another file") from None
 
 
-def _listen(path: str | None, vllm_config: Any, questions: Questions) -> ControlSocket | None:
+def _listen(path: str | None, vllm_config: VllmConfig, questions: Questions) -> ControlSocket | None:
     """The control socket: a requested path that cannot be used is an error, a default path is not."""
     if path == "":
         return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus, StreamingUpdate
 
@@ -19,8 +19,13 @@ from pointsman.core.state.numbers import MAX_INT
 from pointsman.integrations.vllm.encoder_inputs import shift_inputs
 from pointsman.integrations.vllm.views import set_status
 
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request as VLLMRequest
 
-def to_adapter(lora_request: Any) -> Adapter:
+
+def to_adapter(lora_request: LoRARequest) -> Adapter:
     """The core's adapter for one of vLLM's; another path under the same name and number (`load_inplace`) is another
     version of it."""
     return Adapter(lora_request.lora_name, f"{lora_request.lora_int_id}:{lora_request.lora_path}")
@@ -37,7 +42,7 @@ def lora_path(adapter: Adapter) -> str:
 
 
 def to_request(
-    request: Any,
+    request: VLLMRequest,
     request_id: str,
     *,
     prompt_token_ids: Sequence[int],
@@ -106,7 +111,7 @@ FOR_POLICIES = {
 """Keys of a sampling parameters' `extra_args` (`vllm_xargs` of a request over HTTP), and what they are in the core."""
 
 
-def _said_to_policies(sampling: Any) -> dict[str, Any]:
+def _said_to_policies(sampling: SamplingParams | None) -> dict[str, Any]:
     """What a request says to policies alone."""
     given = None if sampling is None else sampling.extra_args
     return {name: given[key] for key, name in FOR_POLICIES.items() if key in given} if given else {}
@@ -129,7 +134,7 @@ class Sessions:
     """The requests whose prompts come in parts, by id, each with its waiting parts."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, deque[Any]] = {}
+        self._parts: dict[str, deque[StreamingUpdate | None]] = {}
         self.num_idle = 0
         """Sessions between two parts."""
 
@@ -142,26 +147,26 @@ class Sessions:
     def end(self, name: str) -> None:
         self._parts.pop(name, None)
 
-    def add(self, name: str, part: Any) -> None:
+    def add(self, name: str, part: VLLMRequest) -> None:
         """Queue a part behind the one before it. A part that is not resumable ends the session."""
         self._parts[name].append(StreamingUpdate.from_request(part))
 
     def has_part(self, name: str) -> bool:
         return bool(self._parts[name])
 
-    def take(self, name: str) -> Any | None:
+    def take(self, name: str) -> StreamingUpdate | None:
         """The next part; None: the session is over."""
         return self._parts[name].popleft()
 
 
-def close_turn(request: Any, ours: Request) -> None:
+def close_turn(request: VLLMRequest, ours: Request) -> None:
     """All tokens of a session so far, except the one sampled last, become its prompt."""
     kept = ours.all_token_ids[: max(ours.num_tokens - 1, ours.num_prompt_tokens)].tolist()
     _set_prompt(request, kept)
     set_status(request, RequestStatus.WAITING_FOR_STREAMING_REQ)
 
 
-def open_turn(request: Any, part: Any) -> None:
+def open_turn(request: VLLMRequest, part: StreamingUpdate) -> None:
     """Append the next part to a session's prompt, and take the part's parameters."""
     request.mm_features.extend(shift_inputs(part.mm_features or (), len(request.prompt_token_ids)))
     _set_prompt(request, request.prompt_token_ids + list(part.prompt_token_ids or ()))
@@ -171,7 +176,7 @@ def open_turn(request: Any, part: Any) -> None:
     set_status(request, RequestStatus.WAITING)
 
 
-def _set_prompt(request: Any, token_ids: list[int]) -> None:
+def _set_prompt(request: VLLMRequest, token_ids: list[int]) -> None:
     request.prompt_token_ids = token_ids
     request.num_prompt_tokens = len(token_ids)
     request._all_token_ids[:] = token_ids

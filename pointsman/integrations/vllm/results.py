@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, compress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,10 @@ from pointsman.core import FinishReason as Reason
 from pointsman.core import Request, StepResult, StepResultError, StepUpdate
 from pointsman.core import SchedulerOutput as Output
 from pointsman.core.state.numbers import INT32
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request as VLLMRequest
 
 FINISH_REASONS: Mapping[Reason, FinishReason] = {
     Reason.STOP: FinishReason.STOP,
@@ -62,7 +66,7 @@ class Sampled:
         return index if self.places is None else self.places[index]
 
 
-def read_sampled(result: Any, ids: list[str]) -> Sampled:
+def read_sampled(result: ModelRunnerOutput, ids: list[str]) -> Sampled:
     """The tokens of a `ModelRunnerOutput`, which has its own order of rows."""
     if not ids:
         return Sampled([], None)
@@ -184,7 +188,7 @@ def _vector(pooled: Any, place: int) -> Any:
 
 def plain_outputs(
     output: Output, update: StepUpdate, ids: list[str], sampled: Sampled
-) -> tuple[list[Any], Sequence[int]]:
+) -> tuple[list[EngineCoreOutput], Sequence[int]]:
     """One output for each row with tokens, and the indices of these rows.
 
     Tokens behind a stop are cut off the runner's lists in place, as vLLM's own scheduler does.
@@ -226,7 +230,7 @@ class Details:
 
     def __init__(
         self,
-        requests: Mapping[str, Any],
+        requests: Mapping[str, VLLMRequest],
         of_id: Mapping[str, Request],
         count_cached: Callable[[Request], int] | None,
     ) -> None:
@@ -236,7 +240,7 @@ class Details:
         self._once: set[str] = set()  # details in the next output
         self._always: set[str] = set()  # in every output
 
-    def add(self, request: Any) -> None:
+    def add(self, request: VLLMRequest) -> None:
         """One of vLLM's requests is queued."""
         sampling = request.sampling_params
         if request.trace_headers or (sampling is not None and sampling.num_logprobs is not None):
@@ -251,7 +255,9 @@ class Details:
         self._once.discard(name)
         self._always.discard(name)
 
-    def add_to(self, outputs: list[Any], indices: Sequence[int], sampled: Sampled, result: Any) -> None:
+    def add_to(
+        self, outputs: list[EngineCoreOutput], indices: Sequence[int], sampled: Sampled, result: ModelRunnerOutput
+    ) -> None:
         """Put the details into outputs; `indices` are their rows, `result` is the `ModelRunnerOutput`."""
         masks, nans = result.sampling_masks, result.num_nans_in_logits
         if self._always or nans or masks is not None:
@@ -268,7 +274,9 @@ class Details:
                 if not self._once:
                     return
 
-    def _add_tensors(self, outputs: list[Any], indices: Sequence[int], sampled: Sampled, result: Any) -> None:
+    def _add_tensors(
+        self, outputs: list[EngineCoreOutput], indices: Sequence[int], sampled: Sampled, result: ModelRunnerOutput
+    ) -> None:
         """What the model runner returned beside tokens."""
         masks, nans = result.sampling_masks, result.num_nans_in_logits
         for index, output in zip(indices, outputs, strict=True):
@@ -284,7 +292,7 @@ class Details:
             if nans and name in nans:
                 output.num_nans_in_logits = nans[name]
 
-    def _add_events(self, name: str, output: Any) -> None:
+    def _add_events(self, name: str, output: EngineCoreOutput) -> None:
         request = self._requests[name]
         output.events = request.take_events()
         stats = request.take_prefill_stats()

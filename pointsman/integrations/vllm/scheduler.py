@@ -18,7 +18,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.v1.core.sched.interface import PauseState
@@ -79,6 +79,16 @@ from pointsman.integrations.vllm.views import (
     show,
 )
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.config.kv_events import KVEventsConfig
+    from vllm.v1.core.sched.output import SchedulerOutput as VLLMOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+    from vllm.v1.request import Request as VLLMRequest
+    from vllm.v1.structured_output import StructuredOutputManager
+
 logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
 
 new_grammar_output = maker(GrammarOutput, "structured_output_request_ids", "grammar_bitmask")
@@ -90,7 +100,7 @@ PAUSES = {PauseState.PAUSED_NEW: PauseMode.ADMISSIONS, PauseState.PAUSED_ALL: Pa
 class Step:
     """A step in flight, in both forms."""
 
-    of_vllm: Any
+    of_vllm: VLLMOutput
     output: Output | None
     """None: a policy failed, and nothing was scheduled."""
     ids: list[str]
@@ -111,9 +121,9 @@ class Scheduler:
     def __init__(
         self,
         *,
-        vllm_config: Any,
-        kv_cache_config: Any,
-        structured_output_manager: Any,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        structured_output_manager: StructuredOutputManager,
         block_size: int,
         hash_block_size: int | None = None,
         include_finished_set: bool = False,
@@ -138,13 +148,13 @@ class Scheduler:
         """Held while `core` is used or changed."""
         self.step_seconds = 0.0
         """Time in `schedule` and `update_from_output` so far."""
-        self._requests: dict[str, Any] = {}
+        self._requests: dict[str, VLLMRequest] = {}
         self.requests = ReadOnlyDict(self._requests)
         """vLLM's unfinished requests, by id."""
         self.of_id: dict[str, Request] = {}
         """The core's requests, by the ids of vLLM's."""
         self._grammars = structured_output_manager
-        self._compiling: dict[str, Any] = {}
+        self._compiling: dict[str, VLLMRequest] = {}
         self._structured: set[str] = set()
         count_cached = None
         if config.enable_prefix_caching:
@@ -152,7 +162,7 @@ class Scheduler:
         self._details = Details(self._requests, self.of_id, count_cached)
         self._sessions = Sessions()
         self._judge = Judge()
-        self._unsent: list[Any] = []  # finished outside `update_from_output`, whose outputs alone reach clients
+        self._unsent: list[VLLMRequest] = []  # finished outside `update_from_output`, whose outputs alone reach clients
         self._steps: deque[Step] = deque()
         self._max_retention = settings.max_retention
         self._last_step: Step | None = None  # the step that new drafts are for
@@ -204,7 +214,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------ requests
 
-    def add_request(self, request: Any) -> None:
+    def add_request(self, request: VLLMRequest) -> None:
         """Queue one of vLLM's requests, parked until its grammar is compiled if it has one. A request with the id of a
         session is its next part."""
         with self.lock:
@@ -224,7 +234,7 @@ class Scheduler:
                 self._sessions.num_idle -= 1
                 self._next_turn(session)
 
-    def _next_turn(self, session: Any) -> None:
+    def _next_turn(self, session: VLLMRequest) -> None:
         """Continue a session with its waiting part, or end it."""
         part = self._sessions.take(session.request_id)
         if part is None:
@@ -233,7 +243,7 @@ class Scheduler:
             open_turn(session, part)
             self._queue(session)
 
-    def _queue(self, request: Any) -> None:
+    def _queue(self, request: VLLMRequest) -> None:
         name = request.request_id
         now = time.monotonic()
         needs_grammar = request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
@@ -266,7 +276,7 @@ class Scheduler:
         if self._statistics is not None:
             request.record_event(EngineCoreEventType.QUEUED)
 
-    def _read_inputs(self, request: Any) -> Sequence[EncoderInput]:
+    def _read_inputs(self, request: VLLMRequest) -> Sequence[EncoderInput]:
         """The encoder inputs of a request, or what its prompt of embeddings is found by.
 
         Raises:
@@ -283,7 +293,7 @@ class Scheduler:
                 return given_embeddings(request, self.core.config.block_size) if is_keyed else ()
         return self._encoder_inputs.begin(request) if request.mm_features else ()
 
-    def _arrival_time(self, request: Any, now: float) -> float:
+    def _arrival_time(self, request: VLLMRequest, now: float) -> float:
         """On the core's clock."""
         arrival = float(request.arrival_time) - self._clock_offset
         if self._in_order_of_adding:
@@ -298,7 +308,9 @@ class Scheduler:
             return name
         return next(other for number in range(1, 2**31) if not taken(other := f"{name}#{number}"))
 
-    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Any]:
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[VLLMRequest]:
         """Finish requests from outside; None: all. Unknown and finished ids are ignored.
 
         Returns:
@@ -324,7 +336,7 @@ class Scheduler:
                 ended.append(request)
             return ended
 
-    def _end(self, request: Any, reason: FinishReason) -> None:
+    def _end(self, request: VLLMRequest, reason: FinishReason) -> None:
         """A request of vLLM's has finished."""
         name = request.request_id
         ours = self.of_id.get(name)
@@ -362,7 +374,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------ the step
 
-    def schedule(self, throttle_prefills: bool = False) -> Any:
+    def schedule(self, throttle_prefills: bool = False) -> VLLMOutput:
         """Decide what runs in the next step, as vLLM's `SchedulerOutput`."""
         with self.lock:
             began = time.monotonic()
@@ -370,7 +382,7 @@ class Scheduler:
             self.step_seconds += time.monotonic() - began
             return of_vllm
 
-    def _schedule(self, now: float) -> Any:
+    def _schedule(self, now: float) -> VLLMOutput:
         if self._compiling:
             self._take_grammars(now)
         try:
@@ -392,7 +404,7 @@ class Scheduler:
         self._steps.append(Step(of_vllm, output, ids))
         return of_vllm
 
-    def _step_without_rows(self, error: PolicyError) -> Any:
+    def _step_without_rows(self, error: PolicyError) -> VLLMOutput:
         """A policy failed, and the core has undone what it had decided: no request runs in this step, and the next one
         tries again. The core replaces a policy that does not stop.
         """
@@ -439,7 +451,7 @@ class Scheduler:
                 if ours.num_pending:  # otherwise its next output comes after its next admission
                     self._details.note(request.request_id)
 
-    def _mark_structured(self, of_vllm: Any, output: Output, ids: list[str]) -> None:
+    def _mark_structured(self, of_vllm: VLLMOutput, output: Output, ids: list[str]) -> None:
         """Mark a step that samples under a grammar, and one whose grammar needs a token that is still in flight."""
         last = output.num_computed_tokens + output.num_scheduled_tokens - output.num_draft_tokens
         for index, name in enumerate(ids):
@@ -448,7 +460,9 @@ class Scheduler:
                 if last[index] > output.requests[index].num_tokens:
                     of_vllm.pending_structured_output_tokens = True
 
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
+    def update_from_output(
+        self, scheduler_output: VLLMOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
         """Take the model runner's output of the oldest step in flight.
 
         Returns:
@@ -460,7 +474,9 @@ class Scheduler:
             self.step_seconds += time.monotonic() - began
             return outputs
 
-    def _update(self, scheduler_output: Any, model_runner_output: Any, now: float) -> dict[int, Any]:
+    def _update(
+        self, scheduler_output: VLLMOutput, model_runner_output: ModelRunnerOutput, now: float
+    ) -> dict[int, EngineCoreOutputs]:
         step = self._steps.popleft()
         if step.of_vllm is not scheduler_output:
             raise ValueError("this SchedulerOutput is not that of the oldest step in flight; update them in order")
@@ -491,7 +507,9 @@ class Scheduler:
                 self._kv_events.publish_as_they_are(self.groups.manager.take_events())
         return self._by_client(step, outputs, indices, model_runner_output)
 
-    def _take(self, output: Output, sampled: Sampled, of_vllm: Any, now: float) -> tuple[StepResult, StepUpdate]:
+    def _take(
+        self, output: Output, sampled: Sampled, of_vllm: ModelRunnerOutput, now: float
+    ) -> tuple[StepResult, StepUpdate]:
         """Give the core what the model runner returned. What contradicts the step fails the requests concerned."""
         try:
             result = to_result(output, sampled)
@@ -507,7 +525,9 @@ class Scheduler:
             logger.warning("step %d has no token for request %s; it samples again", output.step_id, name)
         return result, self.core.update(output, result, now)
 
-    def _add_failed(self, step: Step, result: StepResult, update: StepUpdate, outputs: list[Any]) -> list[int]:
+    def _add_failed(
+        self, step: Step, result: StepResult, update: StepUpdate, outputs: list[EngineCoreOutput]
+    ) -> list[int]:
         """Add outputs of requests that this step fails, and return the indices of their rows."""
         assert step.output is not None
         indices = [index for index in result.errors if step.output.requests[index] in update.finished]
@@ -518,7 +538,9 @@ class Scheduler:
             outputs.append(EngineCoreOutput(request.request_id, [], events=events, trace_headers=headers))
         return indices
 
-    def _add_pooled(self, step: Step, rows: list[int], sampled: Sampled, pooled: Any, outputs: list[Any]) -> list[int]:
+    def _add_pooled(
+        self, step: Step, rows: list[int], sampled: Sampled, pooled: Any, outputs: list[EngineCoreOutput]
+    ) -> list[int]:
         """Add a pooling model's outputs for prompts that are complete now, and return the indices of their rows."""
         indices = [index for index in rows if step.ids[index] in self._requests]
         outputs += [
@@ -526,7 +548,7 @@ class Scheduler:
         ]
         return indices
 
-    def _accept(self, outputs: list[Any]) -> None:
+    def _accept(self, outputs: list[EngineCoreOutput]) -> None:
         """Advance grammars by the new tokens of their requests."""
         for output in outputs:
             name = output.request_id
@@ -541,7 +563,7 @@ class Scheduler:
                 output.finish_reason = request.get_finished_reason()
                 self._drafts.report(request, output)
 
-    def _allows(self, request: Any, token_ids: list[int]) -> bool:
+    def _allows(self, request: VLLMRequest, token_ids: list[int]) -> bool:
         """Advance the grammar of a request; whether it could."""
         try:
             if self._grammars.accept_tokens(request, token_ids):
@@ -552,7 +574,9 @@ class Scheduler:
         logger.error("the grammar of request %s does not allow %s; the request fails", request.request_id, token_ids)
         return False
 
-    def _finish(self, finished: Iterable[Request], ids: list[str], outputs: list[Any], indices: Sequence[int]) -> None:
+    def _finish(
+        self, finished: Iterable[Request], ids: list[str], outputs: list[EngineCoreOutput], indices: Sequence[int]
+    ) -> None:
         """Requests that this update finishes."""
         at_row = None if isinstance(indices, range) else {index: at for at, index in enumerate(indices)}
         for ours in finished:
@@ -570,7 +594,7 @@ class Scheduler:
             else:
                 self._end(request, ours.finish_reason or FinishReason.ERROR)
 
-    def _end_turn(self, session: Any, ours: Request) -> None:
+    def _end_turn(self, session: VLLMRequest, ours: Request) -> None:
         """A part of a session is complete."""
         name = session.request_id
         self._forget(name)
@@ -581,7 +605,9 @@ class Scheduler:
         else:
             self._sessions.num_idle += 1
 
-    def _by_client(self, step: Step, outputs: list[Any], indices: Sequence[int], result: Any) -> dict[int, Any]:
+    def _by_client(
+        self, step: Step, outputs: list[EngineCoreOutput], indices: Sequence[int], result: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
         """The outputs by client; the first client gets the statistics too."""
         stats = None if self._statistics is None else self._statistics.take(step.of_vllm, result)
         if outputs and not (self._has_clients or self._unsent or self._finished_ids):
@@ -594,9 +620,11 @@ class Scheduler:
             first.scheduler_stats = stats
         return found
 
-    def _sorted(self, step: Step, outputs: list[Any], indices: Sequence[int]) -> dict[int, Any]:
+    def _sorted(
+        self, step: Step, outputs: list[EngineCoreOutput], indices: Sequence[int]
+    ) -> dict[int, EngineCoreOutputs]:
         """The outputs by client, with requests that finished outside `update_from_output` and the finished ids."""
-        by_client: dict[int, list[Any]] = {}
+        by_client: dict[int, list[EngineCoreOutput]] = {}
         for index, output in zip(indices, outputs, strict=True):
             assert step.output is not None
             client = step.output.requests[index].metadata.client_index
@@ -621,7 +649,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------ drafts and grammars
 
-    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Drafts of vLLM's proposer for the step that was updated last."""
         with self.lock:
             step = self._last_step
@@ -641,11 +669,11 @@ class Scheduler:
             assert step.output is not None
             self.core.propose(step.output, proposed, counts, time.monotonic())
 
-    def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: Any) -> None:
+    def update_draft_token_ids_in_output(self, draft_token_ids: DraftTokenIds, scheduler_output: VLLMOutput) -> None:
         """Called by vLLM with asynchronous speculation alone, which is refused at the start."""
         raise NotImplementedError("asynchronous speculation is not supported; give --no-async-scheduling")
 
-    def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
+    def get_grammar_bitmask(self, scheduler_output: VLLMOutput) -> GrammarOutput | None:
         """The bitmasks of rows that sample under a grammar; None: there are none."""
         if not scheduler_output.has_structured_output_requests:
             return None
@@ -729,7 +757,7 @@ class Scheduler:
         return ReadOnlyList(queued + self._others(queued))
 
     @property
-    def deferred_waiting(self) -> frozenset[Any]:
+    def deferred_waiting(self) -> frozenset[VLLMRequest]:
         """Of the waiting requests, those that wait for something else than capacity: a grammar, a next part."""
         return frozenset(self._others([ours.metadata for ours in self.core.waiting]))
 
@@ -741,7 +769,7 @@ class Scheduler:
         """Waiting requests that hold blocks: there are none."""
         return ReadOnlyList()
 
-    def _others(self, queued: Sequence[Any]) -> list[Any]:
+    def _others(self, queued: Sequence[VLLMRequest]) -> list[VLLMRequest]:
         """vLLM's unfinished requests that are neither queued nor running."""
         known = {each.request_id for each in queued}
         known.update(ours.metadata.request_id for ours in self.core.running)
@@ -765,8 +793,8 @@ class Scheduler:
     def get_ec_connector(self) -> None:
         return None
 
-    def get_kv_event_publisher_config(self) -> Any:
+    def get_kv_event_publisher_config(self) -> KVEventsConfig | None:
         return None if self._kv_events is None else self._kv_events.config
 
-    def make_stats(self) -> Any:
+    def make_stats(self) -> SchedulerStats | None:
         return None if self._statistics is None else self._statistics.take()

@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ from pointsman.core import Request
 from pointsman.core import SchedulerOutput as Output
 from pointsman.integrations.vllm.kv_groups import KVGroups
 from pointsman.integrations.vllm.support import maker
+
+if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -132,7 +135,7 @@ class OutputMaker:
         self._id_of[row] = request.metadata.request_id
         self._prompt_end_of[row] = request.num_prompt_tokens - 1
 
-    def make(self, output: Output, ids: list[str], num_drafts: int) -> Any:
+    def make(self, output: Output, ids: list[str], num_drafts: int) -> SchedulerOutput:
         """The output for vLLM's workers.
 
         Args:
@@ -221,7 +224,7 @@ class OutputMaker:
         tables[output.block_groups[start:end], places] = blocks
         return tuple(tables.tolist())
 
-    def without_rows(self) -> Any:
+    def without_rows(self) -> SchedulerOutput:
         """The output of a step in which no request runs, and nothing is reported. Continued rows skip it."""
         self._ids_before = ()
         return SchedulerOutput.make_empty()
@@ -292,8 +295,8 @@ class OutputMaker:
         return [request.tokens(start, start + count).tolist() for request, start, count in rows]
 
     def _admitted(
-        self, output: Output, ids: list[str], blocks: list[int], block_rows: list[int], cached: Any
-    ) -> list[Any]:
+        self, output: Output, ids: list[str], blocks: list[int], block_rows: list[int], cached: CachedRequestData
+    ) -> list[NewRequestData]:
         """The admitted rows as new requests; rows that the first runner reads as resumed are added to `cached`."""
         new = []
         count = output.num_continued
@@ -326,7 +329,7 @@ class OutputMaker:
             new.append(data)
         return new
 
-    def _inputs(self, features: list[Any], num_hits: int) -> list[Any]:
+    def _inputs(self, features: list[MultiModalFeatureSpec], num_hits: int) -> list[MultiModalFeatureSpec]:
         """The encoder inputs of an admitted request. The second runner gets those within the cached prefix without
         their payload. The first keeps what it gets here as long as the request lives, and needs the payload if the
         request is preempted and the prefix evicted."""
@@ -334,7 +337,9 @@ class OutputMaker:
             return list(strip_covered_mm_data(features, num_hits, uses_mrope=self._uses_mrope))
         return list(features)
 
-    def _add_resumed(self, cached: Any, output: Output, index: int, blocks: tuple[list[int], ...]) -> None:
+    def _add_resumed(
+        self, cached: CachedRequestData, output: Output, index: int, blocks: tuple[list[int], ...]
+    ) -> None:
         """Add a resumed row to the cached requests."""
         request = output.requests[index]
         name, start = request.metadata.request_id, int(output.num_computed_tokens[index])

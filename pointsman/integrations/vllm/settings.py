@@ -11,11 +11,15 @@ import math
 import os
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pointsman.core import ConfigError, SchedulerConfig
 from pointsman.core.presets import PRESETS, SYSTEMS
 from pointsman.integrations.vllm.encoder_inputs import encoder_sizes
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 FLAGS = {
     "max_num_seqs": "--max-num-seqs",
@@ -163,7 +167,7 @@ def _given(additional_config: Any, keys: Set[str]) -> Any:
 
 
 def scheduler_config(
-    vllm_config: Any, kv_cache_config: Any, block_size: int, knobs: Mapping[str, Any]
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int, knobs: Mapping[str, Any]
 ) -> SchedulerConfig:
     """The core's configuration for vLLM's flags and the further knobs.
 

@@ -8,9 +8,13 @@ and never runs past a position behind which other requests will look.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import is_mamba_prefill_checkpoint_valid
+
+if TYPE_CHECKING:
+    from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+    from vllm.v1.kv_cache_interface import MambaSpec
 
 
 class StateEnds:
@@ -26,7 +30,7 @@ class StateEnds:
 
     def __init__(
         self,
-        managers: Sequence[Any],
+        managers: Sequence[MambaManager],
         scheduler_block_size: int,
         hash_block_size: int,
         *,
@@ -39,7 +43,7 @@ class StateEnds:
         self.finds_parts = finds_parts and hash_block_size < scheduler_block_size
         self._checkpoint_size = hash_block_size if self.finds_parts else scheduler_block_size
         self._max_chunk = max_chunk
-        specs = [each.kv_cache_spec for each in managers]
+        specs: list[MambaSpec] = [each.kv_cache_spec for each in managers]
         self._has_checkpoints = all(spec.num_prefill_checkpoint_blocks > 0 for spec in specs)
         self._checkpoint_alignment = specs[0].prefill_checkpoint_alignment
 

@@ -4,7 +4,7 @@ single requests.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,14 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from pointsman.core import Request, Scheduler, SchedulerOutput, StepResult, StepUpdate
 from pointsman.integrations.vllm.support import maker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput as VLLMOutput
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.metrics.perf import PerfStats
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request as VLLMRequest
 
 new_stats = maker(SchedulerStats, "num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs")
 
@@ -27,13 +35,13 @@ class Statistics:
         vllm_config: says whether the work of each step is estimated (`--enable-mfu-metrics`).
     """
 
-    def __init__(self, scheduler: Scheduler, num_drafts: int, vllm_config: Any) -> None:
+    def __init__(self, scheduler: Scheduler, num_drafts: int, vllm_config: VllmConfig) -> None:
         self._scheduler = scheduler
         self._num_drafts = num_drafts
         self._no_lookups = PrefixCacheStats()
         self._prefix = self._no_lookups
         self._counts_lookups = scheduler.config.enable_prefix_caching
-        self._drafts: Any = None
+        self._drafts: SpecDecodingStats | None = None
         work = ModelMetrics(vllm_config) if vllm_config.observability_config.enable_mfu_metrics else None
         self._work = work if work is not None and work.is_enabled() else None
 
@@ -63,7 +71,7 @@ class Statistics:
         self._prefix = PrefixCacheStats()
         self._prefix.reset = True
 
-    def take(self, of_vllm: Any = None, result: Any = None) -> Any:
+    def take(self, of_vllm: VLLMOutput | None = None, result: ModelRunnerOutput | None = None) -> SchedulerStats:
         """vLLM's `SchedulerStats` since the last call, with the current gauges.
 
         Args:
@@ -83,7 +91,7 @@ class Statistics:
                 stats.perf_stats = self._estimate(of_vllm)
         return stats
 
-    def _estimate(self, of_vllm: Any) -> Any:
+    def _estimate(self, of_vllm: VLLMOutput) -> PerfStats:
         assert self._work is not None
         return self._work.get_step_perf_stats_per_gpu(of_vllm)
 
@@ -103,7 +111,7 @@ class Drafts:
         self._detail = detail
         self._statistics = statistics
 
-    def begin(self, request: Any) -> None:
+    def begin(self, request: VLLMRequest) -> None:
         """One of vLLM's requests, or the next part of one, is queued."""
         if self._detail != "none" and request.spec_decode_metrics is None:
             request.spec_decode_metrics = RequestSpecDecodeMetrics.new(self._num_drafts)
@@ -122,7 +130,7 @@ class Drafts:
             metrics = output.requests[index].metadata.spec_decode_metrics
             metrics.observe(num_drafts, num_accepted, detailed=self._detail == "detailed")
 
-    def report(self, request: Any, output: Any) -> None:
+    def report(self, request: VLLMRequest, output: EngineCoreOutput) -> None:
         """Put the draft counts of a request into its last output."""
         if request.spec_decode_metrics is not None:
             output.spec_decode_metrics = request.spec_decode_metrics

@@ -6,9 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pointsman.core import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 
 class Refusal(str):
@@ -90,7 +94,7 @@ def maker(kind: type, *names: str) -> Callable[..., Any]:
     return make
 
 
-def check_supported(vllm_config: Any, kv_cache_config: Any | None) -> None:
+def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> None:
     """Check vLLM's configuration.
 
     Args:
@@ -105,7 +109,7 @@ def check_supported(vllm_config: Any, kv_cache_config: Any | None) -> None:
         raise UnsupportedVLLM(f"Pointsman's scheduler cannot run this: {'; '.join(problems)}; or {GO_BACK}")
 
 
-def problems_of(vllm_config: Any, kv_cache_config: Any | None) -> list[Refusal]:
+def problems_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> list[Refusal]:
     """The unsupported parts of the configuration, each with its remedy; arguments as for `check_supported`."""
     problems = [*_model_problems(vllm_config), *_engine_problems(vllm_config)]
     if kv_cache_config is None:
@@ -113,7 +117,7 @@ def problems_of(vllm_config: Any, kv_cache_config: Any | None) -> list[Refusal]:
     return problems + kv_cache_problems(kv_cache_config) + _replay_problems(vllm_config, kv_cache_config)
 
 
-def untested_parts(vllm_config: Any, version: str) -> list[str]:
+def untested_parts(vllm_config: VllmConfig, version: str) -> list[str]:
     """Parts of the configuration that follow vLLM's interface but have not been run by this project's tests."""
     parallel = vllm_config.parallel_config
     found = []
@@ -134,7 +138,7 @@ _MERGED_BY_VLLM = {"FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttent
 """Kinds of KV that vLLM keeps in one group, of full attention, with `--disable-hybrid-kv-cache-manager`."""
 
 
-def lacking_in_simulator(vllm_config: Any, kv_cache_config: Any) -> list[str]:
+def lacking_in_simulator(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:
     """What of this configuration Pointsman's simulator does not have, each by its name; empty: nothing."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
@@ -168,13 +172,13 @@ def lacking_in_simulator(vllm_config: Any, kv_cache_config: Any) -> list[str]:
     return lacking
 
 
-def _is_full(group: Any) -> bool:
+def _is_full(group: KVCacheGroupSpec) -> bool:
     from vllm.v1.kv_cache_interface import is_full_attention_spec
 
     return bool(is_full_attention_spec(group.kv_cache_spec))
 
 
-def _model_problems(vllm_config: Any) -> list[Refusal]:
+def _model_problems(vllm_config: VllmConfig) -> list[Refusal]:
     model = vllm_config.model_config
     problems: list[Refusal] = []
     if getattr(vllm_config, "is_mm_encoder_only", False):
@@ -203,7 +207,7 @@ def _model_problems(vllm_config: Any) -> list[Refusal]:
     return problems
 
 
-def _engine_problems(vllm_config: Any) -> list[Refusal]:
+def _engine_problems(vllm_config: VllmConfig) -> list[Refusal]:
     problems: list[Refusal] = []
     if vllm_config.kv_transfer_config is not None:
         problems.append(Refusal("kv-connector", "KV connectors are not supported: leave --kv-transfer-config out"))
@@ -251,7 +255,7 @@ def _engine_problems(vllm_config: Any) -> list[Refusal]:
     return problems + _speculation_problems(vllm_config)
 
 
-def _speculation_problems(vllm_config: Any) -> list[Refusal]:
+def _speculation_problems(vllm_config: VllmConfig) -> list[Refusal]:
     speculation = vllm_config.speculative_config
     if speculation is None:
         return []
@@ -299,7 +303,7 @@ def _speculation_problems(vllm_config: Any) -> list[Refusal]:
     return problems
 
 
-def kv_cache_problems(kv_cache_config: Any) -> list[Refusal]:
+def kv_cache_problems(kv_cache_config: KVCacheConfig) -> list[Refusal]:
     """What of vLLM's `KVCacheConfig` is not supported."""
     groups = kv_cache_config.kv_cache_groups
     others = sorted({name for group in groups for name in managers_of(group) if name not in _KNOWN_MANAGERS})
@@ -324,7 +328,7 @@ def kv_cache_problems(kv_cache_config: Any) -> list[Refusal]:
     return []
 
 
-def _replay_problems(vllm_config: Any, kv_cache_config: Any) -> list[Refusal]:
+def _replay_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[Refusal]:
     windows = {getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) for group in kv_cache_config.kv_cache_groups}
     if not any(windows) or not vllm_config.cache_config.enable_prefix_caching:
         return []
@@ -351,7 +355,7 @@ _KNOWN_MANAGERS = frozenset(
 """Of vLLM: what manages the KV of a group, as far as it was tried here."""
 
 
-def is_one_full_group(kv_cache_config: Any) -> bool:
+def is_one_full_group(kv_cache_config: KVCacheConfig) -> bool:
     """Whether all KV is of full attention in one group, whose blocks the core owns."""
     groups = kv_cache_config.kv_cache_groups
     return (
@@ -375,7 +379,7 @@ def check_recording(record: str | None) -> None:
         )
 
 
-def _mamba_mode(group: Any) -> str | None:
+def _mamba_mode(group: KVCacheGroupSpec) -> str | None:
     """How the states of a group are cached; None: it has none."""
     from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
 
@@ -383,7 +387,7 @@ def _mamba_mode(group: Any) -> str | None:
     return next(iter(modes), None)
 
 
-def _may_be_one_group(groups: Sequence[Any]) -> bool:
+def _may_be_one_group(groups: Sequence[KVCacheGroupSpec]) -> bool:
     """Whether vLLM can keep this KV as one group: of full attention, and of windows and chunks as if they were."""
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
@@ -398,7 +402,7 @@ def _may_be_one_group(groups: Sequence[Any]) -> bool:
     return any(is_full) and sum(is_full) + sum(is_local) == len(specs)
 
 
-def managers_of(group: Any) -> set[str]:
+def managers_of(group: KVCacheGroupSpec) -> set[str]:
     """The names of vLLM's managers of a group."""
     from vllm.v1.kv_cache_interface import iter_layer_specs
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry

@@ -13,13 +13,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm.v1.request import RequestStatus
 
 from pointsman.core import Request
 from pointsman.core import RequestStatus as Status
 from pointsman.core import Scheduler as Core
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request as VLLMRequest
 
 _STATUS = {
     Status.WAITING: RequestStatus.WAITING,
@@ -64,7 +68,7 @@ class _Live:
         )
 
     @property
-    def status(self) -> Any:
+    def status(self) -> RequestStatus:
         ours = self._ours()
         return vars(self)["status"] if ours is None else _STATUS.get(ours.status, vars(self)["status"])
 
@@ -117,11 +121,11 @@ class _Live:
 
 
 @cache
-def _live_class(of_vllm: Any) -> Any:
+def _live_class(of_vllm: type[VLLMRequest]) -> Any:
     return type(of_vllm.__name__, (_Live, of_vllm), {"__module__": of_vllm.__module__})
 
 
-def show(request: Any, of_id: Mapping[str, Request]) -> None:
+def show(request: VLLMRequest, of_id: Mapping[str, Request]) -> None:
     """One of vLLM's requests is queued: from now on it shows the state of the core's, which is in `of_id`."""
     if not isinstance(request, _Live):
         vars(request)["_of_id"] = of_id
@@ -129,12 +133,12 @@ def show(request: Any, of_id: Mapping[str, Request]) -> None:
         request.__class__ = _live_class(kind)
 
 
-def set_status(request: Any, status: Any) -> None:
+def set_status(request: VLLMRequest, status: RequestStatus) -> None:
     """What a request shows while it is not one of the core's."""
     vars(request)["status"] = status
 
 
-def keep_last(request: Any, ours: Request, *, tokens: bool) -> None:
+def keep_last(request: VLLMRequest, ours: Request, *, tokens: bool) -> None:
     """The core's request has finished, and is dropped: keep what it ended with. `tokens`: these too."""
     values = vars(request)
     values["num_computed_tokens"] = ours.num_computed_tokens if tokens else 0
@@ -143,10 +147,10 @@ def keep_last(request: Any, ours: Request, *, tokens: bool) -> None:
         values["_ended_with"] = ours.output_token_ids
 
 
-class ReadOnlyList(list[Any]):
+class ReadOnlyList(list["VLLMRequest"]):
     """Requests in order, as they are when this is read; a `RequestQueue` of vLLM's, as far as that reads."""
 
-    def peek_request(self) -> Any:
+    def peek_request(self) -> VLLMRequest:
         """The next one.
 
         Raises:
@@ -167,13 +171,13 @@ class ReadOnlyList(list[Any]):
     add_request = pop_request = prepend_request = prepend_requests = remove_request = remove_requests = _refuse
 
 
-class ReadOnlyDict(Mapping[str, Any]):
+class ReadOnlyDict(Mapping[str, "VLLMRequest"]):
     """vLLM's unfinished requests, by id, at any time."""
 
-    def __init__(self, requests: Mapping[str, Any]) -> None:
+    def __init__(self, requests: Mapping[str, VLLMRequest]) -> None:
         self._requests = requests
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> VLLMRequest:
         return self._requests[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -221,7 +225,9 @@ class KVCacheManagerView:
         of_id: the core's requests by the ids of vLLM's.
     """
 
-    def __init__(self, core: Core, kv_cache_config: Any, block_size: int, of_id: Mapping[str, Request]) -> None:
+    def __init__(
+        self, core: Core, kv_cache_config: KVCacheConfig, block_size: int, of_id: Mapping[str, Request]
+    ) -> None:
         self._core = core
         self._of_id = of_id
         self.kv_cache_config = kv_cache_config
