@@ -239,8 +239,9 @@ def _importing_from(checkout: Path) -> dict[str, str]:
 
 
 def write_vllm_metadata(folder: Path, version: str = vllm_env.VLLM_VERSION) -> Path:
-    """Make a folder for PYTHONPATH with which vLLM's command line starts where only its CPU package is installed: it asks
-    for the version of the distribution "vllm", and "+cpu" is how it tells what to run on."""
+    """Make a folder for PYTHONPATH with which vLLM's command line starts where only its CPU package is installed.
+
+    vLLM asks for the version of the distribution "vllm", and "+cpu" is how it tells what to run on."""
     info = folder / f"vllm-{version}+cpu.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")

@@ -6,9 +6,9 @@ builds of torch that only its device code needs are left out.
 
     python benchmarks/vllm_env.py [--all-versions] [options for pip, such as --index-url]
 
-Takes about a minute, and 3 GB of disk. Does nothing if the environment is there and complete. Other versions of vLLM are
-put beside it as folders for PYTHONPATH, which run with its packages (`FOLDERS`); and torchvision, for the processors of
-models with images. `--all-versions` adds the versions that only the long form of the tests takes.
+Takes about a minute, and 3 GB of disk. Does nothing if the environment is there and complete. The next version of vLLM
+is put beside it, as a folder for PYTHONPATH that runs with its packages (`FOLDERS`); and torchvision, for processors of
+models with images. `--all-versions` adds older versions, which only the long form of the tests takes.
 """
 
 from __future__ import annotations

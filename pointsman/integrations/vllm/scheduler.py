@@ -91,7 +91,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
 
-new_grammar_output = maker(GrammarOutput, "structured_output_request_ids", "grammar_bitmask")
+new_grammar_output = maker(GrammarOutput, "structured_output_request_ids", "grammar_bitmask", "num_acceptable_drafts")
 
 PAUSES = {PauseState.PAUSED_NEW: PauseMode.ADMISSIONS, PauseState.PAUSED_ALL: PauseMode.ALL}
 
@@ -132,8 +132,8 @@ class Scheduler:
     ) -> None:
         check_version(vllm.__version__)
         check_supported(vllm_config, kv_cache_config)
-        settings = read_settings(vllm_config.additional_config)
-        config = scheduler_config(vllm_config, kv_cache_config, block_size, settings.knobs)
+        settings = read_settings(vllm_config.additional_config, vllm.__version__)
+        config = scheduler_config(vllm_config, kv_cache_config, block_size, settings.knobs, vllm.__version__)
         groups = None
         if not is_one_full_group(kv_cache_config):
             own = own_groups(vllm_config, kv_cache_config, config, hash_block_size or block_size)
@@ -176,6 +176,7 @@ class Scheduler:
             uses_mrope=bool(getattr(vllm_config.model_config, "uses_mrope", False)),
             groups=groups,
             num_groups=len(config.kv_groups),
+            num_kv_groups=len(kv_cache_config.kv_cache_groups),
             may_fail=self.core.may_fail,
         )
         self._encoder_inputs: EncoderInputs | EncoderDecoderInputs
@@ -686,7 +687,7 @@ class Scheduler:
         drafts = scheduler_output.scheduled_spec_decode_tokens
         mask = self._grammars.grammar_bitmask(self._requests, names, drafts)
         acceptable = [len(strip_speculative_padding(drafts.get(name, []))) for name in names]
-        return new_grammar_output(names, mask, num_acceptable_drafts=acceptable)
+        return new_grammar_output(names, mask, acceptable)
 
     # ------------------------------------------------------------------ pauses and resets
 
