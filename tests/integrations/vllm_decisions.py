@@ -1,11 +1,12 @@
 """Random workloads through vLLM's own scheduler and ours, in lockstep: a script for the environment with vLLM.
 
-    python vllm_decisions.py FIRST COUNT [groups|states|images|encoder]
+    python vllm_decisions.py FIRST COUNT [groups|states|images|encoder|sessions|grammars]
 
 prints one JSON line: what they met, and where they differ (with the root of the repository and its benchmarks in
 PYTHONPATH). With "groups", the KV is in several layouts; with "states", some of it is states that are not cached, and
 rows verify drafts; with "images", prompts have some, under small encoder budgets and caches; with "encoder", models are
-encoder-decoders.
+encoder-decoders; with "sessions", some prompts come in parts; with "grammars", some outputs follow a grammar, which is
+compiled meanwhile.
 
 Both are built as vLLM's engine core builds them and get the same calls; what they decide is executed by a stand-in for
 the model runner, whose token for a position of a request is a function of both. In every step the requests, their
@@ -22,6 +23,7 @@ import math
 import random
 import sys
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +35,7 @@ from _vllm_runner import StandInRunner
 from _vllm_worker import build_config, build_kv_cache_config, feature_of, stand_in_for_encoder
 from vllm.config import SpeculativeConfig
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -92,6 +94,10 @@ class Workload:
     """Embeddings of a step, and of the cache."""
     is_encoder_decoder: bool = False
     arrivals: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    sessions: set[str] = field(default_factory=set)
+    """Requests whose prompts come in parts."""
+    compiled: dict[int, list[str]] = field(default_factory=dict)
+    """Requests whose grammar is ready before a step is scheduled."""
     aborts: dict[int, list[str]] = field(default_factory=dict)
     """Before a step is scheduled."""
     late_aborts: dict[int, list[str]] = field(default_factory=dict)
@@ -198,6 +204,10 @@ def make_workload(seed: int, kind: str = "") -> Workload:
     if has_images:
         workload.num_drafts = 0
         _add_images(workload, rng)
+    if kind == "sessions":
+        _add_parts(workload, rng)
+    if kind == "grammars":
+        _add_grammars(workload, rng)
     workload.is_strict = has_encoder or kind == "states"
     if has_encoder:
         _add_sounds(workload, rng)
@@ -307,6 +317,85 @@ def _add_sounds(workload: Workload, rng: random.Random) -> None:
         request["images"] = [(key, 0, "1" * sizes[key])] if rng.random() < 0.9 else []
 
 
+def _add_parts(workload: Workload, rng: random.Random) -> None:
+    """Some prompts come in parts. Nothing runs out: see docs/vllm.md."""
+    workload.caches, workload.num_drafts, workload.max_loras = True, 0, 0
+    workload.num_blocks = 1 + MOST_REQUESTS * workload.num_blocks
+    most = workload.scheduler["max_model_len"]
+    workload.scheduler |= {"max_num_batched_tokens": MOST_REQUESTS * most, "max_num_seqs": MOST_REQUESTS}
+    workload.scheduler |= _NO_THRESHOLD | {"max_num_active_seqs": None}
+    parts: list[tuple[int, dict[str, Any]]] = []
+    for step, request in [(step, each) for step, requests in workload.arrivals.items() for each in requests]:
+        request["lora"] = 0
+        if rng.random() < 0.5:
+            continue
+        workload.sessions.add(request["id"])
+        request["resumable"] = True
+        num_parts = rng.randrange(1, 4)
+        share = most // (num_parts + 1)
+        request["prompt"] = request["prompt"][: max(1, share // 2)]
+        request["params"] = {"max_tokens": rng.randrange(1, max(2, share // 2))}
+        for number in range(1, num_parts + 1):
+            step += rng.choice((0, 1, 5, 20))
+            is_last = number == num_parts
+            params = {"max_tokens": rng.randrange(1, max(2, share // 2)), "ignore_eos": rng.random() < 0.5}
+            prompt = [rng.randrange(100) for _ in range(1 if is_last else rng.randrange(1, max(2, share // 2)))]
+            changes = {"prompt": prompt, "params": params, "resumable": not is_last}
+            parts.append((step, {**request, **changes}))
+    for step, part in parts:
+        workload.arrivals.setdefault(step, []).append(part)
+
+
+_NO_THRESHOLD = {"long_prefill_token_threshold": 0, "long_prefill_token_threshold_adaptive": False}
+
+
+def _add_grammars(workload: Workload, rng: random.Random) -> None:
+    """Some outputs follow a grammar, which is ready some steps later."""
+    workload.scheduler |= _NO_THRESHOLD  # see docs/vllm.md: who is counted
+    for step, requests in workload.arrivals.items():
+        for request in requests:
+            if rng.random() < 0.6:
+                request["grammar"] = rng.choice(("sound", "sound", "sound", "refuses"))
+                workload.compiled.setdefault(step + rng.choice((0, 1, 3, 10)), []).append(request["id"])
+
+
+class Grammar:
+    """Allows what the stand-in samples; one that "refuses" does not allow the token at one place."""
+
+    def __init__(self, kind: str, seed: str) -> None:
+        self._refused = random.Random(seed).randrange(1, 12) if kind == "refuses" else math.inf
+        self._count = 0
+
+    def accept_tokens(self, name: str, token_ids: list[int]) -> bool:
+        for _ in token_ids:
+            if self._count == self._refused:
+                return False
+            self._count += 1
+        return True
+
+    def validate_tokens(self, token_ids: list[int]) -> list[int]:
+        valid = [token for token in token_ids if token <= NUM_TOKENS]  # drafts that are wrong are others
+        return valid[: int(min(len(valid), self._refused - self._count))]
+
+    def rollback(self, count: int) -> None:
+        self._count -= count
+
+    def fill_bitmask(self, bitmask: torch.Tensor, row: int) -> None:
+        bitmask[row] = self._count
+
+    def is_terminated(self) -> bool:
+        return False
+
+
+def grammars_of(config: Any) -> StructuredOutputManager:
+    """vLLM's manager, over grammars that are given to requests."""
+    manager = StructuredOutputManager(config)
+    manager.backend = SimpleNamespace(  # type: ignore[assignment]
+        allocate_token_bitmask=lambda count: torch.zeros((count, 1), dtype=torch.int32), destroy=lambda: None
+    )
+    return manager
+
+
 def _fill(workload: Workload, rng: random.Random, max_model_len: int) -> None:
     prefixes = [[rng.randrange(100) for _ in range(max_model_len)] for _ in range(3)]
     span = rng.choice((1, 10, 40))
@@ -349,7 +438,7 @@ class Side:
         self.scheduler = scheduler_class(
             vllm_config=config,
             kv_cache_config=kv_cache_config,
-            structured_output_manager=StructuredOutputManager(config),
+            structured_output_manager=grammars_of(config),
             block_size=math.lcm(*(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups)),
             hash_block_size=self.hash_size,
             log_stats=True,
@@ -375,15 +464,24 @@ class Side:
         self.limits: dict[str, int] = {}
         """The most tokens of each request."""
 
+    def compile(self, names: Iterable[str]) -> None:
+        """The grammars of these requests are ready."""
+        for name in names:
+            structured = self.added[name].structured_output_request
+            structured.grammar = Grammar(structured.params.regex, f"{self.workload.seed} {name}")
+
     def add(self, request: dict[str, Any]) -> None:
         params = SamplingParams(**request["params"])
+        if kind := request.get("grammar"):
+            params.structured_outputs = StructuredOutputsParams(regex=kind)
         params.update_from_generation_config({}, EOS)
         lora = request["lora"]
         length = len(request["prompt"])
-        self.allowed[request["id"]] = length + params.min_tokens, params.all_stop_token_ids
+        first = 0 if request["id"] in self.workload.sessions else length + params.min_tokens
+        self.allowed[request["id"]] = first, params.all_stop_token_ids
         self.limits[request["id"]] = min(length + params.max_tokens, self.workload.scheduler["max_model_len"])
         hasher = get_request_block_hasher(self.hash_size, HASH) if self.workload.caches else None
-        self.added[request["id"]] = made = Request(
+        made = Request(
             request_id=request["id"],
             prompt_token_ids=list(request["prompt"]),
             sampling_params=params,
@@ -393,21 +491,31 @@ class Side:
             lora_request=LoRARequest(f"lora{lora}", lora, "/nowhere") if lora else None,
             block_hasher=hasher,
             mm_features=[feature_of(*image) for image in request.get("images", ())],
+            resumable=request.get("resumable", False),
         )
+        self.added.setdefault(request["id"], made)
         self.scheduler.add_request(made)
 
     def reads(self) -> dict[str, Any]:
         """What others read of a scheduler between two calls, and of vLLM's requests, finished ones included."""
         scheduler = self.scheduler
         manager = scheduler.kv_cache_manager
+        waiting = [each.request_id for each in scheduler.waiting]
+        counts = [len(scheduler.running), len(waiting), len(scheduler.kv_holding_waiting)]
+        running = [each.request_id for each in scheduler.running]
+        first = scheduler.waiting.peek_request().request_id if waiting else None
+        if self.workload.compiled or self.workload.sessions:  # see docs/vllm.md
+            first = None
+            waiting = sorted({*waiting, *(each.request_id for each in scheduler.kv_holding_waiting)})
+            running, counts = sorted(running), []
         found: dict[str, Any] = {
-            "running": [each.request_id for each in scheduler.running],
-            "waiting": [each.request_id for each in scheduler.waiting],
-            "next": scheduler.waiting.peek_request().request_id if scheduler.waiting else None,
+            "running": running,
+            "waiting": waiting,
+            "next": first,
             "requests": sorted(scheduler.requests),
-            "counts": [len(scheduler.running), len(scheduler.waiting), len(scheduler.kv_holding_waiting)],
+            "counts": counts,
         }
-        if not self.workload.layout:  # when blocks are given back is not told
+        if not (self.workload.layout or self.workload.sessions):  # when blocks are given back is not told
             pool = manager.block_pool
             found["usage"] = [round(manager.usage, 9), round(pool.get_usage(), 9), pool.get_num_free_blocks()]
         for name, each in self.added.items():
@@ -415,9 +523,19 @@ class Side:
             counts = (each.num_computed_tokens, each.num_preemptions, each.num_tokens, each.num_output_tokens)
             tokens = (len(each.all_token_ids), list(each.output_token_ids), str(each.get_finished_reason()))
             found[name] = [each.status.name, *counts, *tokens, not any(manager.get_block_ids(name))]
-            if each.is_finished():
+            found[name][0] = found[name][0].removesuffix("_FOR_STRUCTURED_OUTPUT_GRAMMAR")  # until it is asked
+            if each.is_finished() or name in self.workload.sessions:
                 del found[name][1]  # where it was computed up to is not kept the same
+            idle = (RequestStatus.WAITING_FOR_STREAMING_REQ, RequestStatus.FINISHED_ABORTED)
+            if name in self.workload.sessions and each.status in idle:  # ours: its output is part of its prompt
+                found[name] = [each.status.name]
+            elif name in self.workload.sessions:
+                found[name].pop()
         return found
+
+    def has(self, name: str) -> bool:
+        """Whether the request has not finished."""
+        return name in self.scheduler.requests
 
     def abort(self, names: list[str]) -> None:
         self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
@@ -432,22 +550,39 @@ class Side:
                 self._ask()
         if any(self.workload.encoder):
             self._encode(output)
+        for new in output.scheduled_new_reqs:  # the next part of a session, of which a worker forgets the one before
+            if new.req_id in self.workload.sessions:
+                self.runner.known.pop(new.req_id, None)
         self.in_flight.append((output, self.runner.execute(output, self._sample)))
         cached = output.scheduled_cached_reqs
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         freed = sorted(output.free_encoder_mm_hashes) if self.workload.is_encoder_decoder else []
+        tokens = output.num_scheduled_tokens
+        new = [each.req_id for each in output.scheduled_new_reqs]
+        if self.workload.sessions:  # where rows end: what a part finds of those before is not the same
+            tokens = {name: starts[name] + count for name, count in tokens.items()}
+            starts, new = {}, sorted(new)
         return {
-            "tokens": output.num_scheduled_tokens,
+            "tokens": tokens,
             "freed": freed,
             "drafts": output.scheduled_spec_decode_tokens,
             "starts": dict(sorted(starts.items())),
-            "new": [new.req_id for new in output.scheduled_new_reqs],
+            "new": new,
             "resumed": sorted(cached.resumed_req_ids),
             "preempted": sorted(output.preempted_req_ids or ()),
-            "finished": sorted(output.finished_req_ids),
+            "finished": sorted(output.finished_req_ids - self.workload.sessions),  # ours: where a part ends
             "encoder inputs": output.scheduled_encoder_inputs,
+            "masks": None if output.pending_structured_output_tokens else self._masks(output),
         }
+
+    def _masks(self, output: Any) -> list[Any] | None:
+        """What sampling under grammars gets."""
+        found = self.scheduler.get_grammar_bitmask(output)
+        if found is None:
+            return None
+        acceptable = getattr(found, "num_acceptable_drafts", None)
+        return [found.structured_output_request_ids, found.grammar_bitmask.tolist(), acceptable]
 
     def _encode(self, output: Any) -> None:
         """Do with embeddings what workers do, and look whether every row has those that it reads."""
@@ -498,6 +633,8 @@ class Side:
         told: dict[str, Any] = {}
         output, result = self.in_flight.popleft()
         by_client = self.scheduler.update_from_output(output, result)
+        waiting = [each for each, _ in self.in_flight if each.pending_structured_output_tokens]
+        told["masks"] = [self._masks(each) for each in waiting]
         if self.workload.num_drafts and result.req_ids:
             self.scheduler.update_draft_token_ids(self._drafts(output, result))
         for outputs in by_client.values():
@@ -507,11 +644,17 @@ class Side:
                 prefill = None if each.prefill_stats is None else asdict(each.prefill_stats)
                 if prefill and self.workload.layout:  # an estimate, from the blocks that a window still holds
                     del prefill["num_cache_creation_tokens"]
-                told[each.request_id] = [list(each.new_token_ids), reason, each.stop_reason, events, prefill]
+                if self.workload.sessions:
+                    prefill, events = None, []
+                error = getattr(each, "error", None)
+                refusal = None if error is None else [error.code, error.message]
+                told[each.request_id] = [list(each.new_token_ids), reason, each.stop_reason, events, prefill, refusal]
             if outputs.scheduler_stats is not None:
                 told["its loggers"] = _logged(outputs.scheduler_stats)
                 if self.workload.layout:  # when blocks are given back is not told
                     del told["its loggers"][1]
+                if self.workload.sessions:  # nor what parts find of those before them
+                    told["its loggers"] = [outputs.scheduler_stats.num_running_reqs, None]
         return dict(sorted(told.items()))
 
     def _drafts(self, output: Any, result: Any) -> DraftTokenIds:
@@ -631,8 +774,13 @@ def run_both(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) 
     ended: set[str] = set()
     for step in range(MAX_STEPS):
         for request in arrivals.pop(step, ()):
+            name = request["id"]
+            if name in sides[0].added and not sides[0].has(name):  # a part of what was aborted
+                continue
             for side in sides:
                 side.add(request)
+        for side in sides:
+            side.compile(workload.compiled.get(step, ()))
         _abort(sides, workload.aborts.get(step), tally)
         if not arrivals and len(ended) >= len(names) and not any(side.scheduler.has_requests() for side in sides):
             break
@@ -671,7 +819,7 @@ def run_both(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) 
             if _may_find_otherwise(workload):
                 tally["found otherwise"] += 1
                 return None
-            if not workload.layout and _finds_what_is_generated(sides[0], theirs, ours):
+            if not (workload.layout or workload.sessions) and _finds_what_is_generated(sides[0], theirs, ours):
                 tally["found what is generated"] += 1
                 return None
             if workload.num_drafts and (_gives_up_drafts(theirs, ours) or _starts_without_placeholders(theirs, ours)):
@@ -681,6 +829,7 @@ def run_both(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) 
             return {"step": step, "what": what, "theirs": theirs, "ours": ours}
         _count(theirs, tally)
         ended.update(theirs["finished"])
+        ended.update(name for name in workload.sessions if name in sides[0].added and not sides[0].has(name))
         _abort(sides, workload.late_aborts.get(step), tally)
         if len(sides[0].in_flight) < 1 + workload.asynchronous and theirs["tokens"]:
             continue
@@ -692,7 +841,9 @@ def run_both(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) 
         if difference := _reads_differ(sides, step, tally):
             return difference
         tally["with work"] += theirs["its loggers"][-1] is not None
-        tally["stopped"] += sum(told[1] == "stop" for told in theirs.values())
+        reasons = [told[1] for name, told in theirs.items() if name in names]
+        tally["stopped"] += reasons.count("stop")
+        tally["refused"] += reasons.count("error")
     else:
         return {"step": step, "what": ["never ends"], "theirs": len(ended), "ours": len(names)}
     return None
@@ -860,8 +1011,8 @@ def _count(decision: dict[str, Any], tally: Counter[str]) -> None:
     tally["rows"] += len(tokens)
     tally["preemptions"] += len(decision["preempted"])
     tally["resumed"] += len(decision["resumed"])
-    tally["hits"] += sum(starts[name] > 0 for name in decision["new"])
-    tally["chunks"] += sum(count > 1 and starts[name] > 0 for name, count in tokens.items())
+    tally["hits"] += sum(starts.get(name, 0) > 0 for name in decision["new"])
+    tally["chunks"] += sum(count > 1 and starts.get(name, 0) > 0 for name, count in tokens.items())
     tally["empty"] += not tokens
     tally["drafts"] += sum(map(len, decision["drafts"].values()))
 
@@ -885,6 +1036,8 @@ def main() -> None:
         tally["asynchronous"] += workload.asynchronous
         tally["with adapters"] += workload.max_loras > 0
         tally["with drafts"] += workload.num_drafts > 0
+        tally["sessions"] += len(workload.sessions)
+        tally["grammars"] += sum(map(len, workload.compiled.values()))
         if found is not None:
             names = (
                 "num_blocks",

@@ -154,6 +154,11 @@ class Sessions:
     def has_part(self, name: str) -> bool:
         return bool(self._parts[name])
 
+    def is_over(self, name: str) -> bool:
+        """Whether no part follows, and none will."""
+        parts = self._parts[name]
+        return bool(parts) and parts[0] is None
+
     def take(self, name: str) -> StreamingUpdate | None:
         """The next part; None: the session is over."""
         return self._parts[name].popleft()

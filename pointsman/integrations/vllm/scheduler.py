@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm.outputs import RequestError
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
@@ -91,6 +92,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
 
+_TELLS_ERRORS = "error" in EngineCoreOutput.__struct_fields__
+"""Whether clients are told why a request ended with an error, as since vLLM 0.33."""
 new_grammar_output = maker(GrammarOutput, "structured_output_request_ids", "grammar_bitmask", "num_acceptable_drafts")
 
 PAUSES = {PauseState.PAUSED_NEW: PauseMode.ADMISSIONS, PauseState.PAUSED_ALL: PauseMode.ALL}
@@ -162,6 +165,8 @@ class Scheduler:
         self._details = Details(self._requests, self.of_id, count_cached)
         self._sessions = Sessions()
         self._judge = Judge()
+        self._refusals: dict[str, RequestError] = {}
+        """What clients of `_unsent` are told, by request id."""
         self._unsent: list[VLLMRequest] = []  # finished outside `update_from_output`, whose outputs alone reach clients
         self._steps: deque[Step] = deque()
         self._max_retention = settings.max_retention
@@ -264,7 +269,7 @@ class Scheduler:
         except RequestRefused as error:
             logger.error("%s", error)
             self._end(request, FinishReason.ERROR)
-            self._unsent.append(request)
+            self._refuse(request, str(error))
             return
         self.of_id[name] = ours
         show(request, self.of_id)
@@ -276,6 +281,12 @@ class Scheduler:
         self._drafts.begin(request)
         if self._statistics is not None:
             request.record_event(EngineCoreEventType.QUEUED)
+
+    def _refuse(self, request: VLLMRequest, why: str) -> None:
+        """A request that has ended is the client's fault: status 400 over HTTP, with this message, since vLLM 0.33."""
+        self._unsent.append(request)
+        if _TELLS_ERRORS:
+            self._refusals[request.request_id] = RequestError("validation_error", why)
 
     def _read_inputs(self, request: VLLMRequest) -> Sequence[EncoderInput]:
         """The encoder inputs of a request, or what its prompt of embeddings is found by.
@@ -369,7 +380,7 @@ class Scheduler:
                 logger.error("the grammar of request %s cannot be used: %s", name, grammar)
                 self.core.finish(self.of_id[name].request_id, FinishReason.ERROR, now, detail=str(grammar))
                 self._end(request, FinishReason.ERROR)
-                self._unsent.append(request)
+                self._refuse(request, f"Invalid structured outputs: {grammar}")
             else:
                 self.core.ready(self.of_id[name].request_id, now)
 
@@ -558,8 +569,10 @@ class Scheduler:
             request._output_token_ids.extend(output.new_token_ids)  # where a reasoning parser reads them
             request._all_token_ids.extend(output.new_token_ids)
             if not self._allows(request, output.new_token_ids):
-                self.core.finish(self.of_id[name].request_id, FinishReason.ERROR, time.monotonic())
+                ours = self.of_id[name]
+                self.core.finish(ours.request_id, FinishReason.ERROR, time.monotonic())
                 self._end(request, FinishReason.ERROR)
+                output.stop_reason = request.stop_reason = ours.stop_reason
                 output.finish_reason = request.get_finished_reason()
                 self._drafts.report(request, output)
 
@@ -597,6 +610,9 @@ class Scheduler:
     def _end_turn(self, session: VLLMRequest, ours: Request) -> None:
         """A part of a session is complete."""
         name = session.request_id
+        if self._sessions.is_over(name):
+            self._end(session, ours.finish_reason or FinishReason.STOP)
+            return
         self._forget(name)
         keep_last(session, ours, tokens=False)
         close_turn(session, ours)
@@ -638,6 +654,8 @@ class Scheduler:
                 events=request.take_events(),
                 trace_headers=request.trace_headers,
             )
+            if request.request_id in self._refusals:
+                ended.error = self._refusals.pop(request.request_id)
             by_client.setdefault(request.client_index, []).append(ended)
         self._unsent.clear()
         found = {client: EngineCoreOutputs(outputs=its) for client, its in by_client.items()}
