@@ -91,7 +91,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
 
-new_grammar_output = maker(GrammarOutput, "structured_output_request_ids", "grammar_bitmask")
+new_grammar_output = maker(
+    GrammarOutput, "structured_output_request_ids", "grammar_bitmask", optional=("num_acceptable_drafts",)
+)
+new_outputs = maker(
+    EngineCoreOutputs,
+    left=(  # the engine core sets them, or they are for outputs of other calls
+        "engine_index",
+        "start_wave",
+        "timestamp",
+        "utility_output",
+        "wave_complete",
+        "weight_version",
+    ),
+)
 
 PAUSES = {PauseState.PAUSED_NEW: PauseMode.ADMISSIONS, PauseState.PAUSED_ALL: PauseMode.ALL}
 
@@ -611,12 +624,12 @@ class Scheduler:
         """The outputs by client; the first client gets the statistics too."""
         stats = None if self._statistics is None else self._statistics.take(step.of_vllm, result)
         if outputs and not (self._has_clients or self._unsent or self._finished_ids):
-            return {0: EngineCoreOutputs(outputs=outputs, scheduler_stats=stats)}
+            return {0: new_outputs(outputs=outputs, scheduler_stats=stats)}
         found = self._sorted(step, outputs, indices)
         if stats is not None:
             first = next(iter(found.values()), None)
             if first is None:
-                first = found[0] = EngineCoreOutputs()
+                first = found[0] = new_outputs()
             first.scheduler_stats = stats
         return found
 
@@ -640,10 +653,10 @@ class Scheduler:
             )
             by_client.setdefault(request.client_index, []).append(ended)
         self._unsent.clear()
-        found = {client: EngineCoreOutputs(outputs=its) for client, its in by_client.items()}
+        found = {client: new_outputs(outputs=its) for client, its in by_client.items()}
         if self._finished_ids:
             for client, names in self._finished_ids.items():
-                found.setdefault(client, EngineCoreOutputs()).finished_requests = names
+                found.setdefault(client, new_outputs()).finished_requests = names
             self._finished_ids.clear()
         return found
 

@@ -4,9 +4,9 @@ remedy. Importable without vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from pointsman.core import ConfigError
 
@@ -75,21 +75,27 @@ def check_version(version: str) -> None:
         raise UnsupportedVLLM(f"{problem}, or {GO_BACK}")
 
 
-def maker(kind: type, *names: str) -> Callable[..., Any]:
-    """A constructor of one of vLLM's dataclasses from the values of these fields, in this order: with keywords it takes
+def maker(kind: Any, *names: str, optional: Collection[str] = (), left: Collection[str] = ()) -> Callable[..., Any]:
+    """A constructor of one of vLLM's records from the values of these fields, in this order: with keywords it takes
     twice as long. Further fields are given by their names.
 
+    Args:
+        kind: a dataclass, or a structure of msgspec's.
+        names: the fields that are given by place.
+        optional: fields that some supported versions lack, and that are dropped there.
+        left: fields that keep their defaults on purpose. `pointsman vllm interface` reads them here, and reports any
+            other field with a default that our code does not set as new.
+
     Returns:
-        `kind` itself, or, where the installed version has other fields there, a function that gives all by their names,
-        and drops those that it lacks.
+        `kind` itself, or, where the installed version has other fields there, a function that gives all by their names.
     """
-    known = [field.name for field in fields(kind) if field.init]
-    if known[: len(names)] == list(names):
-        return kind
+    known = [field.name for field in fields(kind) if field.init] if is_dataclass(kind) else [*kind.__struct_fields__]
+    if known[: len(names)] == list(names) and set(optional) <= set(known):
+        return cast("Callable[..., Any]", kind)
 
     def make(*values: Any, **others: Any) -> Any:
         given = dict(zip(names, values, strict=True)) | others
-        return kind(**{name: value for name, value in given.items() if name in known})
+        return kind(**{name: value for name, value in given.items() if name in known or name not in optional})
 
     return make
 
