@@ -143,9 +143,9 @@ class Scheduler:
         log_stats: bool = False,
         **_: Any,
     ) -> None:
-        check_version(vllm.__version__)
-        check_supported(vllm_config, kv_cache_config)
         settings = read_settings(vllm_config.additional_config)
+        check_version(vllm.__version__, allows_untested=settings.untested_version)
+        check_supported(vllm_config, kv_cache_config)
         config = scheduler_config(vllm_config, kv_cache_config, block_size, settings.knobs)
         groups = None
         if not is_one_full_group(kv_cache_config):
