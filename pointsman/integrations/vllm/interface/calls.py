@@ -21,7 +21,7 @@ def expected_of_scheduler(sources: Sources, ours: Class) -> Iterator[Assumption]
     """What vLLM expects of a scheduler of this class."""
     yield from _declared(sources, ours)
     for package in READERS:
-        for module in sources.modules_under(package):
+        for module in sources.modules_under(package, word="scheduler"):
             yield from _read(module, ours)
 
 
@@ -70,35 +70,39 @@ def _declared(sources: Sources, ours: Class) -> Iterator[Assumption]:
 
 def _read(module: Module, ours: Class) -> Iterator[Assumption]:
     """What a module of vLLM's reads of a scheduler."""
-    asked = {
-        str(node.args[1].value)
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and (node.func.id == "hasattr" or (node.func.id == "getattr" and len(node.args) == 3))
-        and _is_scheduler(node.args[0])
-        and isinstance(node.args[1], ast.Constant)
-    }
-    for node in ast.walk(module.tree):
+    nodes = list(ast.walk(module.tree))
+    asked = {name for node in nodes if isinstance(node, ast.Call) for name in _asked(node)}
+    for node in nodes:
         place = _place(module.path, node)
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if any(isinstance(each, ast.Attribute) and _is_scheduler(each) for each in targets):
-                signature, given = ours.constructor, Arguments.of(node.value)
-                problem = None if signature is None else signature.problem(given)
-                yield Assumption("scheduler", place, f"{ours.name}({given})", problem is None, problem or "")
+                yield _given(place, ours.name, ours.constructor, Arguments.of(node.value))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_scheduler(node.func.value):
             member = ours.member(node.func.attr)
             if member is not None and member.function is not None and not member.is_property:
-                given = Arguments.of(node)
                 signature = Signature.of(member.function.node, bound=True)
-                problem = signature.problem(given)
-                found = f"{problem}; ours takes {signature}" if problem else ""
-                yield Assumption("scheduler", place, f"{ours.name}.{node.func.attr}({given})", problem is None, found)
+                yield _given(place, f"{ours.name}.{node.func.attr}", signature, Arguments.of(node))
         elif isinstance(node, ast.Attribute) and _is_scheduler(node.value) and node.attr not in asked:
             holds = ours.has(node.attr)
             found = "" if holds else f"vLLM reads scheduler.{node.attr}, which ours lacks"
             yield Assumption("scheduler", place, f"{ours.name}.{node.attr}", holds, found)
+
+
+def _given(place: str, name: str, signature: Signature | None, given: Arguments) -> Assumption:
+    """That ours takes what vLLM gives."""
+    problem = None if signature is None else signature.problem(given)
+    found = f"ours {problem}, with {signature}" if problem else ""
+    return Assumption("scheduler", place, f"{name}({given})", problem is None, found)
+
+
+def _asked(node: ast.Call) -> Iterator[str]:
+    """The attribute of a scheduler that a call of `hasattr`, or of `getattr` with a default, asks for."""
+    name = node.func.id if isinstance(node.func, ast.Name) else ""
+    if name == "hasattr" or (name == "getattr" and len(node.args) == 3):
+        attribute = node.args[1]
+        if _is_scheduler(node.args[0]) and isinstance(attribute, ast.Constant):
+            yield str(attribute.value)
 
 
 def _is_scheduler(node: ast.expr) -> bool:

@@ -427,11 +427,13 @@ class Sources:
         is_compiled = rest and base.parent.is_dir() and any(base.parent.glob(f"{base.name}.*"))
         return External(name) if base.is_dir() or is_compiled else None
 
-    def modules_under(self, name: str) -> Iterator[Module]:
-        """The modules of a package and of those within it, in order."""
+    def modules_under(self, name: str, word: str = "") -> Iterator[Module]:
+        """The modules of a package and of those within it, in order; only those whose text has this word."""
         top, *rest = name.split(".")
         folder = self.packages[top]
         for path in sorted(folder.joinpath(*rest).rglob("*.py")):
+            if word and not re.search(rf"\b{word}\b", path.read_text(encoding="utf-8", errors="replace")):
+                continue
             parts = path.relative_to(folder).with_suffix("").parts
             found = self.module(".".join([top, *(parts[:-1] if parts[-1] == "__init__" else parts)]))
             if isinstance(found, Module):
