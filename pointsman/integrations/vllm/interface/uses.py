@@ -28,6 +28,7 @@ from pointsman.integrations.vllm.interface.types import (
     Bound,
     Instance,
     Maker,
+    Option,
     Scope,
     Type,
     Types,
@@ -113,6 +114,8 @@ class Reader:
             what = self._sources.find(target, name, at_runtime=at_runtime)
             holds = None if isinstance(what, External) and what.name.startswith(VLLM) else what is not None
             found = "" if holds else f"{module} has no {name}"
+            if holds is False and not at_runtime:
+                found += ", which only annotations name: what our code reads of it was not compared"
         elif isinstance(target, External):
             holds = None
         if holds is None:
@@ -123,38 +126,42 @@ class Reader:
             self._note("name", node, expected, holds, found)
 
     def _note_attribute(self, node: ast.AST, kind: Type, name: str, *, is_set: bool = False) -> None:
-        """An attribute of an object is read or set."""
-        expected = ""
+        """An attribute of an object is read or set. Of several possible types one has to have it."""
+        if isinstance(node, ast.Attribute) and (ast.unparse(node.value), name) in self._guarded:
+            return
+        theirs: list[Class] = []
         answers: list[bool | None] = []
-        lacking: list[Class] = []
         for option in kind:
-            of = option.kind if isinstance(option, Instance) else option
-            if isinstance(of, Module) and of.name.partition(".")[0] == VLLM:
-                self._note_import(node, of.name, name, at_runtime=True)
+            if isinstance(option, Module):
+                self._note_import(node, option.name, name, at_runtime=True)
                 return
-            if not isinstance(of, Class):
-                answers.append(None)
-                continue
-            of = self.types.mixed_into.get(of, of) if of.member(name) is None else of
-            if not _is_of_vllm(of):
-                answers.append(True if of.member(name) is not None else None)
-                continue
-            expected = expected or f"{of.name}.{name}"
-            is_of_type = isinstance(option, Class) and name in dir(type)
-            answers.append(is_of_type or of.has(name))
-            if is_set and of in self.made:
-                self.made[of].add(name)
-            if answers[-1] is False:
-                lacking.append(of)
-        if not expected:
+            of, has = self._asked(option, name)
+            answers.append(has)
+            if of is not None:
+                theirs.append(of)
+        if not theirs:
             return
+        if is_set:
+            for each in theirs:
+                self.made.get(each, set()).add(name)
         holds = True if True in answers else None if None in answers else False
-        if (ast.unparse(node.value) if isinstance(node, ast.Attribute) else "", name) in self._guarded:
-            return
-        found = "; ".join(f"{each.name} has {_similar(name, each.member_names())}" for each in lacking)
+        found = ""
         if holds is None:
             found = "the type of the object, or a base of its class, is not known"
-        self._note("attribute", node, expected, holds, "" if holds else found)
+        elif not holds:
+            found = "; ".join(f"{each.name} has {_similar(name, each.member_names())}" for each in theirs)
+        self._note("attribute", node, f"{theirs[0].name}.{name}", holds, found)
+
+    def _asked(self, option: Option, name: str) -> tuple[Class | None, bool | None]:
+        """Which class of vLLM's is asked for an attribute, and whether it has it."""
+        kind = option.kind if isinstance(option, Instance) else option
+        if not isinstance(kind, Class):
+            return None, None
+        if kind.member(name) is None:
+            kind = self.types.mixed_into.get(kind, kind)
+        if not _is_of_vllm(kind):
+            return None, True if kind.member(name) is not None else None
+        return kind, (isinstance(option, Class) and name in dir(type)) or kind.has(name)
 
     def _note_call(self, node: ast.Call, scope: Scope) -> None:
         given = Arguments.of(node)
