@@ -369,8 +369,6 @@ class Types:
             return (self.sources.class_of(member.owner.module, member.node),)
         if member.function is not None:
             return (Bound(member.function, "classmethod" in member.function.decorators),)
-        if any(base.endswith("Enum") for base in kind.external_bases):
-            return (Instance(kind),)
         return self._of_instance(kind, name)
 
     # ------------------------------------------------------------------ containers
