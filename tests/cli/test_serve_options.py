@@ -48,6 +48,8 @@ NOT_OPTIONS = {
         "count_owed_blocks",
         "admit_after_preemption",
         "shortage",
+        "own_preemption_ends_step",
+        "encoder_blocks_queue",
     ),  # of other systems
     *(
         "share_within_step",

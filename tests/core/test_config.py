@@ -79,7 +79,10 @@ def test_the_watermark_is_a_share_of_the_pool(value: float) -> None:
         ({"decode_reserve": -1}, "decode_reserve is -1; it must be between 0 and"),
         ({"decode_reserve": "median"}, "decode_reserve is 'median'; give a number of tokens, or \"mean\""),
         ({"first_chunk_only": 1}, "first_chunk_only is 1; it must be True or False"),
-        ({"split_encoder_inputs": 1, "encoder_budget": 8}, "split_encoder_inputs is 1; it must be True or False"),
+        (
+            {"split_encoder_inputs": 1, "encoder_budget": 8},
+            'split_encoder_inputs is 1; it must be True, False or "begun"',
+        ),
         ({"keep_embeddings": 1, "encoder_budget": 8}, "keep_embeddings is 1; it must be True or False"),
         ({"admission_charge": "half"}, 'admission_charge is \'half\'; choose "uncached", "whole-fits" or "whole"'),
         ({"shortage": "panic"}, 'shortage is \'panic\'; choose "replan", "in-order" or "look-ahead"'),

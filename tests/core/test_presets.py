@@ -39,7 +39,7 @@ from .specifications.two_phases import (
     NanoVllm,
     NanoVllmChunked,
 )
-from .specifications.vllm import Vllm
+from .specifications.vllm import Vllm, Vllm032
 
 WORKLOADS = seeds(25, 200)
 NUM_WITH_ORIGINAL_CACHE = short_or_long(20, 600)
@@ -53,6 +53,8 @@ SPECIFICATIONS: dict[str, type[Specification]] = {
     "textbook": Textbook,
     "vllm": Vllm,
     "vllm, priority": Vllm,
+    "vllm-0.32": Vllm032,
+    "vllm-0.32, priority": Vllm032,
 }
 ORIGINALS: dict[str, type[Specification]] = {
     "nano-vllm, own cache": OriginalNanoVllm,
@@ -89,7 +91,7 @@ class Workload:
 def make_workload(name: str, seed: int) -> Workload:
     """Random, with a small pool, small budgets and prompts that share documents (not for "minivllm, newest")."""
     random_ = random.Random(f"{name} {seed}")
-    system, by_priority = name.partition(",")[0], name == "vllm, priority"
+    system, by_priority = name.partition(",")[0], name.endswith(", priority")
     size, num_blocks = random_.randint(2, 4), random_.randint(5, 16)
     max_model_len = random_.randint(24, 60)
     overrides: dict[str, Any] = {"num_blocks": num_blocks, "block_size": size, "max_model_len": max_model_len}
@@ -427,17 +429,22 @@ def test_the_preset_vllm_preempts_nothing_for_a_waiting_request() -> None:
         assert tokens_of(host.step()) == expected
 
 
-def test_a_row_that_is_itself_the_victim_ends_the_walk() -> None:
-    """Under priority: the least urgent row asks first, is preempted, and the row behind it waits for the next step."""
+def test_behind_a_row_that_is_itself_the_victim_the_walk_ends_or_goes_on() -> None:
+    """Under priority: the least urgent row asks first, and is preempted."""
     steps = {}
-    for shortage in ("replan", "in-order"):
-        host = Host(order="priority", displace=False, shortage=shortage, num_blocks=2, enable_prefix_caching=False)
+    for name, knobs in {
+        "replan": {"shortage": "replan"},
+        "ends": {"shortage": "in-order"},
+        "goes on": {"shortage": "in-order", "own_preemption_ends_step": False},
+    }.items():
+        host = Host(order="priority", displace=False, num_blocks=2, enable_prefix_caching=False, **knobs)
         host.add("low", 3, priority=5)
         host.step()
         host.add("high", 4, priority=0)
         assert tokens_of(host.step()) == {"low": 1, "high": 4}
-        steps[shortage] = [tokens_of(host.step()) for _ in range(2)]
-    assert steps == {"replan": [{"high": 1}, {"high": 1}], "in-order": [{}, {"high": 1}]}
+        steps[name] = [tokens_of(host.step()) for _ in range(2)]
+    both = [{"high": 1}, {"high": 1}]
+    assert steps == {"replan": both, "ends": [{}, {"high": 1}], "goes on": both}
 
 
 def test_the_request_preempted_last_is_the_head_under_fcfs_front() -> None:

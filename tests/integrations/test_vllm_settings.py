@@ -126,6 +126,18 @@ def test_a_class_that_is_not_there_is_answered_with_those_that_are() -> None:
         _ = pointsman.integrations.vllm.Schedular
 
 
+def test_what_a_preset_and_a_flag_mean_follows_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pointsman.integrations.vllm.settings.encoder_sizes", lambda config: (8, 16))
+    config = vllm_config(scheduler_config__disable_chunked_mm_input=True)
+    found = {}
+    for version in ("0.31.0", "0.32.1+cpu", "0.33.0"):
+        knobs = read_settings({"pointsman": {"preset": "vllm"}}, version).knobs
+        made = scheduler_config(config, SimpleNamespace(num_blocks=40), 16, knobs, version)
+        found[version] = (made.split_encoder_inputs, made.own_preemption_ends_step, made.encoder_blocks_queue)
+    older = ("begun", True, True)
+    assert found == {"0.31.0": older, "0.32.1+cpu": older, "0.33.0": (False, False, False)}
+
+
 def test_every_knob_is_either_vllms_or_ours() -> None:
     assert not KNOBS & FLAGS.keys()
 
@@ -191,15 +203,15 @@ def test_a_refusal_is_its_text_and_has_its_key() -> None:
 
 
 def test_what_nobody_has_run_is_told() -> None:
-    assert untested_parts(vllm_config(), "0.32.0") == []
+    assert untested_parts(vllm_config()) == []
     speculation = SimpleNamespace(method="suffix")
     changes = {
         "parallel_config__tensor_parallel_size": 2,
         "use_v2_model_runner": True,
         "speculative_config": speculation,
     }
-    told = ", ".join(untested_parts(vllm_config(device_config__device_type="cuda", **changes), "0.33.0"))
-    for part in ("vLLM 0.33.0", "cuda", "second model runner", "'suffix'", "tensor_parallel_size 2"):
+    told = ", ".join(untested_parts(vllm_config(device_config__device_type="cuda", **changes)))
+    for part in ("cuda", "second model runner", "'suffix'", "tensor_parallel_size 2"):
         assert part in told
 
 
@@ -208,12 +220,12 @@ def test_all_reasons_are_told_at_once() -> None:
         check_supported(vllm_config(model_config__is_diffusion=True, kv_transfer_config=object()), None)
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.33.0"])
+@pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.32.1+cpu", "0.33.0"])
 def test_versions_that_are_supported(version: str) -> None:
     check_version(version)
 
 
-@pytest.mark.parametrize("version", ["0.31.0", "0.34.0.dev1", "1.0"])
+@pytest.mark.parametrize("version", ["0.9.0", "0.30.1", "0.34.0.dev1", "1.0"])
 def test_other_versions_are_refused_with_the_remedy(version: str) -> None:
     with pytest.raises(UnsupportedVLLM, match=rf"vLLM {version} is installed.*pip install"):
         check_version(version)

@@ -158,7 +158,8 @@ class Contents:
 
     def _keep_within(self, group: int, spec: MambaSpec, row: _Row, start: int, end: int) -> None:
         """Some layers keep one more state, from the middle of a chunk."""
-        position = get_mamba_prefill_checkpoint_position(end, self._config.cache_hit_alignment_tokens, False)
+        unit = getattr(self._config, "cache_hit_alignment_tokens", self._config.hash_block_size)
+        position = get_mamba_prefill_checkpoint_position(end, unit, False)
         if spec.num_prefill_checkpoint_blocks and is_mamba_prefill_checkpoint_valid(
             query_start=start,
             query_end=end,

@@ -27,6 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import vllm
 from _scheduler_worker import EOS, Settings
 from _vllm_runner import StandInRunner
 from _vllm_worker import build_config, build_kv_cache_config, feature_of, stand_in_for_encoder
@@ -34,7 +35,8 @@ from vllm.config import SpeculativeConfig
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, partial_hash_hits_enabled
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as OwnScheduler
 from vllm.v1.kv_cache_interface import (
@@ -55,6 +57,7 @@ from pointsman.core import Reason
 from pointsman.core.observe.film import FilmRecorder
 from pointsman.core.observe.film_format import Op
 from pointsman.integrations.vllm import Scheduler
+from pointsman.integrations.vllm.support import is_before
 from pointsman.web.film import Film
 from tests.integrations.vllm_contents import Contents
 
@@ -177,7 +180,7 @@ def make_workload(seed: int, kind: str = "") -> Workload:
         hash_size=hash_size,
         retention=retention,
     )
-    if has_images:
+    if has_images and is_before(vllm.__version__, "0.33"):
         workload.max_loras = 0  # see docs/vllm.md: a row that waits for embeddings keeps its adapter's slot
     _fill(workload, rng, max_model_len)
     num_drafts = 0 if asynchronous else random.Random(f"{seed} drafts").choice((0, 0, 1, 3, 8))
@@ -253,13 +256,20 @@ def _blocks_of_longest(kind: str, block_size: int, max_model_len: int) -> int:
     return -(-max_model_len // block_size) + 1 if block_size and kind != "ring" else 1
 
 
+_MOST_TOKENS = ("long_prefill_token_threshold", "max_num_batched_tokens")
+
+
 def _add_images(workload: Workload, rng: random.Random) -> None:
     """Images at random places of the prompts; prompts that begin alike have the same ones there."""
     workload.scheduler["enable_chunked_prefill"] = True  # see docs/vllm.md: without it, prompts start whole
-    workload.scheduler["disable_chunked_mm_input"] = rng.random() < 0.3
+    splits = rng.random() < 0.3
+    workload.scheduler["disable_chunked_mm_input"] = splits and not is_before(vllm.__version__, "0.32")  # see docs
     sizes = {}
     for number in range(rng.randrange(2, 9)):
         length = rng.randrange(1, 9)
+        if workload.scheduler["disable_chunked_mm_input"]:  # see docs/vllm.md: vLLM's own never computes longer ones
+            threshold, budget = (workload.scheduler[name] for name in _MOST_TOKENS)
+            length = min(length, threshold or budget, budget)
         masked = rng.random() < 0.4
         mask = "".join(rng.choice("011") for _ in range(length)) if masked else "1" * length
         sizes[f"image{number}"] = mask if "1" in mask else "1" * length
@@ -332,11 +342,9 @@ class Side:
             self.hash_size = workload.hash_size or min(spec.block_size for spec in specs if spec.prefix_cacheable)
             kv_cache_config.prefix_cache_retention_interval = workload.retention
             kv_cache_config.hash_block_size = self.hash_size
-            kv_cache_config.cache_hit_alignment_tokens = (
-                self.hash_size
-                if partial_hash_hits_enabled(kv_cache_config.kv_cache_groups, self.hash_size)
-                else workload.block_size
-            )
+            if hasattr(kv_cache_utils, "partial_hash_hits_enabled"):  # since 0.32 the engine says it
+                is_partial = kv_cache_utils.partial_hash_hits_enabled(kv_cache_config.kv_cache_groups, self.hash_size)
+                kv_cache_config.cache_hit_alignment_tokens = self.hash_size if is_partial else workload.block_size
         stand_in_for_encoder(config, workload.encoder, is_encoder_decoder=workload.is_encoder_decoder)
         self.scheduler = scheduler_class(
             vllm_config=config,
@@ -742,10 +750,13 @@ def _computed(side: Side, decision: dict[str, Any]) -> set[str]:
 def _takes_less_behind_a_victim(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
     """Whether they differ in that rows with images get no tokens, or no space for embeddings, of one that is preempted
     before; see docs/vllm.md."""
-    other = theirs.keys() - {"tokens", "starts", "encoder inputs"}
+    other = theirs.keys() - {"tokens", "starts", "encoder inputs", "preempted"}
     if not theirs["preempted"] or any(theirs[name] != ours[name] for name in other):
         return False
-    if not ours["starts"].items() <= theirs["starts"].items():
+    if not set(ours["preempted"]) <= set(theirs["preempted"]):  # these rows ask for blocks in theirs alone
+        return False
+    starts = {name: start for name, start in ours["starts"].items() if name not in theirs["preempted"]}
+    if not starts.items() <= theirs["starts"].items():
         return False
     fewer = [name for name, count in theirs["tokens"].items() if ours["tokens"].get(name, 0) < count]
     return bool(fewer) and all(sides[1].images[name] for name in fewer)

@@ -76,7 +76,7 @@ def is_wall(world: World, entry: Entry) -> bool:
     deferral = entry.request._state.deferral
     if deferral is not None and deferral.reason in LACKS_BLOCKS:
         return entry.num_overtaken >= bypass_bound(world.config)
-    if deferral is not None and deferral.reason in LACKS_EMBEDDINGS and world.config.shortage != "replan":
+    if deferral is not None and deferral.reason in LACKS_EMBEDDINGS and world.config.encoder_blocks_queue:
         return True
     waits = deferral is not None and deferral.reason in (Reason.PARTIAL_PREFILLS, *LACKS_EMBEDDINGS)
     return waits and entry.num_overtaken >= world.config.max_overtakes

@@ -182,8 +182,10 @@ def _with_effect(values: dict[str, Any], overrides: dict[str, Any], choose: Choo
     capped = values.get("max_num_partial_prefills") or values.get("max_long_partial_prefills")
     if values["max_loras"] or values.get("encoder_budget") or capped:
         values.setdefault("max_overtakes", choose.choice((0, 1, 3)))
-    if values.get("encoder_budget"):  # not a choice of its own either
-        values.setdefault("split_encoder_inputs", values["max_model_len"] % 3 > 0)
+    values.setdefault("own_preemption_ends_step", values["max_model_len"] % 2 > 0)  # no choices of their own
+    if values.get("encoder_budget"):
+        values.setdefault("split_encoder_inputs", (False, True, "begun")[values["max_model_len"] % 3])
+        values.setdefault("encoder_blocks_queue", values["max_model_len"] % 5 == 0)
         values.setdefault("keep_embeddings", values["max_model_len"] % 4 > 0)
     return values
 

@@ -54,8 +54,14 @@ class EncoderCache(Limit):
         self.size = config.encoder_cache_size
         self._full_budget = config.encoder_budget
         self._chunked = config.enable_chunked_prefill
-        self._max_overtakes = config.max_overtakes if config.shortage == "replan" else 0
-        self.splits = config.split_encoder_inputs
+        self._max_overtakes = 0 if config.encoder_blocks_queue else config.max_overtakes
+        self.splits = (
+            "begun" if config.token_limits and not config.split_encoder_inputs else config.split_encoder_inputs
+        )
+        self.longest_chunk = min(
+            config.max_num_batched_tokens, config.prefill_threshold or config.max_num_batched_tokens
+        )
+        """Tokens that a request can always have in a step of its own."""
         self._keeps = config.keep_embeddings
         self._budget = self._full_budget  # embeddings that this step may still compute
         self._step_id = -1
@@ -278,7 +284,8 @@ class _Plan:
     """What a step would take, row after row, from the budget and from the cache space that no row holds."""
 
     def __init__(self, cache: EncoderCache) -> None:
-        self._splits, self._held, self._cached = cache.splits, cache._num_holds, cache._origin
+        self._splits, self._longest_chunk = cache.splits, cache.longest_chunk
+        self._held, self._cached = cache._num_holds, cache._origin
         self._taken: set[tuple[str, int]] = set()  # entries, which are equal to plain tuples: these take less time
         self.budget = cache.budget
         self.room = cache.size - cache.num_held
@@ -292,8 +299,11 @@ class _Plan:
                 break
             if first + length <= start:
                 continue
-            if start < first and end < first + length and not self._splits:
-                return first - start, None
+            if self._splits is not True and start <= first and end < first + length:
+                if start < first:
+                    return first - start, None
+                if not self._splits and length <= self._longest_chunk:
+                    return 0, Deferral(Reason.BUDGET, first + length - end)
             if not size or (mask is not None and not item.reads(start, end)):
                 continue
             entry = (key, size)

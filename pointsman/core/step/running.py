@@ -10,8 +10,9 @@ before does not apply:
 
 Where `shortage` is "in-order" or "look-ahead", `InOrder` replaces the last: rows get their tokens and blocks one after
 the other, as in the systems that the presets are named after. There a row keeps what it got, blocks that a victim
-releases help only the row that asks and those behind it, and when the row that asks is itself preempted, none behind
-it runs in this step. The walk is used only if blocks run out; while they suffice, both give the same result.
+releases help only the row that asks and those behind it; when the row that asks is itself preempted, none behind it
+runs in this step (`own_preemption_ends_step`). The walk is used only if blocks run out; while they suffice, both give
+the same result.
 """
 
 from __future__ import annotations
@@ -428,6 +429,7 @@ class InOrder(Running):
         super().__init__(config, budget, batch, kv, limits, victim, view, drafts)
         self._max_rows = config.max_num_seqs
         self._looks_ahead = config.shortage == "look-ahead"
+        self._own_preemption_ends = config.own_preemption_ends_step
         self.steady_rows = min(self.steady_rows, self._max_rows)
 
     def advance_prefills(self, preempt: Preempt) -> Advance:
@@ -485,8 +487,10 @@ class InOrder(Running):
                 gone.add(victim)
                 budget, slots = budget + int(granted[victim]), slots + int(granted[victim] > 0)
                 granted[victim], blocks[victim] = 0, NO_BLOCKS
-            if index in gone or is_beyond:
+            if is_beyond or (index in gone and self._own_preemption_ends):
                 break
+            if index in gone:
+                continue
             granted[index] = tokens[0]
             if needed[0]:
                 blocks[index] = kv.grow(batch, row, needed, batch.num_computed_tokens[row] + tokens)

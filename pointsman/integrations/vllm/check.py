@@ -59,6 +59,8 @@ class Report:
     model: str
     problems: list[str] = field(default_factory=list)
     """Why it will not work, each with its remedy."""
+    unknown: str = ""
+    """Why nobody knows here whether it will work; "": nothing stayed open."""
     not_run: list[str] = field(default_factory=list)
     """Parts of the configuration that this project's tests do not run."""
     command: str = ""
@@ -80,6 +82,9 @@ class Report:
             found.append("it will not work:")
             found += [f"  - {problem}" for problem in self.problems]
             found.append(f"  - or {GO_BACK}")
+        elif self.unknown:
+            found.append(f"it is not known whether it will work, as the layers were not built here: {self.unknown}")
+            found.append(f"what is not supported is refused when vLLM starts: {self.command}")
         else:
             found.append(f"it will work: {self.command}")
         if self.not_run:
@@ -144,11 +149,11 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
         groups = groups_of(vllm_config)
         report.groups += groups.lines()
     except LayersUnknown as unknown:
-        report.groups.append(f"how the layers share it is known when vLLM loads them: {unknown}")
+        report.unknown = str(unknown)
     report.problems += problems_of(vllm_config, None if groups is None else _layout(groups))
     if groups is not None:
         report.not_simulated = lacking_in_simulator(vllm_config, _layout(groups))
-    report.not_run = untested_parts(vllm_config, vllm.__version__)
+    report.not_run = untested_parts(vllm_config)
     _read_knobs(report, vllm_config, groups)
     report.groups += _capacity(vllm_config, groups, told)
     return report
@@ -238,13 +243,11 @@ def _with_class(options: list[str]) -> list[str]:
 
 
 def _parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
-    """All options of vLLM's server where they are available, otherwise those of its engine."""
-    from vllm import AsyncEngineArgs
-
+    """All options of vLLM's server."""
     try:
+        from vllm.entrypoints.common.cli_args import make_arg_parser
+    except ImportError:  # before 0.33
         from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    except ImportError:  # another version
-        return AsyncEngineArgs.add_cli_args(parser)
     return make_arg_parser(parser)
 
 
@@ -301,9 +304,9 @@ def _read_knobs(report: Report, vllm_config: VllmConfig, made: Groups | None) ->
     if made is not None and made.groups:
         size = math.lcm(*(group.kv_cache_spec.block_size for group in made.groups))
     try:
-        settings = read_settings(vllm_config.additional_config)
+        settings = read_settings(vllm_config.additional_config, report.version)
         stand_in = SimpleNamespace(num_blocks=blocks or _STAND_IN_BLOCKS)
-        config = scheduler_config(vllm_config, stand_in, size, settings.knobs)
+        config = scheduler_config(vllm_config, stand_in, size, settings.knobs, report.version)
     except ConfigError as error:
         report.problems.append(str(error))
         return

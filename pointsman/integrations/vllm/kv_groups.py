@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+import vllm
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager, CrossAttentionManager
 
@@ -26,6 +27,7 @@ from pointsman.core.kv.cache import Journal, KVCache, Match
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.request import Request
 from pointsman.integrations.vllm.state_ends import StateEnds
+from pointsman.integrations.vllm.support import is_before
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -217,7 +219,14 @@ class KVGroups(KVCache):
         if scheduler.long_prefill_token_threshold > 0:
             longest = min(longest, scheduler.long_prefill_token_threshold)
         finds_parts = bool(self._coordinator.enable_partial_hash_hits)
-        return StateEnds(self._states, block_size, hash_block_size, finds_parts=finds_parts, max_chunk=longest)
+        return StateEnds(
+            self._states,
+            block_size,
+            hash_block_size,
+            finds_parts=finds_parts,
+            max_chunk=longest,
+            is_before_0_32=is_before(vllm.__version__, "0.32"),
+        )
 
     def _num_spare_blocks(self, vllm_config: VllmConfig) -> int:
         """The most that a request holds, or is asked for, beyond what its sequence takes: the states that its steps in

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 _PLENTY = 1 << 60
 """Bytes with which every model fits."""
@@ -88,8 +88,7 @@ def _specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
 
 def _grouped(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> Groups:
     from vllm.utils.math_utils import cdiv
-    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+    from vllm.v1.attention.backends.utils import record_kv_cache_layout, resolve_kv_cache_layout
     from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -98,11 +97,12 @@ def _grouped(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> Groups:
         return Groups([], 0, 0)
     worker: Any = SimpleNamespace(vllm_config=vllm_config)
     layouts = WorkerBase.get_supported_kv_cache_layouts(worker)
-    WorkerBase.set_kv_cache_layout(worker, resolve_kv_cache_layout(vllm_config, [layouts], specs.values()).name)
+    layout = resolve_kv_cache_layout(vllm_config, [layouts], specs.values()).name
+    record_kv_cache_layout(vllm_config.cache_config, layout)
     cache = vllm_config.cache_config
     override, cache.num_gpu_blocks_override = cache.num_gpu_blocks_override, None
     try:
-        (config,) = get_kv_cache_configs(vllm_config, [specs], [_PLENTY])
+        config = _kv_cache_config(vllm_config, specs)
     finally:
         cache.num_gpu_blocks_override = override
     groups = config.kv_cache_groups
@@ -111,6 +111,20 @@ def _grouped(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> Groups:
         for group in groups
     )
     return Groups(groups, _PLENTY // config.num_blocks, needed)
+
+
+def _kv_cache_config(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> KVCacheConfig:
+    """What vLLM would allocate in memory for all."""
+    try:
+        from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
+    except ImportError:  # before 0.33
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+        (config,) = get_kv_cache_configs(vllm_config, [specs], [_PLENTY])
+    else:
+        groups = get_global_kv_cache_groups(vllm_config, [specs])
+        (config,) = get_kv_cache_configs(vllm_config, [specs], [_PLENTY], groups)
+    return config
 
 
 def _kind(spec: KVCacheSpec) -> str:

@@ -22,7 +22,7 @@ from pointsman.integrations.vllm.operation import of_rank, served_name
 from pointsman.integrations.vllm.recordings import RecordingFile
 from pointsman.integrations.vllm.results import REASONS
 from pointsman.integrations.vllm.settings import read_observer_settings, read_settings, scheduler_config
-from pointsman.integrations.vllm.support import TESTED_BY_RUNNING, lacking_in_simulator, minor_version
+from pointsman.integrations.vllm.support import TESTED, lacking_in_simulator, minor_version
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -167,8 +167,8 @@ def _begin(
     logger.info("Pointsman observes vLLM's own scheduler; times, lengths and renamed prompts go to %s", path)
     if lacks:
         logger.warning("Pointsman's simulator lacks %s: it cannot simulate this recording", ", ".join(lacks))
-    if minor_version(vllm.__version__) != TESTED_BY_RUNNING:
-        logger.info("Observer was tested with vLLM %s, and this is %s", TESTED_BY_RUNNING, vllm.__version__)
+    if minor_version(vllm.__version__) not in TESTED:
+        logger.info("Observer was tested with vLLM %s, and this is %s", ", ".join(TESTED), vllm.__version__)
     return Observation(
         scheduler,
         file,
@@ -186,7 +186,11 @@ def _config(
     `lacks`."""
     try:
         return scheduler_config(
-            vllm_config, kv_cache_config, block_size, read_settings(_VLLM_DECISIONS).knobs
+            vllm_config,
+            kv_cache_config,
+            block_size,
+            read_settings(_VLLM_DECISIONS, vllm.__version__).knobs,
+            vllm.__version__,
         ).to_dict()
     except ConfigError as error:
         lacks.append(f"these settings ({error})")

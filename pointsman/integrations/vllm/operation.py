@@ -111,7 +111,7 @@ class Operation:
             lines.append(f"ask it why requests wait: pointsman explain --socket {self._control.path}")
         if self.recordings.current is not None:
             lines.append(f"every call and decision, prompts included, goes to {self.recordings.current.name}")
-        not_run = untested_parts(vllm_config, vllm.__version__)
+        not_run = untested_parts(vllm_config)
         if not_run:
             lines.append(f"not tested so far: {', '.join(not_run)}")
         return lines

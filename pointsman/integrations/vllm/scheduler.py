@@ -92,7 +92,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
 
 new_grammar_output = maker(
-    GrammarOutput, "structured_output_request_ids", "grammar_bitmask", optional=("num_acceptable_drafts",)
+    GrammarOutput,
+    "structured_output_request_ids",
+    "grammar_bitmask",
+    "num_acceptable_drafts",
+    optional=("num_acceptable_drafts",),
 )
 new_outputs = maker(
     EngineCoreOutputs,
@@ -143,10 +147,10 @@ class Scheduler:
         log_stats: bool = False,
         **_: Any,
     ) -> None:
-        settings = read_settings(vllm_config.additional_config)
+        settings = read_settings(vllm_config.additional_config, vllm.__version__)
         check_version(vllm.__version__, allows_untested=settings.untested_version)
         check_supported(vllm_config, kv_cache_config)
-        config = scheduler_config(vllm_config, kv_cache_config, block_size, settings.knobs)
+        config = scheduler_config(vllm_config, kv_cache_config, block_size, settings.knobs, vllm.__version__)
         groups = None
         if not is_one_full_group(kv_cache_config):
             own = own_groups(vllm_config, kv_cache_config, config, hash_block_size or block_size)
@@ -189,6 +193,7 @@ class Scheduler:
             uses_mrope=bool(getattr(vllm_config.model_config, "uses_mrope", False)),
             groups=groups,
             num_groups=len(config.kv_groups),
+            num_kv_groups=len(kv_cache_config.kv_cache_groups),
             may_fail=self.core.may_fail,
         )
         self._encoder_inputs: EncoderInputs | EncoderDecoderInputs
@@ -699,7 +704,7 @@ class Scheduler:
         drafts = scheduler_output.scheduled_spec_decode_tokens
         mask = self._grammars.grammar_bitmask(self._requests, names, drafts)
         acceptable = [len(strip_speculative_padding(drafts.get(name, []))) for name in names]
-        return new_grammar_output(names, mask, num_acceptable_drafts=acceptable)
+        return new_grammar_output(names, mask, acceptable)
 
     # ------------------------------------------------------------------ pauses and resets
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -53,6 +55,10 @@ new_output = maker(
         "scheduled_encoder_input_stats",
     ),
 )
+_NAMES_COMMON_PREFIX = any(
+    each.name == "num_common_prefix_blocks" and each.default_factory is MISSING for each in fields(SchedulerOutput)
+)
+"""Whether an output must have them, as in vLLM 0.31."""
 new_cached = maker(
     CachedRequestData,
     "req_ids",
@@ -89,6 +95,7 @@ class OutputMaker:
             embeddings are not.
         groups: the KV blocks, where vLLM's manager keeps them; None: the core's outputs have them.
         num_groups: groups of KV that the core keeps; 0: one of full attention.
+        num_kv_groups: groups of KV that vLLM's workers keep.
         may_fail: whether a policy may fail in the middle of a step.
     """
 
@@ -101,6 +108,7 @@ class OutputMaker:
         uses_mrope: bool = False,
         groups: KVGroups | None = None,
         num_groups: int = 0,
+        num_kv_groups: int = 1,
         may_fail: bool = False,
     ) -> None:
         self._groups = groups
@@ -108,6 +116,9 @@ class OutputMaker:
         self._told = _Told() if may_fail and groups is None else None
         self._is_one_group = groups is None and not num_groups and self._told is None
         """Whether the core's outputs have each block of each row once, in one table."""
+        self._new_output = new_output
+        if _NAMES_COMMON_PREFIX:  # of each group; 0: no attention over it once for all rows
+            self._new_output = partial(new_output, num_common_prefix_blocks=[0] * num_kv_groups)
         self._v2_runner = v2_runner
         self._uses_mrope = uses_mrope
         self._sends_tokens = sends_tokens
@@ -181,7 +192,7 @@ class OutputMaker:
             computed,
             numbers,
         )
-        made = new_output(
+        made = self._new_output(
             self._admitted(output, ids, blocks, block_rows, cached) if count < len(ids) else [],
             cached,
             scheduled,

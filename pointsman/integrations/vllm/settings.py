@@ -11,11 +11,12 @@ import math
 import os
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pointsman.core import ConfigError, SchedulerConfig
 from pointsman.core.presets import PRESETS, SYSTEMS
 from pointsman.integrations.vllm.encoder_inputs import encoder_sizes
+from pointsman.integrations.vllm.support import NEWEST, is_before
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -79,8 +80,12 @@ class Settings:
     """Whether to start with a version of vLLM that was not tested, if no assumption about it is known to be broken."""
 
 
-def read_settings(additional_config: Any) -> Settings:
+def read_settings(additional_config: Any, version: str = NEWEST) -> Settings:
     """The object under the key "pointsman" in vLLM's `additional_config`.
+
+    Args:
+        additional_config: vLLM's.
+        version: of vLLM, whose decisions the preset "vllm" makes.
 
     Raises:
         ConfigError: it is not an object, or has a key that is unknown or that a flag of vLLM sets; or such a key stands
@@ -109,6 +114,8 @@ def read_settings(additional_config: Any) -> Settings:
             f"the preset {preset!r} is unknown here; choose one of {', '.join(known)} (others for serving, such as "
             f"{next(name for name in PRESETS if name not in known)}, set what vLLM's own flags set)"
         )
+    if preset == "vllm" and is_before(version, "0.33"):
+        preset = "vllm-0.32"
     for name in knobs:
         if name in FLAGS:
             raise ConfigError(f"{name} is vLLM's own: set it with {FLAGS[name] or 'nothing, it follows the model'}")
@@ -172,9 +179,13 @@ def _given(additional_config: Any, keys: Set[str]) -> Any:
 
 
 def scheduler_config(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int, knobs: Mapping[str, Any]
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    block_size: int,
+    knobs: Mapping[str, Any],
+    version: str = NEWEST,
 ) -> SchedulerConfig:
-    """The core's configuration for vLLM's flags and the further knobs.
+    """The core's configuration for vLLM's flags and the further knobs. Flags mean what they mean in `version`.
 
     Raises:
         ConfigError: a knob is out of range, or has no effect.
@@ -211,7 +222,7 @@ def scheduler_config(
         "enable_kv_cache_events": events is not None and events.enable_kv_cache_events,
         "encoder_budget": encoder_budget,
         "encoder_cache_size": encoder_cache_size,
-        "split_encoder_inputs": not (encoder_budget and getattr(scheduler, "disable_chunked_mm_input", False)),
+        "split_encoder_inputs": _splits(vllm_config, version) if encoder_budget else True,
         "keep_embeddings": not (encoder_budget and vllm_config.model_config.is_encoder_decoder),
         "order": order,
     }
@@ -223,6 +234,13 @@ def scheduler_config(
     if not settled["full_sequence_must_fit"]:  # of a preset, without effect then
         settled.pop("count_owed_blocks", None)
     return SchedulerConfig(**settled)
+
+
+def _splits(vllm_config: VllmConfig, version: str) -> bool | Literal["begun"]:
+    """Where a chunk of a prompt may end within an image."""
+    if not getattr(vllm_config.scheduler_config, "disable_chunked_mm_input", False):
+        return True
+    return "begun" if is_before(version, "0.33") else False
 
 
 def _watermark(share: float, num_blocks: int) -> float:

@@ -26,6 +26,8 @@ class StateEnds:
         hash_block_size: tokens of a hash.
         finds_parts: whether a prefix can be found up to a hash inside a block.
         max_chunk: tokens of the longest chunk that vLLM's flags allow.
+        is_before_0_32: whether the workers are those of an older vLLM: they keep states within chunks at every hash,
+            and a prompt that ends where a block does is not cut a block earlier.
     """
 
     def __init__(
@@ -36,12 +38,16 @@ class StateEnds:
         *,
         finds_parts: bool,
         max_chunk: int,
+        is_before_0_32: bool,
     ) -> None:
         self.size = int(managers[0].block_size)
         """Tokens between two states that are kept."""
         self.hash_size = hash_block_size
         self.finds_parts = finds_parts and hash_block_size < scheduler_block_size
-        self._checkpoint_size = hash_block_size if self.finds_parts else scheduler_block_size
+        by_hash = self.finds_parts or is_before_0_32
+        self._checkpoint_size = hash_block_size if by_hash else scheduler_block_size
+        self._num_left = 0 if is_before_0_32 else 1
+        """Tokens of a prompt behind the last end that others are to find."""
         self._max_chunk = max_chunk
         specs: list[MambaSpec] = [each.kv_cache_spec for each in managers]
         self._has_checkpoints = all(spec.num_prefill_checkpoint_blocks > 0 for spec in specs)
@@ -68,12 +74,12 @@ class StateEnds:
             # What is never given a whole block goes on within it, and stops at its end.
             if boundary > start or size <= min(most, self._max_chunk):
                 end = boundary
-        stops = [] if keeps_within else [(num_tokens - 1) // size * size]
+        stops = [] if keeps_within else [(num_tokens - self._num_left) // size * size]
         last = stops[0] if stops else 0
         if start % size:  # also where vLLM's own does not: the block that it starts in would count as full
             stops.append((start // size + 1) * size)
         if self.finds_parts and not keeps_within:
-            tail = (num_prompt_tokens - 1) // self.hash_size * self.hash_size
+            tail = (num_prompt_tokens - self._num_left) // self.hash_size * self.hash_size
             if last < tail:
                 stops.append(tail)
         if start < junction < end:

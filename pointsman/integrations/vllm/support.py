@@ -5,6 +5,7 @@ remedy. Importable without vLLM.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -42,9 +43,13 @@ ONE_GROUP = (
     "too, so that fewer requests fit"
 )
 """The remedy for models with windows or chunks beside full attention."""
-TESTED_BY_RUNNING = "0.32"
-TESTED = {TESTED_BY_RUNNING: "run", "0.33": "its dataclasses were checked, it was not run"}
-"""The supported minor versions of vLLM, and how each was tested."""
+TESTED = {
+    "0.31": "run on a CPU",
+    "0.32": "run on a CPU",
+    "0.33": "its Python code run on a CPU, with the compiled parts of 0.32",
+}
+"""The supported minor versions of vLLM, oldest first, and how each was tested."""
+NEWEST = max(TESTED)
 
 
 UNTESTED = (
@@ -69,6 +74,15 @@ def is_tested(version: str) -> bool:
     return minor_version(version) in TESTED
 
 
+def is_before(version: str, minor: str) -> bool:
+    """Whether a version such as "0.32.0+cpu" is older than all of a minor version such as "0.33"."""
+    return _numbers(version) < _numbers(minor)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", minor_version(version)))
+
+
 def problem_of_version(version: str, *, allows_untested: bool = False) -> Refusal | None:
     """Why the installed version of vLLM is not supported; None: it is. Of a version that was not tested the sources are
     read, which takes seconds.
@@ -91,7 +105,7 @@ def problem_of_version(version: str, *, allows_untested: bool = False) -> Refusa
     return Refusal(
         "version",
         f"vLLM {version} is installed, and pointsman.integrations.vllm supports {', '.join(TESTED)}, as vLLM's "
-        f'scheduler interface changes between versions{found}: pip install "vllm=={max(TESTED)}.*"{remedy}',
+        f'scheduler interface changes between versions{found}: pip install "vllm=={NEWEST}.*"{remedy}',
     )
 
 
@@ -125,7 +139,7 @@ def maker(kind: Any, *names: str, optional: Collection[str] = (), left: Collecti
     Args:
         kind: a dataclass, or a structure of msgspec's.
         names: the fields that are given by place.
-        optional: fields that some supported versions lack, and that are dropped there.
+        optional: of all that is given, the fields that some supported versions lack. They are dropped there.
         left: fields that keep their defaults on purpose. `pointsman vllm interface` reads them here, and reports any
             other field with a default that our code does not set as new.
 
@@ -166,12 +180,10 @@ def problems_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) 
     return problems + kv_cache_problems(kv_cache_config) + _replay_problems(vllm_config, kv_cache_config)
 
 
-def untested_parts(vllm_config: VllmConfig, version: str) -> list[str]:
+def untested_parts(vllm_config: VllmConfig) -> list[str]:
     """Parts of the configuration that follow vLLM's interface but have not been run by this project's tests."""
     parallel = vllm_config.parallel_config
     found = []
-    if minor_version(version) != TESTED_BY_RUNNING:
-        found.append(f"vLLM {version} (only {TESTED_BY_RUNNING})")
     if vllm_config.device_config.device_type != "cpu":
         found.append(f"a device of type {vllm_config.device_config.device_type} (only the CPU)")
     if vllm_config.use_v2_model_runner:

@@ -19,6 +19,7 @@ from pointsman.core import (
     StepResult,
 )
 from pointsman.core.kv.content_marks import ContentMarks
+from pointsman.core.policy.gate import Limit
 from pointsman.core.state.reason import Holder
 from tests.core.helpers import Host, blocks_of, cached_of, names, tokens_of
 from tests.property.embeddings import ShadowEncoder
@@ -40,6 +41,16 @@ class ImageHost(Host):
     def fail(self, output: SchedulerOutput) -> None:
         super().fail(output)
         self.encoder.void([output], None)
+
+
+class EightTokens(Limit):
+    name = "eight-tokens"
+
+    def clip(self, batch: Any, rows: Any, want: Any) -> None:
+        np.minimum(want, 8, out=want)
+
+    def check(self, request: Request, start: int, want: int, view: Any) -> int:
+        return min(want, 8)
 
 
 def image(
@@ -147,12 +158,38 @@ def test_inputs_without_embeddings_need_no_encoder() -> None:
 
 
 def test_a_chunk_ends_before_an_input_that_it_would_split() -> None:
-    host = ImageHost(max_num_batched_tokens=8, split_encoder_inputs=False)
+    host = ImageHost(max_num_batched_tokens=8, split_encoder_inputs="begun")
     host.add("a", 30, encoder_inputs=[image("cat", 6, 4), image("long", 12, 8, 8), image("dog", 21, 9, 4)])
     told = [(tokens_of(output)["a"], computed(output)) for output in (host.step() for _ in range(5))]
     assert told == [(6, []), (6, ["a:cat"]), (8, ["a:long"]), (1, []), (8, ["a:dog"])], (
         "and the next one begins with it; one that no chunk can hold is split"
     )
+
+
+def test_a_request_waits_for_a_step_with_room_for_its_whole_input() -> None:
+    host = ImageHost(max_num_batched_tokens=8, split_encoder_inputs=False)
+    host.add("a", 5, max_tokens=4)
+    host.add("b", 12, encoder_inputs=[image("cat", 0, 4), image("dog", 4, 8)])
+    host.add("plain", 2, max_tokens=1)
+    assert tokens_of(host.step()) == {"a": 5, "plain": 2}
+    told = [tokens_of(host.step()), tokens_of(host.step())]
+    assert told == [{"a": 1, "b": 4}, {"a": 1}], "beside a's token, no step has room for eight"
+    waits = host.explain("b")
+    assert (waits.reason, waits.missing) == (Reason.BUDGET, 1)
+    assert [tokens_of(host.step()) for _ in range(2)] == [{"a": 1}, {"b": 8}]
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [{"max_num_batched_tokens": 8}, {"long_prefill_token_threshold": 8}, {"token_limits": (EightTokens(),)}],
+    ids=["budget", "threshold", "limits"],
+)
+def test_an_input_that_no_chunk_can_hold_is_split(knobs: dict[str, Any]) -> None:
+    host = ImageHost(split_encoder_inputs=False, **knobs)
+    host.add("a", 14, encoder_inputs=[image("long", 2, 12, 4)], max_tokens=1)
+    host.add("b", 1, max_tokens=9)
+    told = [tokens_of(host.step()).get("a") for _ in range(3)]
+    assert told == [2, 8, 4]
 
 
 def test_embeddings_that_are_not_kept_are_freed_when_they_are_passed_and_computed_again() -> None:
@@ -180,8 +217,8 @@ def test_a_request_whose_first_token_lacks_embeddings_is_passed_over() -> None:
     assert names(host.step().admitted) == ["b"]
 
 
-def test_where_shortages_are_in_order_a_request_that_lacks_embeddings_is_not_passed_over() -> None:
-    host = ImageHost(encoder_budget=4, shortage="in-order")
+def test_where_encoder_inputs_block_the_queue_nobody_passes_over_them() -> None:
+    host = ImageHost(encoder_budget=4, encoder_blocks_queue=True)
     host.add("a", 8, encoder_inputs=[image("cat", 0, 4)])
     host.add("b", 8, encoder_inputs=[image("dog", 0, 4)])
     host.add("plain", 8)

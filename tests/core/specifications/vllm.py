@@ -1,8 +1,9 @@
-"""vLLM 0.32, V1 scheduler: running requests first, one list walked in order, then waiting ones (seeds 002 and 003).
+"""vLLM 0.31 to 0.33, V1 scheduler: running requests first, in one list, then waiting ones (seeds 002 and 003).
 
 Beside the descriptions: what a preempted request was granted in this step goes to those behind the row that asks; if
-the row that asks is itself the victim the walk ends; the queue of "priority" is sorted by priority and arrival, and has
-no front for the preempted. Watermark, long-prefill threshold and lookahead are off, as by default.
+the row that asks is itself the victim the walk ends in 0.32, and goes on in 0.33; the queue of "priority" is sorted by
+priority and arrival, and has no front for the preempted. Watermark, long-prefill threshold and lookahead are off, as by
+default.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from .sequences import Decision, Sequence, Specification
 
 
 class Vllm(Specification):
+    stops_behind_itself = False
+
     def schedule(self) -> Decision:
         decision = Decision()
         granted: dict[Sequence, int] = {}
@@ -35,7 +38,11 @@ class Vllm(Specification):
                 budget += granted.pop(victim, 0)
                 self.preempt(victim, decision)
                 if victim is sequence:
+                    break
+            if sequence not in self.running:
+                if self.stops_behind_itself:
                     return budget
+                continue
             self.cache.grow(sequence, sequence.computed + num_tokens)
             granted[sequence] = num_tokens
             budget -= num_tokens
@@ -69,3 +76,7 @@ class Vllm(Specification):
             decision.cached[sequence.name] = hit
             self.compute(sequence, num_tokens, decision)
             budget -= num_tokens
+
+
+class Vllm032(Vllm):
+    stops_behind_itself = True

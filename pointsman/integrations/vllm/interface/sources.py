@@ -234,7 +234,7 @@ class Class:
             elif isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, Member(self, node.name, node))
         for method in methods:
-            for name, assignment in _assigned_to_self(method.node):
+            for name, assignment in assigned_to_self(method.node):
                 before = found.get(name)
                 if before is None or (isinstance(assignment, ast.AnnAssign) and isinstance(before.node, ast.Assign)):
                     found[name] = Member(self, name, assignment, method)
@@ -561,7 +561,7 @@ def _assigned(node: ast.Assign | ast.AnnAssign) -> Iterator[str]:
                 yield each.id
 
 
-def _assigned_to_self(
+def assigned_to_self(
     method: ast.FunctionDef | ast.AsyncFunctionDef,
 ) -> Iterator[tuple[str, ast.Assign | ast.AnnAssign]]:
     arguments = [*method.args.posonlyargs, *method.args.args]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pointsman.integrations.vllm.interface.sources import (
     Class,
@@ -17,6 +17,7 @@ from pointsman.integrations.vllm.interface.sources import (
     Module,
     Sources,
     Variable,
+    assigned_to_self,
 )
 
 UNKNOWN = External("?")
@@ -79,6 +80,8 @@ class Maker:
     """Dropped where a version lacks them."""
     left: frozenset[str]
     """Left at their defaults on purpose."""
+    given: frozenset[str] = frozenset()
+    """Given by `functools.partial`."""
 
 
 Option = Instance | Class | Module | Bound | Container | MethodOf | Attributes | Bases | Maker | External
@@ -247,7 +250,8 @@ class Types:
             bind(node.optional_vars, lambda at: (UNKNOWN,))
         elif isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
-                scope.names[alias.asname or alias.name] = [lambda at, alias=alias: self._import(node, alias, at)]  # type: ignore[misc]
+                bound = scope.names.setdefault(alias.asname or alias.name, [])
+                bound.append(lambda at, alias=alias: self._import(node, alias, at))  # type: ignore[misc]
         elif isinstance(node, ast.ClassDef):
             scope.names[node.name] = [lambda at: (self.local_class(node, at),)]
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -269,7 +273,10 @@ class Types:
             module = self.sources.module(alias.name if alias.asname else alias.name.partition(".")[0])
             return (module,) if isinstance(module, Module) else (UNKNOWN,)
         found = self.sources.module(scope.module.absolute(node))
-        return self._of_definition(self.sources.find(found, alias.name)) if isinstance(found, Module) else (UNKNOWN,)
+        if found is None:
+            return ()
+        what = self.sources.find(found, alias.name) if isinstance(found, Module) else found
+        return () if what is None else self._of_definition(what)
 
     def local_class(self, node: ast.ClassDef, scope: Scope) -> Class:
         """A class within a function, whose bases may be arguments of it."""
@@ -350,7 +357,12 @@ class Types:
         if member.method is None:
             return self.infer(member.node.value, Scope(member.owner.module))
         scope = self.scope_of(member.method.node, member.method.module, kind, None)
-        return self._part_of(member.node, name, self.infer(member.node.value, scope))
+        assignments = [node for each, node in assigned_to_self(member.method.node) if each == name]
+        return joined(
+            self._part_of(node, name, self.infer(node.value, scope))
+            for node in assignments
+            if isinstance(node, ast.Assign)
+        )
 
     def _part_of(self, node: ast.Assign, name: str, value: Type) -> Type:
         """Of `self.a, self.b = value`, the part for one attribute."""
@@ -461,6 +473,9 @@ class Types:
             return joined([self.attribute(of[0], str(node.args[1].value)), *of[2:]])
         if name == "maker" and of:
             return tuple(_maker(node, each) if isinstance(each, Class) else UNKNOWN for each in of[0])
+        if name == "partial" and of:
+            names = frozenset(each.arg for each in node.keywords if each.arg is not None)
+            return tuple(replace(each, given=names) if isinstance(each, Maker) else UNKNOWN for each in of[0])
         if name == "map" and of:
             return (Container("list", (self._called(of[0]),)),)
         if name == "type" and len(of) == 1:

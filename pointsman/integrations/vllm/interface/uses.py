@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -76,6 +75,7 @@ class Reader:
         self._guarded: set[tuple[str, str]] = set()
         self._ours: set[str] = set()  # private names under which our code keeps something in vLLM's objects
         self._may_fail = False  # within a `try` that catches a failing import
+        self._has_failed = False  # one there has failed
 
     def read(self, modules: list[Module]) -> None:
         """Read modules twice: first for what objects carry, which others of them read, and then for assumptions."""
@@ -121,6 +121,7 @@ class Reader:
         if holds is None:
             found = f"{module} cannot be read"
         if self._may_fail and holds is False:
+            self._has_failed = True
             self._note_fallback("name", node, expected, "the import is caught")
         elif not self._may_fail:
             self._note("name", node, expected, holds, found)
@@ -168,11 +169,14 @@ class Reader:
         function: ast.expr = node.func
         if isinstance(function, ast.Name) and function.id == "map" and node.args:
             function, given = node.args[0], Arguments(len(node.args) - 1, frozenset())
-        for option in self.types.infer(function, scope):
+        options = self.types.infer(function, scope)
+        makers = [(option.kind, self._by_names(node, option, given)) for option in options if isinstance(option, Maker)]
+        if makers:  # of several, a version takes one
+            fits = [each for each in makers if each[0].constructor is None or not each[0].constructor.problem(each[1])]
+            self._note_made(node, *(fits or makers)[0])
+        for option in options:
             if isinstance(option, Class):
                 self._note_made(node, option, given)
-            elif isinstance(option, Maker):
-                self._note_made(node, option.kind, self._by_names(node, option, given))
             elif isinstance(option, Bound) and option.function.module.name.partition(".")[0] == VLLM:
                 function_node = option.function.node
                 name = option.function.name
@@ -180,10 +184,11 @@ class Reader:
 
     def _by_names(self, node: ast.Call, maker: Maker, given: Arguments) -> Arguments:
         """What a maker gives, by the names of the fields."""
-        lacking = {name for name in given.keywords & maker.optional if name not in maker.kind.fields}
+        names = frozenset(maker.fields[: given.num_positional]) | given.keywords | maker.given
+        lacking = names & maker.optional - maker.kind.fields.keys()
         for name in sorted(lacking):
             self._note_fallback("field", node, f"{maker.kind.name}.{name}", "it is not given")
-        return Arguments(0, frozenset(maker.fields[: given.num_positional]) | given.keywords - lacking)
+        return Arguments(0, names - lacking)
 
     def _note_made(self, node: ast.Call, kind: Class, given: Arguments) -> None:
         """An object is constructed."""
@@ -209,7 +214,8 @@ class Reader:
             self.made.setdefault(kind, set()).update(option.left)
             self.made_at[kind] = f"{self._module.path.name}:{node.lineno}"
             for name in option.fields:
-                self._note_field(node, kind, name)
+                if name not in option.optional:
+                    self._note_field(node, kind, name)
 
     def _note_replaced(self, node: ast.Call, scope: Scope) -> None:
         for kind in filter(_is_of_vllm, instances(self.types.infer(node.args[0], scope))):
@@ -274,10 +280,7 @@ class Reader:
                 self._visit(value, scope)
                 scope = self.types.narrowed(value, scope)
         elif isinstance(node, ast.Try):
-            catches = {name for each in node.handlers for name in _names(each.type)}
-            with self._within(bool(catches & _CATCHES_IMPORT)):
-                self._visit_all(node.body, scope)
-            self._visit_all([*node.handlers, *node.orelse, *node.finalbody], scope)
+            self._visit_try(node, scope)
         elif isinstance(node, ast.AnnAssign):
             self._visit_all([node.target, *([node.value] if node.value is not None else [])], scope)
         else:
@@ -288,11 +291,16 @@ class Reader:
         for node in nodes:
             self._visit(node, scope)
 
-    @contextmanager
-    def _within(self, may_fail: bool) -> Iterator[None]:
-        before, self._may_fail = self._may_fail, self._may_fail or may_fail
-        yield
+    def _visit_try(self, node: ast.Try, scope: Scope) -> None:
+        """Where a failing import is caught, what runs depends on whether vLLM has the name."""
+        if not {name for each in node.handlers for name in _names(each.type)} & _CATCHES_IMPORT:
+            self._visit_all([*node.body, *node.handlers, *node.orelse, *node.finalbody], scope)
+            return
+        before, self._may_fail, self._has_failed = self._may_fail, True, False
+        self._visit_all(node.body, scope)
         self._may_fail = before
+        self._visit_all(node.handlers if self._has_failed else node.orelse, scope)
+        self._visit_all(node.finalbody, scope)
 
     def _visit_import(self, node: ast.Import | ast.ImportFrom, *, at_runtime: bool) -> None:
         for alias in node.names:
