@@ -339,12 +339,15 @@ def _show_findings(found: Findings, everything: bool) -> None:
         console.print(Text(f"all {known} that can be checked hold", style="bold green"))
     _show_part(console, f"{len(found.broken)} do not hold:", found.broken, "vLLM has", "bold red")
     _show_part(console, f"{len(found.new)} new in vLLM:", found.new, "here", "bold")
-    lost = [each for each in found.fallbacks if everything or each.kind == "name"]
-    _show_part(console, f"{len(lost)} missing in vLLM, and done without:", lost, "here", "bold")
+    done_without, unknown = (
+        f"{len(found.fallbacks)} missing in vLLM, and done without",
+        f"{len(found.unknown)} not known",
+    )
     if everything:
-        _show_part(console, f"{len(found.unknown)} not known:", found.unknown, "because", "bold")
-    elif found.unknown:
-        console.print(Text(f"{len(found.unknown)} not known (--all lists them)"))
+        _show_part(console, f"{done_without}:", found.fallbacks, "here", "bold")
+        _show_part(console, f"{unknown}:", found.unknown, "because", "bold")
+    elif found.fallbacks or found.unknown:
+        console.print(Text(f"{done_without}; {unknown} (--all lists them)", style="dim"))
 
 
 def _show_part(console: Console, title: str, part: Sequence[Assumption], last: str, style: str) -> None:

@@ -278,7 +278,9 @@ def test_the_command_lists_what_is_broken_and_what_is_new(planted: Path) -> None
     assert done.return_value == 1
     assert f"{len(examine(planted).broken)} do not hold:" in done.output
     assert "new in vLLM:" in done.output and "SchedulerOutput.planted" in done.output
-    assert "not known (--all lists them)" in done.output
+    assert "1 not known (--all lists them)" in done.output and "get_default" not in done.output
+    done = CliRunner().invoke(app, ["interface", "--sources", str(planted), "--all"], standalone_mode=False)
+    assert "get_default" in done.output and "VllmConfig.aux_output_config" in done.output
 
 
 @VLLM_INSTALLED
