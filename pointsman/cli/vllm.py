@@ -22,7 +22,8 @@ from rich.text import Text
 
 from pointsman.cli.errors import EXIT_FAILED, EXIT_OK, CommandError
 from pointsman.core import SchedulerStats
-from pointsman.core.observe.explain import lacking
+from pointsman.core.observe.explain import in_words, lacking
+from pointsman.core.policy.guard import Replaced
 from pointsman.integrations.vllm.client import Connection, ControlUnavailable, Refused, connect
 
 if TYPE_CHECKING:
@@ -149,6 +150,8 @@ def _show_table(answer: Mapping[str, Any], limit: int | None) -> None:
     console.print(f"{counts['running']} running, {counts['waiting']} waiting, {counts['parked']} parked")
     if answer["requests"]:
         console.print(table)
+        for replaced in answer["requests"][0]["replaced_policies"]:
+            console.print(Text(in_words(Replaced(**replaced))), soft_wrap=True)
     if limit is not None and len(answer["requests"]) == limit < sum(counts.values()):
         console.print(f"only the {limit} oldest are shown; --limit shows more")
 
@@ -180,7 +183,8 @@ def _why(request: Mapping[str, Any]) -> str:
 def _show_one(request: Mapping[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(Text(request["explanation"], style="bold"))
-    facts = {key: value for key, value in request.items() if key not in ("explanation", "holders", "num_holders")}
+    apart = ("explanation", "holders", "num_holders", "replaced_policies")  # the explanation has the policies
+    facts = {key: value for key, value in request.items() if key not in apart}
     width = max(map(len, facts))
     for key, value in facts.items():
         if value is not None:
@@ -245,9 +249,10 @@ def _lines(definition: Any, reading: Any, labels: Mapping[str, str]) -> Iterator
     if not isinstance(reading, Mapping):
         yield f"{definition.name}{_braced(labels)} {reading}"
         return
-    assert definition.label is not None
+    further = [label for label in (definition.label, definition.second_label) if label is not None]
     for value, number in reading.items():
-        yield f"{definition.name}{_braced({**labels, definition.label: value})} {number}"
+        values = (value,) if isinstance(value, str) else value
+        yield f"{definition.name}{_braced({**labels, **dict(zip(further, values, strict=True))})} {number}"
 
 
 def _braced(labels: Mapping[str, str]) -> str:

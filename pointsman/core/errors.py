@@ -52,4 +52,13 @@ class InvariantError(PointsmanError, AssertionError):
 
 
 class PolicyError(PointsmanError, RuntimeError):
-    """A policy raised, or broke its contract. The step that asked it is void; no request is lost."""
+    """A policy raised, or broke its contract. The step that asked it is void; no request is lost.
+
+    Args:
+        message: names the policy.
+        what: it did.
+    """
+
+    def __init__(self, message: str, what: str = "") -> None:
+        super().__init__(message)
+        self.what = what

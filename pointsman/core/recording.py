@@ -171,7 +171,11 @@ class Recorder(Listener):
         self._answers = answers
         connector = None if answers is None else {"saves_evicted": answers.saves_evicted}
         header |= {"config": config.to_dict(), "policies": policies}
-        self._write({**header, "start": start._asdict(), "connector": connector})
+        numbers = start._asdict()
+        replaced = [list(each) for each in numbers.pop("replaced")]
+        if replaced:  # earlier versions, which know of none, read every other recording
+            numbers["replaced"] = replaced
+        self._write({**header, "start": numbers, "connector": connector})
 
     @property
     def state(self) -> RecordingState:

@@ -13,6 +13,7 @@ from typing import Any
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import ConfigError, PointsmanError, PolicyError
 from pointsman.core.kv.connector import RecordedConnector
+from pointsman.core.policy.guard import Replaced
 from pointsman.core.recording import (
     FORMAT,
     FORMAT_VERSION,
@@ -158,11 +159,19 @@ class _Replay:
         if header.get("connector") is not None:
             self._connector = RecordedConnector(header["connector"]["saves_evicted"])
         try:
-            scheduler = Scheduler(SchedulerConfig(**config), connector=self._connector, start=Start(**header["start"]))
+            numbers = header["start"]
+            replaced = tuple(Replaced(*each) for each in numbers.get("replaced", ()))
+            start = Start(**{**numbers, "replaced": replaced})
+            scheduler = Scheduler(SchedulerConfig(**config), connector=self._connector, start=start)
         except (TypeError, ConfigError) as error:
             raise RecordingError(
                 f"line 1: the configuration cannot be used: {shown(str(error), MAX_MESSAGE)}"
             ) from error
+        for failed in scheduler.replaced_policies:
+            if failed not in replaced:
+                raise RecordingError(
+                    f"{failed.kind} {failed.policy!r} decided, and cannot be used here: {failed.error}; correct it"
+                )
         for name, version in header.get("policies", {}).items():
             here = scheduler.policies.get(name)
             if here != version:

@@ -38,7 +38,7 @@ from pointsman.core.observe.request_log import RequestLog
 from pointsman.core.observe.stats import SchedulerStats, Statistics
 from pointsman.core.observe.watchdog import Stall, Watchdog
 from pointsman.core.policy.fcfs import FirstComeFirstServed
-from pointsman.core.policy.guard import Guard
+from pointsman.core.policy.guard import Guard, Replaced, replaced_among
 from pointsman.core.recording import Recorder, RecordingState
 from pointsman.core.state.events import Call, Events, Listener, Need, send
 from pointsman.core.state.inputs import EncoderInput
@@ -143,7 +143,7 @@ class Scheduler:
             self._listeners = (*self._listeners, recorder)
         self._assemble(start, answers or connector)
         if recorder is not None:
-            recorder.start(config, start, self.policies, answers)
+            recorder.start(config, start._replace(replaced=self.replaced_policies), self.policies, answers)
 
     def _assemble(self, start: Start, connector: KVConnector | None = None) -> None:
         """Create all parts for the present configuration; statistics and listeners stay."""
@@ -205,10 +205,24 @@ class Scheduler:
             send(self._events.called, Call("schedule", now, {"output": output}))
         return output
 
+    def schedule_again(self, now: float) -> SchedulerOutput:
+        """As `schedule`, for a host that can decide a step anew at once: again, until no policy fails in it. A policy
+        that does not stop is replaced.
+
+        Raises:
+            StepOrderError: as in `schedule`.
+        """
+        while True:
+            try:
+                return self.schedule(now)
+            except PolicyError:
+                continue
+
     def _note_policy_failure(self, error: PolicyError, now: float) -> None:
-        for guard in self._guards:
-            guard.step_failed(self._config.max_policy_failures)
         self._statistics.num_policy_failures += 1
+        for guard in self._guards:
+            if guard.step_failed(self._config.max_policy_failures):
+                self._statistics.policy_failures[guard.kind, guard.spec] += 1
         if self._events.called:
             send(self._events.called, Call("schedule_failed", now, {"error": str(error)}))
 
@@ -344,9 +358,19 @@ class Scheduler:
     def horizon(self, limit: int = MAX_INT) -> int:
         """How many of the next `limit` steps are sure to let every running request decode one token, and to do nothing
         else, if no call but `advance` comes before them and no token stops a request. 0: the next one must be
-        scheduled; also while a step is in flight, or a listener wants every step.
+        scheduled; also while a step is in flight, a listener wants every step, or a policy fails: a step can fail for
+        that, and this call cannot.
         """
-        return self._fast_forward.horizon(limit)
+        if not self._guards:
+            return self._fast_forward.horizon(limit)
+        if not all(guard.is_sound() for guard in self._guards):
+            return 0
+        try:
+            return self._fast_forward.horizon(limit)
+        except PolicyError:
+            for guard in self._guards:
+                guard.forget_failure()
+            return 0
 
     def advance(
         self,
@@ -743,13 +767,13 @@ class Scheduler:
                 f"{self.num_parked} parked, {self.num_steps_in_flight} step(s) in flight, and ends to tell of"
             )
         # One step number is left out, so that drafts for an earlier step are stale and not checked.
-        start = Start(self._next_step_id + 1, self._table.next_serial)
+        start = Start(self._next_step_id + 1, self._table.next_serial, self.replaced_policies)
         kv, pause = self._kv, self._admission.pause
         self._recorder = recorder
         self._listeners = (*self._listeners, recorder)
         self._assemble(start)
         self._kv.continue_reports(kv)
-        recorder.start(self._config, start, self.policies)
+        recorder.start(self._config, start._replace(replaced=self.replaced_policies), self.policies)
         if pause is not None:
             self.pause(pause.since, pause.mode)
 
@@ -780,6 +804,12 @@ class Scheduler:
     def policies(self) -> dict[str, int]:
         """The policies that decide, by name, with their versions."""
         return {policy.name: policy.version for policy in self._parts.policies if policy.name}
+
+    @property
+    def replaced_policies(self) -> tuple[Replaced, ...]:
+        """Policies of other packages that failed too often, or could not be constructed, and what decides in their
+        place."""
+        return replaced_among(self._parts.policies)
 
     @property
     def may_fail(self) -> bool:

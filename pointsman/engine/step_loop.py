@@ -15,7 +15,6 @@ because nothing in it takes long, is updated and reported at its end as if there
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pointsman.core.errors import PolicyError
 from pointsman.engine.errors import EngineStepError
 
 if TYPE_CHECKING:
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
     from pointsman.engine.model.runner import ModelRunner, PreparedStep, StepExecution
     from pointsman.engine.outputs.processor import OutputProcessor
     from pointsman.engine.pausing import Pausing
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -175,7 +171,7 @@ class StepLoop:
         started = time.perf_counter()
         self._before_schedule()
         now = self._clock()
-        self.last_output = output = self._decided(now)
+        self.last_output = output = self._scheduler.schedule_again(now)
         for request, num_external in zip(output.admitted, output.num_external_tokens.tolist(), strict=True):
             self._outputs.note_scheduled(request, now, num_external)
         if self._runner.connector is not None and output.finished:  # loads that took too long
@@ -185,15 +181,6 @@ class StepLoop:
         self._counters.num_steps += 1
         self._counters.scheduler_time += time.perf_counter() - started
         return output
-
-    def _decided(self, now: float) -> SchedulerOutput:
-        """The next step. Where a policy of another package fails, it is decided again: the scheduler replaces the
-        policy if it does not stop."""
-        while True:
-            try:
-                return self._scheduler.schedule(now)
-            except PolicyError as error:
-                logger.warning("%s; the step is scheduled again", error)
 
     def _update(self, output: SchedulerOutput, execution: StepExecution) -> StepUpdate:
         """Give the scheduler the result of the oldest step in flight; its report must follow."""

@@ -312,7 +312,7 @@ class Replica:
 
     def _schedule(self) -> tuple[SchedulerOutput, float]:
         """The next step, and how long it takes, in seconds; 0 for one that runs nothing."""
-        output = self.scheduler.schedule(self.now)
+        output = self.scheduler.schedule_again(self.now)
         copying = 0.0
         if self.host is not None and (copies := self.host.copy(output)) is not None:
             self._copies[output.step_id] = copies

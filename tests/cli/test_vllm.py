@@ -10,12 +10,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pointsman.cli import main
 from pointsman.cli.vllm import METRICS
+from pointsman.core.policy.victim import Latest
 from pointsman.server.metrics.readings import SCRAPED
 from tests.integrations.vllm_operated import Operated, operated
 
@@ -87,6 +89,27 @@ def test_one_request_is_told_in_full(host: Operated, run: Run) -> None:
 def test_several_samples_of_an_answer_are_a_table(host: Operated, run: Run) -> None:
     _, out, _ = run("explain", "--socket", host.control.path, "cmpl-a")
     assert [line.split()[0] for line in out.splitlines()[2:]] == ["cmpl-a-0-x", "cmpl-a-1-y"]
+
+
+def test_a_replaced_policy_is_named_with_what_decides_instead(tmp_path: Path, run: Run) -> None:
+    class Odd(Latest):
+        name = "odd"
+
+        def attach(self, view: Any) -> None:
+            raise KeyError("nothing")
+
+    words = "latest decides in the place of victim 'odd', which failed: attach raised KeyError: 'nothing'."
+    with operated(tmp_path / "s", victim=Odd()) as host:
+        host.add("a")
+        host.add("b")
+        assert run("explain", "--socket", host.control.path)[1].splitlines()[-1] == words
+        assert run("explain", "--socket", host.control.path, "a")[1].splitlines()[0].endswith(f". {words}")
+        lines = run("explain", "--socket", host.control.path, "--json")[1].splitlines()
+        replaced = {"kind": "victim", "policy": "odd", "by": "latest", "error": "attach raised KeyError: 'nothing'"}
+        assert [json.loads(line)["replaced_policies"] for line in lines] == [[replaced], [replaced]]
+        metrics = run("metrics", "--socket", host.control.path)[1]
+    assert 'engine="0",kind="victim",policy="odd"} 0' in metrics
+    assert re.search(r'pointsman:replaced_policies\{.*kind="victim"\} 1', metrics)
 
 
 def test_as_json_each_request_is_a_line(host: Operated, run: Run) -> None:

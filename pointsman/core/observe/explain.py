@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pointsman.core.config import SchedulerConfig
-from pointsman.core.policy.guard import head_of
+from pointsman.core.policy.guard import Replaced, head_of, replaced_among
 from pointsman.core.state.inputs import Adapter
 from pointsman.core.state.output import SchedulerOutput
 from pointsman.core.state.reason import Deferral, Holder, Reason, Recovery
@@ -40,8 +40,11 @@ class Explanation:
     not left out of the newest step."""
     sentence: str
     """The explanation as text."""
-    order_words: str
-    """The end of `sentence` that is the order's own, which may speak of tenants; "": it says nothing."""
+    policy_words: str
+    """The end of `sentence` in the words of policies, which may speak of tenants: what the order says, and what became
+    of policies that failed. "": they say nothing."""
+    replaced_policies: tuple[Replaced, ...]
+    """Policies of other packages that failed, of the scheduler: the default decides in the place of each."""
     resource: str | None
     """What it lacks, such as "KV blocks" or "sequence slots": the unit of `missing`, and of what the holders hold.
     None: nothing that is counted."""
@@ -90,7 +93,9 @@ def explain(request: Request, parts: Parts, config: SchedulerConfig) -> Explanat
     missing = why.missing if why is not None and has_own else 0
     holders = CAUSES[reason].holders(request, parts) if reason is not None else []
     holding = request._state.holding
+    replaced = replaced_among(parts.policies)
     words = _words_of_the_order(request, parts) if reason is Reason.BEHIND else ""
+    words += "".join(f" {in_words(each)}" for each in replaced)
     return Explanation(
         request_id=request.request_id,
         status=request.status,
@@ -100,7 +105,8 @@ def explain(request: Request, parts: Parts, config: SchedulerConfig) -> Explanat
         + _of_recovery(request, parts)
         + _retention(request, parts)
         + words,
-        order_words=words,
+        policy_words=words,
+        replaced_policies=replaced,
         resource=CAUSES[reason].resource if reason is not None else None,
         holders=tuple(holders[:MAX_HOLDERS]),
         num_holders=len(holders),
@@ -422,6 +428,12 @@ def _words_of_the_order(request: Request, parts: Parts) -> str:
         return ""
     words: str = queue.reason(request)
     return f" {queue.name}: {words}." if words else ""
+
+
+def in_words(replaced: Replaced) -> str:
+    """What became of a policy, as a sentence."""
+    by = replaced.by or f"no {replaced.kind}"
+    return f"{by} decides in the place of {replaced.kind} {replaced.policy!r}, which failed: {replaced.error}."
 
 
 def _shown(holder: Holder) -> str:

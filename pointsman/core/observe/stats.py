@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from pointsman.core.policy.guard import Guard, head_of
+from pointsman.core.policy.guard import Guard, head_of, replaced_among
 from pointsman.core.state.events import (
     Admitted,
     Listener,
@@ -65,8 +65,11 @@ class SchedulerStats:
     num_failed_steps: int
     num_policy_failures: int
     """Steps that failed before they were decided, because of a policy of another package."""
+    policy_failures: dict[str, dict[str, int]]
+    """By kind and by how it is named, the steps that each policy of another package failed."""
     num_replaced_policies: dict[str, int]
-    """By kind, policies of other packages that failed too often: the default decides in their place."""
+    """By kind, policies of other packages that failed too often, or could not be constructed: the default decides in
+    their place."""
     num_proposed_tokens: int
     """Drafts that the host proposed for rows that could have them."""
     num_draft_tokens: int
@@ -127,6 +130,8 @@ class Statistics(Listener):
         self.num_recomputed_tokens = 0
         self.num_failed_steps = 0
         self.num_policy_failures = 0
+        self.policy_failures: Counter[tuple[str, str]] = Counter()
+        """Steps that each policy failed, by its kind and how it is named."""
         self.num_proposed_tokens = 0
         self.num_draft_tokens = 0
         self._has_drafts = max_drafts > 0
@@ -253,7 +258,8 @@ class Statistics(Listener):
             num_evictions=kv.num_evictions,
             num_failed_steps=self.num_failed_steps,
             num_policy_failures=self.num_policy_failures,
-            num_replaced_policies=_replaced(parts),
+            policy_failures=_by_kind(self.policy_failures, parts),
+            num_replaced_policies=dict(Counter(each.kind for each in replaced_among(parts.policies))),
             num_proposed_tokens=self.num_proposed_tokens,
             num_draft_tokens=self.num_draft_tokens,
             num_drafts=sum(accepted),
@@ -277,9 +283,13 @@ class Statistics(Listener):
         )
 
 
-def _replaced(parts: Parts) -> dict[str, int]:
-    guards = [policy for policy in parts.policies if isinstance(policy, Guard)]
-    return dict(Counter(guard.kind for guard in guards if guard.replaced))
+def _by_kind(counted: Counter[tuple[str, str]], parts: Parts) -> dict[str, dict[str, int]]:
+    """The failed steps of each policy that can fail, those that have not failed included."""
+    found: dict[str, dict[str, int]] = {}
+    guards = [(guard.kind, guard.spec) for guard in parts.policies if isinstance(guard, Guard)]
+    for kind, policy in dict.fromkeys([*guards, *counted]):
+        found.setdefault(kind, {})[policy] = counted[kind, policy]
+    return found
 
 
 def _waiting_by_reason(parts: Parts) -> dict[str, int]:

@@ -4,16 +4,19 @@ Policies of other packages are wrapped when a scheduler is built; the built-in o
 of an order knows which requests are queued, so an order that forgets one, or returns one twice, is found at once.
 
 A policy that fails again and again is replaced: after `max_policy_failures` failed steps the default of its kind
-decides, until the scheduler is built anew. The failures are forgotten after `SOUND_STEPS` steps without one. All of
-this depends on the calls alone, and a recording has the failed steps, so it replays.
+decides. The failures are forgotten after `SOUND_STEPS` steps without one. A policy that cannot be constructed or
+attached is replaced at the start. All of this depends on the calls alone. A recording has the failed steps, and its
+header the policies that were replaced before, so it replays.
+
+The guard logs each failed step in one line, the first one of a policy with the traceback, and the replacement.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,16 +40,53 @@ SOUND_STEPS = 100
 """Steps without a failure, after which earlier failures of a policy count no more."""
 
 
+class Replaced(NamedTuple):
+    """A policy of another package that failed, so that the default of its kind decides in its place."""
+
+    kind: str
+    policy: str
+    """As it was named."""
+    by: str
+    """The default; "": none, for a reserve or a limit."""
+    error: str
+    """Its last one."""
+
+
 def guarded(kind: str, policy: Any) -> Any:
     """The policy, with every answer checked."""
-    if type(policy).__module__.startswith("pointsman.core.policy."):
+    if is_own(type(policy)):
         return policy
     return _GUARDS[kind](policy)
+
+
+def is_own(policy: type) -> bool:
+    """Whether a class of policies is one of those here, and needs no guard."""
+    return policy.__module__.startswith("pointsman.core.policy.")
+
+
+def in_place_of(kind: str, policy: Any, spec: str, error: str, cause: Exception | None = None) -> Any:
+    """The guard of a policy that is replaced before it decides anything.
+
+    Args:
+        policy: its class, or the object.
+        spec: as it is named.
+        error: what it failed with.
+        cause: the exception, for the log; None: it has been logged.
+    """
+    guard: Guard = _GUARDS[kind](_STARTING_DEFAULTS[kind](policy))
+    guard.name, guard.version, guard.spec = policy.name, getattr(policy, "version", 1), spec
+    guard.replace_at_start(error, cause)
+    return guard
 
 
 def head_of(queue: Order) -> Request:
     """The head of a queue that is not empty, for what only observes."""
     return queue.glance() if isinstance(queue, GuardedOrder) else queue.peek()
+
+
+def replaced_among(policies: Iterable[Any]) -> tuple[Replaced, ...]:
+    """Of a scheduler's policies, those that were replaced."""
+    return tuple(each.replaced for each in policies if isinstance(each, Guard) and each.replaced is not None)
 
 
 class Guard:
@@ -58,53 +98,94 @@ class Guard:
         self.policy = policy
         self.name: str = policy.name
         self.version: int = getattr(policy, "version", 1)
-        self._given_parameters = getattr(policy, "_given_parameters", {})
-        self._error: PolicyError | None = None
+        self.spec = spec_of(policy)
+        """The policy as it is named."""
+        self.replaced: Replaced | None = None
+        """None: the policy decides."""
+        self._error: PolicyError | None = None  # to be raised when the policy is asked next
         self._changes = itertools.count(1)
         self._view: View | None = None
-        self._has_failed = False  # in this step
+        self._failure: PolicyError | None = None  # of this step
         self._num_failures = self._num_sound = 0  # steps: failed ones that count, and those since the newest
-        self.replaced: str = ""
-        """The policy that failed too often, as it was named; empty: it decides."""
+        self._has_logged = False  # a traceback
+        self._cause: Exception | None = None  # of a replacement at the start that is not logged yet
 
     def attach(self, view: View) -> None:
+        """Give the policy its view, at the start. One that fails is replaced."""
         self._view = view
         if hasattr(self.policy, "attach"):
-            self._call("attach", view)
+            try:
+                self.policy.attach(view)
+            except Exception as error:
+                self.replace_at_start(_raised("attach", error), error)
+
+    def replace_at_start(self, error: str, cause: Exception | None) -> None:
+        """The policy cannot be used; `log_start` logs it with the traceback of the cause, if there is one."""
+        self._cause = cause
+        self._replace(error)
+
+    def log_start(self) -> None:
+        """Log that the policy was replaced before it decided anything; nothing happens where that was not so."""
+        cause, self._cause = self._cause, None
+        if cause is not None and self.replaced is not None:
+            _log(
+                "error",
+                f"{self._described()} cannot be used ({self.replaced.error}), and {self._standing_in()}; correct the "
+                "policy and start again",
+                cause,
+            )
 
     def step_succeeded(self) -> None:
         """A step was decided."""
+        self._failure = None
         if self._num_failures:
             self._num_sound += 1
             if self._num_sound >= SOUND_STEPS:
                 self._num_failures = 0
 
-    def step_failed(self, max_failures: int) -> None:
-        """A step failed, maybe because of this policy. It is replaced if it was the last one that it may cost."""
-        if not self._has_failed:
-            return
-        self._has_failed = False
+    def step_failed(self, max_failures: int) -> bool:
+        """A step failed; whether this policy failed in it. It is replaced if that was the last step that it may
+        cost."""
+        failure, self._failure = self._failure, None
+        if failure is None:
+            return False
         self._num_failures, self._num_sound = self._num_failures + 1, 0
-        if self._num_failures >= max_failures and not self.replaced:
-            self.replaced = spec_of(self.policy)
-            self._error = None
-            default = self._default()
-            import logging  # here: it is a tenth of the core's import
+        cause = failure.__cause__ if not self._has_logged else None
+        self._has_logged |= cause is not None
+        if self._num_failures < max_failures:
+            _log("warning", f"{failure} (failed step {self._num_failures}; it is replaced after {max_failures})", cause)
+            return True
+        self._replace(failure.what)
+        _log(
+            "error",
+            f"{failure}. It failed in {self._num_failures} steps, and {self._standing_in()}; correct the policy and "
+            "start again",
+            cause,
+        )
+        return True
 
-            logging.getLogger(__name__).error(
-                "%s %r failed in %d steps, and %s decides in its place from now on; correct the policy and start again",
-                self.kind,
-                self.replaced,
-                self._num_failures,
-                default.name or f"no {self.kind}",
-            )
-            self._replace(default)
+    def is_sound(self) -> bool:
+        """Whether the policy, asked now, would answer, as far as is known."""
+        return self._error is None
+
+    def forget_failure(self) -> None:
+        """What failed was no step: it was asked ahead, and is asked again."""
+        self._failure = None
+
+    def _described(self) -> str:
+        return f"{self.kind} {self.spec!r}"
+
+    def _standing_in(self) -> str:
+        return f"{self.policy.name or f'no {self.kind}'} decides in its place from now on"
 
     def _default(self) -> Any:
         """A built-in policy that can decide from any state."""
         raise NotImplementedError
 
-    def _replace(self, default: Any) -> None:
+    def _replace(self, error: str) -> None:
+        default = self._default()
+        self.replaced = Replaced(self.kind, self.spec, default.name, error)
+        self._error = None
         if self._view is not None:
             default.attach(self._view)
         self.policy = default
@@ -127,33 +208,37 @@ class Guard:
         try:
             return getattr(self.policy, method)(*arguments)
         except Exception as error:
-            raise self._broken(f"{method} raised {type(error).__name__}: {error}") from error
+            raise self._broken(_raised(method, error)) from error
 
-    def _read(self, attribute: str) -> Any:
+    def _read_number(self, attribute: str) -> int:
         try:
-            return getattr(self.policy, attribute)
+            return int(getattr(self.policy, attribute))
         except Exception as error:
-            raise self._broken(f"{attribute} raised {type(error).__name__}: {error}") from error
+            raise self._broken(_raised(attribute, error)) from error
 
     def _tell(self, method: str, *arguments: Any) -> None:
         """As `_call`, where a failure must wait for a moment at which the step can fail."""
         try:
             getattr(self.policy, method)(*arguments)
         except Exception as error:
-            self.fail_next(f"{method} raised {type(error).__name__}: {error}")
+            self.fail_next(_raised(method, error), error)
 
     def _raise_what_failed(self) -> None:
         if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+            self._failure, self._error = self._error, None
+            raise self._failure
 
-    def fail_next(self, what: str) -> None:
+    def fail_next(self, what: str, cause: Exception | None = None) -> None:
         """Raise this when the policy is asked next."""
-        self._error = self._broken(what)
+        self._error = self._to_raise(what)
+        self._error.__cause__ = cause
 
     def _broken(self, what: str) -> PolicyError:
-        self._has_failed = True
-        return PolicyError(f"{self.kind} {spec_of(self.policy)!r}: {what}. The step failed and no request is lost")
+        self._failure = self._to_raise(what)
+        return self._failure
+
+    def _to_raise(self, what: str) -> PolicyError:
+        return PolicyError(f"{self._described()}: {what}. The step failed and no request is lost", what)
 
 
 class GuardedOrder(Guard):
@@ -184,7 +269,7 @@ class GuardedOrder(Guard):
             getattr(self.policy, method)(argument)
         except Exception as error:
             self._distrust()
-            self.fail_next(f"{method} raised {type(error).__name__}: {error}")
+            self.fail_next(_raised(method, error), error)
 
     def _distrust(self) -> None:
         """What the policy did before it failed is not known: all that are queued now are served from here, in the order
@@ -201,7 +286,7 @@ class GuardedOrder(Guard):
         if self._strays:
             return min(self._strays, key=_came)
         head = self._call("peek")
-        if head not in self._queued:
+        if not self._is_queued(head):
             self._distrust()
             raise self._broken(f"peek returned {_named(head)}, which is not queued")
         return head  # type: ignore[no-any-return]
@@ -210,9 +295,19 @@ class GuardedOrder(Guard):
         """As `peek`, for an explanation: no step fails, and the head is the oldest where the policy has none. What is
         asked between steps is in no recording, so it changes nothing."""
         with contextlib.suppress(Exception):
-            if not self._strays and (head := self.policy.peek()) in self._queued:
+            if not self._strays and self._is_queued(head := self.policy.peek()):
                 return head  # type: ignore[no-any-return]
         return min(self._strays or self._queued, key=_came)
+
+    def is_sound(self) -> bool:
+        if self._strays or not self._queued or not super().is_sound():
+            return super().is_sound()
+        with contextlib.suppress(Exception):
+            return self._is_queued(self.policy.peek())
+        return False
+
+    def _is_queued(self, head: Any) -> bool:
+        return isinstance(head, Request) and head in self._queued
 
     def pop(self) -> Request:
         expected = self.peek()
@@ -240,17 +335,17 @@ class GuardedOrder(Guard):
             self.policy.remove(request)
         except Exception as error:
             self._distrust()
-            self.fail_next(f"remove raised {type(error).__name__}: {error}")
+            self.fail_next(_raised("remove", error), error)
 
     def _default(self) -> Any:
-        return PriorityOrder() if self.displaces else FirstComeFirstServed()
+        return _default_order(self)
 
-    def _replace(self, default: Any) -> None:
-        super()._replace(default)
+    def _replace(self, error: str) -> None:
+        super()._replace(error)
         self._strays.clear()
         for request in sorted(self._queued, key=_came):
             request._state.queue_entry = None  # of the order before, if that kept one
-            default.push(request)
+            self.policy.push(request)
 
     def position(self, request: Request) -> int:
         """The number of requests before it, by the guard's own list where the policy cannot say."""
@@ -287,18 +382,23 @@ class GuardedVictim(Guard):
 
     def __init__(self, policy: Victim) -> None:
         super().__init__(policy)
-        self.order = ""
+        self._order = ""
+
+    def follow(self, order: str) -> None:
         """The name of the order, by which the default goes."""
+        self._order = order
+        if self.replaced is not None:
+            self._replace(self.replaced.error)
 
     def _default(self) -> Any:
-        return VICTIMS[default_victim(self.order)]()
+        return VICTIMS[default_victim(self._order)]()
 
     def choose(self, view: View, asking: int) -> int:
         answer = self._call("choose", view, asking)
         num_running = len(view.rows)
         try:
             index = answer.__index__()
-        except (AttributeError, TypeError):
+        except Exception:
             index = -1
         if not 0 <= index < num_running:
             raise self._broken(
@@ -328,7 +428,7 @@ class GuardedReserve(Guard):
     def num_changes(self) -> int:
         if getattr(type(self.policy), "num_changes", 0) == 0 and "num_changes" not in vars(self.policy):
             return next(self._changes)  # it does not say when it changes: it is asked in every step
-        return int(self._read("num_changes"))
+        return self._read_number("num_changes")
 
     def blocks(self, request: Request, demand: Any, view: View) -> int:
         answer = self._call("blocks", request, demand, view)
@@ -356,7 +456,7 @@ class GuardedLimit(Guard, Limit):
     def revision(self) -> int:  # type: ignore[override]
         if type(self.policy).revision == 0 and "revision" not in vars(self.policy):
             return next(self._changes)
-        return int(self._read("revision"))
+        return self._read_number("revision")
 
     def horizon(self, num_steps: int) -> int:
         return super().horizon(num_steps) if type(self.policy).horizon is not Gate.horizon else 0
@@ -423,13 +523,13 @@ class GuardedEviction(Guard):
         try:
             answer = self.policy.retained(request, num_blocks, now)
         except Exception as error:
-            self.fail_next(f"retained raised {type(error).__name__}: {error}")
+            self.fail_next(_raised("retained", error), error)
             return 0, now, 0
         try:
             count, until, label = answer
             is_sound = 0 <= count.__index__() <= num_blocks and 0 <= label.__index__() <= MAX_INT
             is_sound = is_sound and float(until) == until
-        except (AttributeError, TypeError, ValueError, OverflowError):  # of an int that no float can hold
+        except Exception:  # whatever an answer of another type raises
             is_sound = False
         if not is_sound:
             self.fail_next(
@@ -453,6 +553,22 @@ def _hearing(guard: Guard) -> Policy:
     return hearing
 
 
+def _raised(method: str, error: Exception) -> str:
+    return f"{method} raised {type(error).__name__}: {error}"
+
+
+def _log(level: str, message: str, cause: BaseException | None) -> None:
+    import logging  # here: it is a tenth of the core's import
+
+    logger = logging.getLogger(__name__)
+    getattr(logger, level)("%s", message, exc_info=cause)
+
+
+def _default_order(order: Any) -> Any:
+    """The default in the place of an order, or of a class of orders."""
+    return PriorityOrder() if getattr(order, "displaces", False) is True else FirstComeFirstServed()
+
+
 def _came(request: Request) -> tuple[float, int]:
     return request.arrival_time, request.sequence_number
 
@@ -468,3 +584,11 @@ _GUARDS: dict[str, Callable[[Any], Any]] = {
     "limit": GuardedLimit,
     "eviction": GuardedEviction,
 }
+_STARTING_DEFAULTS: dict[str, Callable[[Any], Any]] = {
+    "order": _default_order,
+    "victim": lambda _: VICTIMS[default_victim("")](),
+    "reserve": lambda _: _NoReserve(),
+    "limit": lambda _: Limit(),
+    "eviction": lambda _: LRU(),
+}
+"""What stands in for a policy, or a class of policies, that cannot be used."""

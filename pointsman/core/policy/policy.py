@@ -15,6 +15,7 @@ policy's name, and no request is lost.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
@@ -92,6 +93,9 @@ class StepLoad(NamedTuple):
 
 def spec_of(policy: object) -> str:
     """How a policy is written: its name, and its parameters that are not the default."""
-    name: str = policy.name  # type: ignore[attr-defined]
-    given: dict[str, Value] = getattr(policy, "_given_parameters", {})
+    return written(policy.name, getattr(policy, "_given_parameters", {}))  # type: ignore[attr-defined]
+
+
+def written(name: str, given: Mapping[str, Value]) -> str:
+    """How a policy with these parameters is written."""
     return name + (":" + ",".join(f"{key}={value}" for key, value in given.items()) if given else "")

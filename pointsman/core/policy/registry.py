@@ -11,7 +11,7 @@ what it loads is a subclass of `Policy`. A built-in name cannot be taken.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,10 @@ from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import ConfigError
 from pointsman.core.policy.bypass import Bypass
 from pointsman.core.policy.eviction import EVICTIONS
-from pointsman.core.policy.guard import guarded
+from pointsman.core.policy.guard import Replaced, guarded, in_place_of, is_own
 from pointsman.core.policy.limits import LIMITS, LongPrefillThreshold
 from pointsman.core.policy.order import ORDERS
-from pointsman.core.policy.policy import Parameter, Policy, Value
+from pointsman.core.policy.policy import Parameter, Policy, Value, spec_of, written
 from pointsman.core.policy.reserve import RESERVES
 from pointsman.core.policy.victim import VICTIMS
 
@@ -66,9 +66,14 @@ def built_in(kind: str, name: str) -> type[Policy] | None:
     return _BUILT_IN[kind].get(name)
 
 
-def make(kind: str, given: Any) -> Any:
+def make(kind: str, given: Any, replaced: Sequence[Replaced] = ()) -> Any:
     """The policy that a name with parameters stands for, or an object that is one. Those that are not built in are
-    guarded.
+    guarded. Where the constructor of one raises anything but a ConfigError, the default of its kind stands in for it.
+
+    Args:
+        kind: one of `KINDS`.
+        given: the name, or the object.
+        replaced: policies that are not constructed: the default stands in for them.
 
     Raises:
         ConfigError: no policy has that name, a parameter is unknown or out of range, or the object lacks a part.
@@ -80,17 +85,33 @@ def make(kind: str, given: Any) -> Any:
                 f"{kind} is {given!r}, neither a name nor an object with the {kind.capitalize()} protocol: it has no "
                 f"{', '.join(missing)}"
             )
-        return guarded(kind, given)
+        return _built(kind, given, spec_of(given), lambda: given, replaced)
     name, parameters = parsed(given)
     policy = built_in(kind, name) or _installed_policy(kind, name)
     if policy is None:
         raise ConfigError(f"no {kind} is called {name!r}; choose one of {', '.join(known(kind))}, or pass an object")
     values = checked(kind, name, policy.parameters, parameters)
-    made = policy(**values)
-    made._given_parameters = {  # type: ignore[attr-defined]
-        each.name: values[each.name] for each in policy.parameters if values[each.name] != each.default
-    }
-    return guarded(kind, made)
+    changed = {each.name: values[each.name] for each in policy.parameters if values[each.name] != each.default}
+
+    def construct() -> Policy:
+        made = policy(**values)
+        made._given_parameters = changed  # type: ignore[attr-defined]
+        return made
+
+    return construct() if is_own(policy) else _built(kind, policy, written(name, changed), construct, replaced)
+
+
+def _built(kind: str, policy: Any, spec: str, construct: Callable[[], Any], replaced: Sequence[Replaced]) -> Any:
+    """The guard of a policy that is constructed now, or of the default in its place."""
+    for known in replaced:
+        if (known.kind, known.policy) == (kind, spec):
+            return in_place_of(kind, policy, spec, known.error)
+    try:
+        return guarded(kind, construct())
+    except ConfigError:
+        raise
+    except Exception as error:
+        return in_place_of(kind, policy, spec, f"its constructor raised {type(error).__name__}: {error}", error)
 
 
 def check_policies(config: SchedulerConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from pointsman.core.config import SchedulerConfig
@@ -14,7 +15,7 @@ from pointsman.core.kv.transfers import Transfers, make_transfers
 from pointsman.core.policy.adapters import AdapterSlots
 from pointsman.core.policy.budget import StepBudget, TokenBudget
 from pointsman.core.policy.encoder_budget import EncoderCache
-from pointsman.core.policy.guard import GuardedVictim
+from pointsman.core.policy.guard import Guard, GuardedVictim, Replaced
 from pointsman.core.policy.limits import ChunkEnds, limits_of
 from pointsman.core.policy.listening import listeners_of
 from pointsman.core.policy.partial_prefills import make_partial_prefills
@@ -42,10 +43,12 @@ from pointsman.core.step.update import Update
 
 
 class Start(NamedTuple):
-    """Where a scheduler's numbers begin: they continue when a recording starts later."""
+    """Where a scheduler starts: with these numbers and defaults it continues when a recording starts later."""
 
     step_id: int = 0
     serial: int = 1
+    replaced: tuple[Replaced, ...] = ()
+    """Policies of other packages that failed before."""
 
 
 NEW = Start()
@@ -105,7 +108,8 @@ def assemble(
     Raises:
         ConfigError: the configuration names a policy that does not exist, or is about a connector that is not there.
     """
-    eviction = make("eviction", config.eviction)
+    made = partial(make, replaced=start.replaced)
+    eviction = made("eviction", config.eviction)
     kv: KVCache
     transfers: Transfers | None = None
     swap: Swap | None = None
@@ -131,14 +135,14 @@ def assemble(
     drafts.last_updated_step = start.step_id - 1
     budget = StepBudget(config)
     encoder = EncoderCache(config, budget) if config.encoder_budget else None
-    queue = make("order", config.order)
-    victim = make("victim", default_victim(queue.name) if config.victim is None else config.victim)
+    queue = made("order", config.order)
+    victim = made("victim", default_victim(queue.name) if config.victim is None else config.victim)
     if isinstance(victim, GuardedVictim):
-        victim.order = queue.name
+        victim.follow(queue.name)
     view = SchedulerView(batch, kv, queue)
     ends = ChunkEnds(kv, budget, view) if kv.cuts_chunks else None
-    limits = [make("limit", limit) for limit in limits_of(config, ends, encoder)]
-    reserves = [make("reserve", reserve) for reserve in reserves_of(config)]
+    limits = [made("limit", limit) for limit in limits_of(config, ends, encoder)]
+    reserves = [made("reserve", reserve) for reserve in reserves_of(config)]
     budget.policies = tuple(limit for limit in limits if hasattr(limit, "step_budget"))
     check_cuts(config, limits)
     gates = Gates(
@@ -152,6 +156,8 @@ def assemble(
     for policy in policies:
         if hasattr(policy, "attach"):
             policy.attach(view)
+        if isinstance(policy, Guard):
+            policy.log_start()
     running_part = Running if config.shortage == "replan" else InOrder
     running = running_part(config, budget, batch, kv, gates.limits, victim, view, drafts)
     table = RequestTable(batch, kv, queue, gates.releases, steps, events, transfers, swap)

@@ -71,6 +71,7 @@ class FastForward:
         self._batch, self._kv, self._table, self._steps = batch, kv, table, steps
         self._running, self._drafts, self._admission = running, drafts, admission
         self._displacement, self._emission, self._update, self._events = displacement, emission, update, events
+        self._seen: tuple[int, Standstill | None] = (0, None)  # by `horizon`
         self.checks_horizons = False
         """Whether `advance` compares what the policies' horizons say with what they decide afterwards."""
         self._is_allowed = running.steady_allowed
@@ -84,7 +85,9 @@ class FastForward:
 
     def horizon(self, limit: int) -> int:
         """How many of the next `limit` steps are sure to be plain decodes."""
-        return self._look_ahead(limit)[0]
+        self._seen = (0, None)
+        self._seen = self._look_ahead(limit)
+        return self._seen[0]
 
     def _look_ahead(self, limit: int) -> tuple[int, Standstill | None]:
         """The horizon, and why the queue is blocked until then; None: it is empty, or the horizon is 0."""
@@ -92,6 +95,13 @@ class FastForward:
         if limit > 0 and self._batch.may_end(limit):
             limit = self._batch.least_left
         return self.within_blocks(limit, free), blocked
+
+    def _look_again(self, num_steps: int) -> tuple[int, Standstill | None]:
+        """As the host did with `horizon` before. What a policy failed in since then, it fails in the next step."""
+        try:
+            return self._look_ahead(num_steps)
+        except PolicyError:
+            return self._seen
 
     def bound(self, limit: int) -> tuple[int, int, Standstill | None]:
         """The horizon before token limits and blocks cut it, the free blocks that it may take, and why the queue is
@@ -171,7 +181,7 @@ class FastForward:
         num_steps = len(times) - 1
         if num_steps < 1:
             raise StepOrderError(f"times has {len(times)} value(s); give one for the start and one for each step's end")
-        certain, blocked = self._look_ahead(num_steps)
+        certain, blocked = self._look_again(num_steps)
         if certain < num_steps:
             raise StepOrderError(
                 f"{num_steps} step(s) at once, and {certain} are sure to be plain decodes; ask horizon() first, and "

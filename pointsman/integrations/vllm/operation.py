@@ -285,6 +285,7 @@ class Questions:
             "phase": explanation.phase,
             "reason": None if explanation.reason is None else explanation.reason.value,
             "explanation": explanation.sentence,
+            "replaced_policies": [each._asdict() for each in explanation.replaced_policies],
             "position": explanation.position,
             "missing": explanation.missing,
             "resource": explanation.resource,

@@ -405,11 +405,11 @@ class Scheduler:
             self._take_grammars(now)
         try:
             output = self.core.schedule(now)
-        except PolicyError as error:
+        except PolicyError:
             if self.groups is not None and self.groups.cuts_chunks:
                 # What a row got in this step may not lie where its next chunk ends: states are kept at few positions.
                 self.core.reset_prefix_cache(now, preempt_running=True)
-            return self._step_without_rows(error)
+            return self._step_without_rows()
         ids = self._outputs.ids(output)
         of_vllm = self._outputs.make(output, ids, self.core.max_drafts if self._speculates else 0)
         if output.encoder_inputs or output.freed_encoder_entries:
@@ -422,11 +422,10 @@ class Scheduler:
         self._steps.append(Step(of_vllm, output, ids))
         return of_vllm
 
-    def _step_without_rows(self, error: PolicyError) -> VLLMOutput:
+    def _step_without_rows(self) -> VLLMOutput:
         """A policy failed, and the core has undone what it had decided: no request runs in this step, and the next one
-        tries again. The core replaces a policy that does not stop.
+        tries again. The core logs it, and replaces a policy that does not stop.
         """
-        logger.warning("%s; no request runs in this step, which is tried again", error)
         of_vllm = self._outputs.without_rows()
         self._steps.append(Step(of_vllm, None, []))
         return of_vllm

@@ -105,7 +105,7 @@ def describe(known: RequestExplanation, name_of: Callable[[str], str], *, sees_t
     Args:
         known: what the engine says.
         name_of: the name that the reader knows, from the engine's id.
-        sees_tenants: whether the reader may see what the order says, which may name other tenants.
+        sees_tenants: whether the reader may see what policies say, which may name other tenants.
     """
     explanation = known.explanation
     waiting_for = known.waiting_for
@@ -131,6 +131,7 @@ def describe(known: RequestExplanation, name_of: Callable[[str], str], *, sees_t
         ],
         "num_holders": explanation.num_holders,
         "explanation": _in_words(explanation, name_of, sees_tenants),
+        "replaced_policies": [each._asdict() for each in explanation.replaced_policies] if sees_tenants else [],
         "since": None if waiting_for is None else round(time.time() - waiting_for, 3),
         "waiting_for": waiting_for,
         "transfer": explanation.transfer,
@@ -160,7 +161,7 @@ def _in_words(explanation: Explanation, name_of: Callable[[str], str], sees_tena
     """The sentence of an explanation, under the names that the reader knows."""
     sentence = explanation.sentence
     if not sees_tenants:
-        sentence = sentence.removesuffix(explanation.order_words)
+        sentence = sentence.removesuffix(explanation.policy_words)
     for engine_id in {explanation.request_id, *(holder.request_id for holder in explanation.holders)}:
         sentence = sentence.replace(engine_id, name_of(engine_id))
     return sentence

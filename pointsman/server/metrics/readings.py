@@ -380,15 +380,22 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "counter",
             "steps",
             "Steps that were scheduled again because a policy of another package failed.",
+            "kind",
+            "policy",
         ),
-        lambda stats: stats.scheduler.num_policy_failures,
+        lambda stats: {
+            (kind, policy): number
+            for kind, policies in stats.scheduler.policy_failures.items()
+            for policy, number in policies.items()
+        },
     ),
     (
         Definition(
             "pointsman:replaced_policies",
             "gauge",
             "policies",
-            "Policies of other packages that failed too often: the default of their kind decides in their place.",
+            "Policies of other packages that failed too often, or could not be constructed: the default of their kind "
+            "decides in their place.",
             "kind",
         ),
         lambda stats: {**dict.fromkeys(KINDS, 0), **stats.scheduler.num_replaced_policies},

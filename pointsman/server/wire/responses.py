@@ -242,6 +242,15 @@ class RequestHolder(BaseModel):
     transfer: int | None = Field(description="Of blocks held for a KV transfer: which; its request may have finished.")
 
 
+class ReplacedPolicy(BaseModel):
+    """A policy of another package that failed, so that the default of its kind decides."""
+
+    kind: str
+    policy: str = Field(description="As it was named.")
+    by: str = Field(description="What decides in its place; empty: nothing, for a reserve or a limit.")
+    error: str = Field(description="What it failed with last.")
+
+
 class RequestState(BaseModel):
     """The state of a request of the engine, and why it does not advance."""
 
@@ -259,6 +268,7 @@ class RequestState(BaseModel):
     holders: list[RequestHolder] = Field(description="The requests that hold it, the largest first; at most 8.")
     num_holders: int = Field(description="The number of requests that hold some of it.")
     explanation: str = Field(description="All of it in a sentence.")
+    replaced_policies: list[ReplacedPolicy] = Field(description="Policies that failed; shown to operators alone.")
     since: float | None = Field(description="When this reason began, in Unix time.")
     waiting_for: float | None = Field(description="Seconds since then.")
     transfer: int | None = Field(description="The KV transfer it waits for.")

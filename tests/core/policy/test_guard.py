@@ -610,7 +610,9 @@ def test_a_policy_that_always_fails_is_replaced_by_the_default(
     assert stats.num_replaced_policies == {kind.removeprefix("token_").removesuffix("s"): 1}
     assert stats.num_policy_failures == 3
     told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 1 and "'always-" in told[0] and "in its place from now on" in told[0]
+    assert len(told) == 3 and all("'always-" in line for line in told)
+    assert [record.exc_info is not None for record in caplog.records] == [True, False, False]
+    assert ["in its place from now on" in line for line in told] == [False, False, True]
 
 
 def test_the_order_in_the_place_of_another_has_its_whole_queue() -> None:

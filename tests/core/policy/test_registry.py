@@ -76,7 +76,7 @@ def test_a_policy_of_an_installed_package_is_found_by_name_and_takes_its_paramet
     assert "lcfs" not in known("victim")
     made = make("order", "lcfs:factor=1.5, strict=true")
     assert made.policy.given == (1.5, 3, True)
-    assert spec_of(made) == "lcfs:factor=1.5,strict=True"
+    assert made.spec == "lcfs:factor=1.5,strict=True"
     host = Host(order="lcfs:factor=2", max_num_seqs=1)
     for name in ("a", "b", "c"):
         host.add(name, 2, max_tokens=1)

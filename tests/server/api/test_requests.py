@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 
+from pointsman.core.policy.victim import Latest
 from pointsman.server.api.requests import describe
 from pointsman.server.wire.messages import RequestExplanation
 from pointsman.server.wire.responses import RequestState
@@ -70,8 +72,29 @@ def test_what_an_order_says_of_tenants_is_for_operators_alone() -> None:
     host.add("c", tenant="x")
     host.step()
     known = explained(host, "c", age=1.0)
-    words = known.explanation.order_words
+    words = known.explanation.policy_words
     assert words.startswith(" fair: tenant x has had ") and words.endswith(" tokens more than tenant y.")
     plain = "c waits behind b, which waits: all sequence slots are taken."
     assert describe(known, str)["explanation"] == plain + words
     assert describe(known, str, sees_tenants=False)["explanation"] == plain
+
+
+def test_what_became_of_a_policy_is_for_operators_alone() -> None:
+    class Odd(Latest):
+        name = "odd"
+
+        def attach(self, view: Any) -> None:
+            raise KeyError("tenant x")
+
+    host = Host(victim=Odd())
+    host.add("a", 8)
+    known = explained(host, "a", age=1.0)
+    plain = "a has not been tried in a step yet."
+    told = describe(known, str)
+    assert told["explanation"] == plain + known.explanation.policy_words != plain
+    assert told["replaced_policies"] == [
+        {"kind": "victim", "policy": "odd", "by": "latest", "error": "attach raised KeyError: 'tenant x'"}
+    ]
+    assert RequestState(**told).replaced_policies[0].by == "latest"
+    told = describe(known, str, sees_tenants=False)
+    assert (told["explanation"], told["replaced_policies"]) == (plain, [])

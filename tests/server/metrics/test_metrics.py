@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import prometheus_client
@@ -20,7 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from pointsman.core import PreemptionCause
+from pointsman.core import PreemptionCause, Request
+from pointsman.core.policy.fcfs import FirstComeFirstServed
+from pointsman.core.policy.registry import KINDS
 from pointsman.engine import SamplingParams
 from pointsman.engine.outputs.request_output import RequestMetrics
 from pointsman.server.metrics import exposition as metrics
@@ -39,6 +42,7 @@ from pointsman.server.metrics.table import (
 from pointsman.server.service.engine_client import EngineClient
 from pointsman.server.service.fleet import EngineFleet
 from pointsman.server.wire.messages import Delta, EngineRequest, StepNote
+from tests.core.helpers import Host
 
 ROOT = Path(__file__).resolve().parents[3]
 DEFINITIONS = (
@@ -531,3 +535,19 @@ def test_vllms_metrics_have_its_types_and_buckets() -> None:
         if kind == "histogram":
             bounds = definition.buckets or token_buckets(4096)
             assert list(bounds) == families["histogram_buckets"](family_of[definition.name], max_model_len=4096)
+
+
+def test_failures_are_counted_by_kind_and_policy() -> None:
+    class Raises(FirstComeFirstServed):
+        name = "raises"
+
+        def peek(self) -> Request:
+            raise ZeroDivisionError
+
+    host = Host(order=Raises())
+    host.add("a", 3)
+    host.scheduler.schedule_again(1.0)
+    readings = {definition.name: read for definition, read in SCRAPED}
+    stats: Any = SimpleNamespace(scheduler=host.scheduler.stats())
+    assert readings["pointsman:policy_failures_total"](stats) == {("order", "raises"): 3}
+    assert readings["pointsman:replaced_policies"](stats) == {**dict.fromkeys(KINDS, 0), "order": 1}

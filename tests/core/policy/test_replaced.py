@@ -1,0 +1,203 @@
+"""Policies of an installed package that cannot be constructed, or fail for ever: the default of their kind decides."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pointsman.core import ConfigError, PolicyError, Recorder, RecordingError, Request, Scheduler, replay
+from pointsman.core.policy.fcfs import FirstComeFirstServed
+from pointsman.core.policy.order import PriorityOrder
+from pointsman.core.policy.registry import KINDS
+from pointsman.core.policy.victim import Latest
+from tests import faulty_policies
+from tests.core.helpers import Host, reference_output
+from tests.faulty_policies import CONSTRUCTOR, OPTIONS, WHERE, WORDS, check_log, formatted, knob
+
+TIGHT = {"num_blocks": 6, "max_model_len": 20, "watermark": 0.0}
+BY = {"order": "fcfs", "victim": "latest", "reserve": "", "limit": "", "eviction": "lru"}
+
+
+@pytest.fixture(autouse=True)
+def installed(tmp_path: Path) -> Iterator[None]:
+    with faulty_policies.installed(tmp_path / "packages"):
+        yield
+
+
+def run(host: Host, most_failures: int = 3) -> list[Request]:
+    """Requests that preempt each other, on to their right ends."""
+    requests = [host.add(name, 4 + index, max_tokens=8) for index, name in enumerate("abcdef")]
+    failures = 0
+    while host.scheduler.has_unfinished_requests():
+        try:
+            host.step()
+        except PolicyError:
+            failures += 1
+            assert failures <= most_failures
+            host.scheduler.check_invariants()
+    for request in requests:
+        assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, request.max_tokens)
+    return requests
+
+
+@pytest.mark.parametrize(("kind", "at"), WHERE)
+def test_requests_get_what_they_get_without_the_policy(kind: str, at: str, caplog: pytest.LogCaptureFixture) -> None:
+    host = Host(**TIGHT, **knob(kind, at))
+    run(host)
+    assert sum(record.exc_info is not None for record in caplog.records) <= 1
+    stats, replaced = host.scheduler.stats(), host.scheduler.replaced_policies
+    failures = stats.policy_failures[kind][f"faulty-{kind}:at={at}"]
+    at_start = at in (CONSTRUCTOR, "attach")
+    assert bool(replaced) == (at_start or failures == 3)
+    if replaced:
+        check_log(formatted(caplog.records), kind, at_start=at_start)
+        (one,) = replaced
+        assert one[:3] == (kind, f"faulty-{kind}:at={at}", BY[kind])
+        assert one.error.endswith(f" raised ZeroDivisionError: {WORDS}") and (at in one.error or at == "key")
+        assert stats.num_replaced_policies == {kind: 1} and failures == (0 if at_start else 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_explanation_says_what_decides_instead_and_why(kind: str) -> None:
+    host = Host(**knob(kind, CONSTRUCTOR))
+    host.add("a", 4, max_tokens=2)
+    words = (
+        f" {BY[kind] or f'no {kind}'} decides in the place of {kind} 'faulty-{kind}:at=constructor', which failed: its "
+        f"constructor raised ZeroDivisionError: {WORDS}."
+    )
+    for _ in range(2):
+        explanation = host.explain("a")
+        assert explanation.sentence.endswith(words) and explanation.policy_words == words
+        assert explanation.replaced_policies == host.scheduler.replaced_policies
+        host.step()
+
+
+def test_a_refusal_of_parameters_stays_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Any, **_: Any) -> None:
+        raise ConfigError("at and after do not go together")
+
+    monkeypatch.setattr(faulty_policies.Victim, "__init__", refuse)
+    with pytest.raises(ConfigError, match="do not go together"):
+        Host(victim="faulty-victim")
+    with pytest.raises(ConfigError, match="no parameter 'since'"):
+        Host(victim="faulty-victim:since=3")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_mended", [False, True])
+def test_a_run_without_the_constructed_policy_replays(
+    kind: str, is_mended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mended(self: Any, **_: Any) -> None:
+        """Works, and the policy would decide otherwise: it raises where it is asked."""
+        super(faulty_policies.Sound, self).__init__()
+        self._at, self._num_left = self.methods[0], 0
+
+    file = io.StringIO()
+    host = Host(recorder=Recorder(file), **TIGHT, **knob(kind, CONSTRUCTOR))
+    run(host, most_failures=0)
+    lines = file.getvalue().splitlines()
+    if is_mended:
+        monkeypatch.setattr(faulty_policies.Sound, "__init__", mended)
+        assert Host(**knob(kind, CONSTRUCTOR)).scheduler.replaced_policies == (), "it can be constructed now"
+    assert replay(lines).num_steps > 10
+
+
+def test_a_policy_that_decided_must_be_usable_in_a_replay() -> None:
+    file = io.StringIO()
+    run(Host(recorder=Recorder(file), **TIGHT, **knob("victim", "nothing")))
+    text = file.getvalue().replace("faulty-victim:at=nothing", "faulty-victim:at=constructor")
+    with pytest.raises(RecordingError, match="victim 'faulty-victim:at=constructor' decided, and cannot be used here"):
+        replay(text.splitlines())
+
+
+@pytest.mark.parametrize("at", [CONSTRUCTOR, "choose"])
+def test_a_recording_that_begins_later_leaves_the_default_in_place(at: str, caplog: pytest.LogCaptureFixture) -> None:
+    host = Host(**TIGHT, **knob("victim", at))
+    run(host)
+    before, num_lines = host.scheduler.replaced_policies, len(caplog.records)
+    host.step()
+    file = io.StringIO()
+    host.scheduler.start_recording(Recorder(file))
+    assert host.scheduler.replaced_policies == before
+    run(host, most_failures=0)
+    assert len(caplog.records) == num_lines, "nothing new is logged"
+    lines = file.getvalue().splitlines()
+    assert json.loads(lines[0])["start"]["replaced"] == [list(before[0])]
+    assert replay(lines).num_steps > 10
+
+
+def test_the_default_of_an_order_that_displaces_is_by_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faulty_policies.Order, "displaces", True)
+    host = Host(max_num_seqs=1, **knob("order", CONSTRUCTOR))
+    host.add("low", 3, max_tokens=8, priority=5)
+    host.step()
+    host.add("high", 3, max_tokens=2, priority=1)
+    assert [request.request_id for request in host.step().preempted] == ["low"]
+    assert isinstance(host.scheduler._parts.policies[0].policy, PriorityOrder)
+
+
+def test_the_default_victim_goes_by_the_order() -> None:
+    host = Host(order="priority", **knob("victim", CONSTRUCTOR))
+    assert [each.by for each in host.scheduler.replaced_policies] == ["lowest-priority"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "at"), [("order", "peek"), ("order", "horizon"), ("limit", "horizon"), ("reserve", "blocks")]
+)
+def test_a_look_ahead_fails_for_no_policy(kind: str, at: str) -> None:
+    """The step that comes then can fail, and says so in recordings."""
+    host = Host(max_num_seqs=1, **knob(kind, at, after=2))
+    for name in "ab":
+        host.add(name, 3, max_tokens=9)
+    failures = 0
+    while host.scheduler.has_unfinished_requests():
+        assert 0 <= host.scheduler.horizon(4) <= 4
+        try:
+            host.step()
+        except PolicyError:
+            failures += 1
+    assert host.scheduler.stats().num_policy_failures == failures <= 3
+
+
+def test_an_answer_that_has_no_hash_fails_the_step_as_others_do() -> None:
+    class Lists(FirstComeFirstServed):
+        name = "lists"
+
+        def peek(self) -> Any:
+            return [super().peek()]
+
+    host = Host(order=Lists())
+    host.add("a", 3, max_tokens=2)
+    with pytest.raises(PolicyError, match=r"peek returned \[.*\], which is not queued"):
+        host.step()
+    assert host.scheduler.horizon(3) == 0
+
+
+def test_an_object_without_a_sound_attribute_is_replaced_at_the_start() -> None:
+    class Odd(Latest):
+        name = "odd"
+
+        def attach(self, view: Any) -> None:
+            raise KeyError("view")
+
+    host = Host(victim=Odd(), **TIGHT)
+    assert [each[1:3] for each in host.scheduler.replaced_policies] == [("odd", "latest")]
+    run(host, most_failures=0)
+
+
+def test_a_failing_policy_is_no_reason_to_schedule_twice() -> None:
+    host = Host(**TIGHT, **knob("order", "peek"))
+    host.add("a", 3, max_tokens=2)
+    scheduler: Scheduler = host.scheduler
+    assert [request.request_id for request in scheduler.schedule_again(1.0).admitted] == ["a"]
+    assert scheduler.stats().policy_failures == {"order": {"faulty-order:at=peek": 3}}
+
+
+def test_each_kind_has_a_field() -> None:
+    assert set(OPTIONS) == set(KINDS)
