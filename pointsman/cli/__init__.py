@@ -10,7 +10,7 @@ Begin at `app.py`, which has the commands; `options.py` has their options and he
     calibrate       `calibrate.py`
     simulate, capacity, tune   `simulator_options.py` (their options), `simulation.py` (what arrives, what serves it),
                     `simulate.py` (the report), `capacity.py` and `tune.py` (the searches)
-    explain, metrics, record, vllm check     `vllm.py`
+    explain, metrics, record, vllm check, vllm interface     `vllm.py`
     film, play, plot, learn, models    the files of these names
 
 Exit codes: 0 success; 1 a replay differs, a step failed or the engine died; 2 bad input; 130 interrupted; 143 ended by

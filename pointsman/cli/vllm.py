@@ -1,5 +1,6 @@
 """Commands about vLLM: `explain`, `metrics` and `record` ask one that runs with this scheduler, on its control socket;
-`pointsman vllm check` reads the configuration of the one that is installed here, `pointsman vllm compare` a recording.
+`pointsman vllm check` reads the configuration of the one that is installed here, and `pointsman vllm interface` its
+sources; `pointsman vllm compare` reads a recording.
 """
 
 from __future__ import annotations
@@ -7,12 +8,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -24,6 +25,10 @@ from pointsman.core import SchedulerStats
 from pointsman.core.observe.explain import in_words, lacking
 from pointsman.core.policy.guard import Replaced
 from pointsman.integrations.vllm.client import Connection, ControlUnavailable, Refused, connect
+
+if TYPE_CHECKING:
+    from pointsman.integrations.vllm.interface import Findings
+    from pointsman.integrations.vllm.interface.uses import Assumption
 
 COLUMNS = ("request", "state", "place", "age", "prompt", "output", "computed", "blocks", "preempted", "why it waits")
 ROUNDED = ("waiting_for", "age")
@@ -258,7 +263,7 @@ def _escaped(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-# ---------------------------------------------------------------------- pointsman vllm check, compare
+# ---------------------------------------------------------------------- pointsman vllm check, interface, compare
 
 app = typer.Typer(help="Pointsman as the scheduler of vLLM.", rich_markup_mode=None, no_args_is_help=True)
 
@@ -294,6 +299,73 @@ def check(
     for line in report.lines():
         print(line)
     return 1 if report.problems else 3 if report.unknown else 0
+
+
+@app.command()
+def interface(
+    sources: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of unpacked sources of vLLM [default: the installed one]."),
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="List too what is not known, and what this scheduler does without.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> int:
+    """Which assumptions of this scheduler about vLLM no longer hold, from vLLM's sources.
+
+    vLLM is not imported. An assumption is a name that is imported, an attribute or method of one of vLLM's objects, the
+    arguments of a call, a field of an object that is constructed, or what vLLM calls on a scheduler.
+
+    Exit code 0: all hold; 1: some do not; 2: there is no vLLM.
+    """
+    from pointsman.integrations.vllm.interface import NoVLLM, examine
+
+    try:
+        found = examine(sources)
+    except NoVLLM as error:
+        raise CommandError(str(error)) from None
+    if as_json:
+        print(json.dumps(found.to_dict()))
+    else:
+        _show_findings(found, everything)
+    return EXIT_FAILED if found.broken else EXIT_OK
+
+
+def _show_findings(found: Findings, everything: bool) -> None:
+    from pointsman.integrations.vllm.interface import KINDS
+
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console.print(Text(f"vLLM {found.version} in {found.path}"))
+    counts = ", ".join(f"{count} {KINDS[kind]}" for kind, count in found.counts().items())
+    console.print(Text(f"{len(found.assumptions)} assumptions: {counts}"))
+    if not found.broken:
+        known = len(found.assumptions) - len(found.unknown)
+        console.print(Text(f"all {known} that can be checked hold", style="bold green"))
+    _show_part(console, f"{len(found.broken)} do not hold:", found.broken, "vLLM has", "bold red")
+    _show_part(console, f"{len(found.new)} new in vLLM:", found.new, "here", "bold")
+    done_without, unknown = (
+        f"{len(found.fallbacks)} missing in vLLM, and done without",
+        f"{len(found.unknown)} not known",
+    )
+    if everything:
+        _show_part(console, f"{done_without}:", found.fallbacks, "here", "bold")
+        _show_part(console, f"{unknown}:", found.unknown, "because", "bold")
+    elif found.fallbacks or found.unknown:
+        console.print(Text(f"{done_without}; {unknown} (--all lists them)", style="dim"))
+
+
+def _show_part(console: Console, title: str, part: Sequence[Assumption], last: str, style: str) -> None:
+    if not part:
+        return
+    console.print()
+    console.print(Text(title, style=style))
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for column in ("where", "what", last):
+        table.add_column(column, overflow="fold")
+    for each in part:
+        table.add_row(*(Text(cell) for cell in (each.place, each.expected, each.found)))
+    console.print(table)
 
 
 @app.command()

@@ -90,7 +90,7 @@ def test_knobs_and_presets_come_from_the_additional_config() -> None:
     [
         (3, "it must be an object of knobs"),
         ({"max_num_seqs": 3}, "max_num_seqs is vLLM's own: set it with --max-num-seqs"),
-        ({"max_seqs": 3}, "max_seqs in --additional-config is unknown; choose from .*, socket, token_limits, victim"),
+        ({"max_seqs": 3}, "max_seqs in --additional-config is unknown; choose from .*, socket, token_limits, .*victim"),
         ({"preset": "high-throughput"}, "the preset 'high-throughput' is unknown here"),
         ({"kv_load_timeout": 1.0}, "kv_load_timeout in --additional-config is unknown"),
         ({"preemption_mode": "swap"}, "preemption_mode is 'swap': swapping needs host memory .* leave it out"),
@@ -229,6 +229,18 @@ def test_versions_that_are_supported(version: str) -> None:
 def test_other_versions_are_refused_with_the_remedy(version: str) -> None:
     with pytest.raises(UnsupportedVLLM, match=rf"vLLM {version} is installed.*pip install"):
         check_version(version)
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_the_permission_of_an_untested_version_is_a_boolean(value: object) -> None:
+    assert read_settings({"pointsman": {"untested_version": True}}).untested_version
+    assert not read_settings({}).untested_version
+    with pytest.raises(ConfigError, match=r"untested_version .* must be true or false"):
+        read_settings({"pointsman": {"untested_version": value}})
+
+
+def test_a_report_on_an_untested_version_that_is_allowed_says_so() -> None:
+    assert "9.9.0: not tested: no assumption about its interface is known" in Report("9.9.0", "model").lines()[0]
 
 
 def test_the_way_back_from_an_unknown_version_is_said_once() -> None:

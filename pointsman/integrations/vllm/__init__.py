@@ -8,7 +8,7 @@ Begin at `scheduler.py`, which has every method that vLLM calls: `requests.py` (
 Operation: `operation.py` (questions and their answers), `control.py` (the socket), `recordings.py`, `statistics.py`
 (vLLM's metrics), `kv_events.py`. `observer.py` is the other class for `--scheduler-cls`: vLLM's own scheduler, and a
 recording of what it does (`observation.py`). Without a running vLLM: `client.py` (asks on the socket), `check.py` (will
-it work?).
+it work?), `interface/` (what has another version of vLLM changed?).
 """
 
 from __future__ import annotations

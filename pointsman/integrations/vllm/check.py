@@ -26,6 +26,8 @@ from pointsman.integrations.vllm.settings import FLAGS, read_settings, scheduler
 from pointsman.integrations.vllm.support import (
     GO_BACK,
     TESTED,
+    UNTESTED,
+    Refusal,
     check_recording,
     is_one_full_group,
     lacking_in_simulator,
@@ -106,7 +108,10 @@ class Report:
 
     def _of_version(self) -> str:
         tested = TESTED.get(minor_version(self.version))
-        return f"Pointsman {__version__} supports it ({tested})" if tested else "not supported"
+        if tested:
+            return f"Pointsman {__version__} supports it ({tested})"
+        is_refused = any(isinstance(each, Refusal) and each.key == "version" for each in self.problems)
+        return "not supported" if is_refused else f"not tested: {UNTESTED}"
 
 
 def check(model: str, options: list[str], log: Path | None = None) -> Report:
@@ -129,12 +134,16 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
     import vllm
 
     report = Report(vllm.__version__, model, command=shlex.join(["vllm", "serve", model, *_with_class(options)]))
-    problem = problem_of_version(vllm.__version__)
+    problem = problem_of_version(vllm.__version__, allows_untested=True)
     if problem is not None:
         report.problems.append(problem)
         return report
     told = None if log is None else _read_log(log)
     vllm_config = _vllm_config(model, options)
+    problem = problem_of_version(vllm.__version__, allows_untested=_allows_untested(vllm_config))
+    if problem is not None:
+        report.problems.append(problem)
+        return report
     groups: Groups | None = None
     try:
         groups = groups_of(vllm_config)
@@ -148,6 +157,13 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
     _read_knobs(report, vllm_config, groups)
     report.groups += _capacity(vllm_config, groups, told)
     return report
+
+
+def _allows_untested(vllm_config: VllmConfig) -> bool:
+    try:
+        return read_settings(vllm_config.additional_config).untested_version
+    except ConfigError:  # reported with the knobs
+        return False
 
 
 def _read_log(path: Path) -> str:

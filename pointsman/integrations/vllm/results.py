@@ -23,6 +23,7 @@ from pointsman.core import FinishReason as Reason
 from pointsman.core import Request, StepResult, StepResultError, StepUpdate
 from pointsman.core import SchedulerOutput as Output
 from pointsman.core.state.numbers import INT32
+from pointsman.integrations.vllm.support import maker
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
@@ -48,6 +49,13 @@ STATUSES = {
 REASONS = {status: reason for reason, status in STATUSES.items()} | {
     RequestStatus.FINISHED_IGNORED: Reason.ERROR,
 }
+
+new_output = maker(
+    EngineCoreOutput,
+    "request_id",
+    "new_token_ids",
+    left=("ec_transfer_params", "kv_transfer_params", "mm_cache_miss_hashes", "routed_experts"),  # of what is refused
+)
 
 MAX_TOKEN_ID = 2**31 - 1
 """Token ids are int32."""
@@ -196,19 +204,19 @@ def plain_outputs(
     lists = sampled.lists
     if not len(output.draft_token_ids):
         if len(update.token_ids) == len(ids):
-            return list(map(EngineCoreOutput, ids, lists)), range(len(ids))
+            return list(map(new_output, ids, lists)), range(len(ids))
         # No row has more than one token.
         for index in (update.counts == 0).nonzero()[0].tolist():
             lists[index].clear()
         has_token = update.counts.tolist()
-        outputs = list(map(EngineCoreOutput, compress(ids, has_token), compress(lists, has_token)))
+        outputs = list(map(new_output, compress(ids, has_token), compress(lists, has_token)))
         return outputs, update.counts.nonzero()[0].tolist()
     indices = []
     for index, count in enumerate(update.counts.tolist()):
         del lists[index][count:]
         if count:
             indices.append(index)
-    return [EngineCoreOutput(ids[index], lists[index]) for index in indices], indices
+    return [new_output(ids[index], lists[index]) for index in indices], indices
 
 
 def finish_reason(request: Request) -> FinishReason:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import vllm
-from vllm.outputs import RequestError
+import vllm.outputs
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
@@ -92,9 +92,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
 
-_TELLS_ERRORS = "error" in EngineCoreOutput.__struct_fields__
-"""Whether clients are told why a request ended with an error, as since vLLM 0.33."""
-new_grammar_output = maker(GrammarOutput, "structured_output_request_ids", "grammar_bitmask", "num_acceptable_drafts")
+new_grammar_output = maker(
+    GrammarOutput,
+    "structured_output_request_ids",
+    "grammar_bitmask",
+    "num_acceptable_drafts",
+    optional=("num_acceptable_drafts",),
+)
+new_outputs = maker(
+    EngineCoreOutputs,
+    left=(  # the engine core sets them, or they are for outputs of other calls
+        "engine_index",
+        "start_wave",
+        "timestamp",
+        "utility_output",
+        "wave_complete",
+        "weight_version",
+    ),
+)
+new_ended = maker(EngineCoreOutput, "request_id", "new_token_ids", optional=("error",))
+"""An output that ends its request. Since vLLM 0.33 it says why, if the client is told."""
+new_error = getattr(vllm.outputs, "RequestError", None)
+"""None in versions that have no such field."""
 
 PAUSES = {PauseState.PAUSED_NEW: PauseMode.ADMISSIONS, PauseState.PAUSED_ALL: PauseMode.ALL}
 
@@ -133,9 +152,9 @@ class Scheduler:
         log_stats: bool = False,
         **_: Any,
     ) -> None:
-        check_version(vllm.__version__)
-        check_supported(vllm_config, kv_cache_config)
         settings = read_settings(vllm_config.additional_config, vllm.__version__)
+        check_version(vllm.__version__, allows_untested=settings.untested_version)
+        check_supported(vllm_config, kv_cache_config)
         config = scheduler_config(vllm_config, kv_cache_config, block_size, settings.knobs, vllm.__version__)
         groups = None
         if not is_one_full_group(kv_cache_config):
@@ -165,8 +184,8 @@ class Scheduler:
         self._details = Details(self._requests, self.of_id, count_cached)
         self._sessions = Sessions()
         self._judge = Judge()
-        self._refusals: dict[str, RequestError] = {}
-        """What clients of `_unsent` are told, by request id."""
+        self._refusals: dict[str, str] = {}
+        """Why a request of `_unsent` is the client's fault, by its id."""
         self._unsent: list[VLLMRequest] = []  # finished outside `update_from_output`, whose outputs alone reach clients
         self._steps: deque[Step] = deque()
         self._max_retention = settings.max_retention
@@ -285,8 +304,7 @@ class Scheduler:
     def _refuse(self, request: VLLMRequest, why: str) -> None:
         """A request that has ended is the client's fault: status 400 over HTTP, with this message, since vLLM 0.33."""
         self._unsent.append(request)
-        if _TELLS_ERRORS:
-            self._refusals[request.request_id] = RequestError("validation_error", why)
+        self._refusals[request.request_id] = why
 
     def _read_inputs(self, request: VLLMRequest) -> Sequence[EncoderInput]:
         """The encoder inputs of a request, or what its prompt of embeddings is found by.
@@ -627,12 +645,12 @@ class Scheduler:
         """The outputs by client; the first client gets the statistics too."""
         stats = None if self._statistics is None else self._statistics.take(step.of_vllm, result)
         if outputs and not (self._has_clients or self._unsent or self._finished_ids):
-            return {0: EngineCoreOutputs(outputs=outputs, scheduler_stats=stats)}
+            return {0: new_outputs(outputs=outputs, scheduler_stats=stats)}
         found = self._sorted(step, outputs, indices)
         if stats is not None:
             first = next(iter(found.values()), None)
             if first is None:
-                first = found[0] = EngineCoreOutputs()
+                first = found[0] = new_outputs()
             first.scheduler_stats = stats
         return found
 
@@ -646,22 +664,22 @@ class Scheduler:
             client = step.output.requests[index].metadata.client_index
             by_client.setdefault(client, []).append(output)
         for request in self._unsent:
-            ended = EngineCoreOutput(
+            why = self._refusals.pop(request.request_id, None)
+            ended = new_ended(
                 request.request_id,
                 [],
                 finish_reason=request.get_finished_reason(),
                 stop_reason=request.stop_reason,
                 events=request.take_events(),
                 trace_headers=request.trace_headers,
+                error=None if why is None or new_error is None else new_error("validation_error", why),
             )
-            if request.request_id in self._refusals:
-                ended.error = self._refusals.pop(request.request_id)
             by_client.setdefault(request.client_index, []).append(ended)
         self._unsent.clear()
-        found = {client: EngineCoreOutputs(outputs=its) for client, its in by_client.items()}
+        found = {client: new_outputs(outputs=its) for client, its in by_client.items()}
         if self._finished_ids:
             for client, names in self._finished_ids.items():
-                found.setdefault(client, EngineCoreOutputs()).finished_requests = names
+                found.setdefault(client, new_outputs()).finished_requests = names
             self._finished_ids.clear()
         return found
 

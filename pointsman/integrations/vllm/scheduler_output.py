@@ -42,6 +42,21 @@ new_output = maker(
     "scheduled_encoder_inputs",
     "finished_req_ids",
     "free_encoder_mm_hashes",
+    left=(  # for connectors, for statistics of vLLM's own scheduler, or always empty
+        "aux_output_connector_metadata",
+        "block_table_updates",
+        "ec_connector_metadata",
+        "ec_manager_metadata",
+        "has_sync_kv_loads",
+        "kv_connector_block_state",
+        "kv_connector_metadata",
+        "num_common_prefix_blocks",
+        "num_invalid_spec_tokens",
+        "scheduled_encoder_input_stats",
+        # Drafters with KV of their own are refused; payloads of images stay with the workers as long as their request.
+        "skip_drafts",
+        "encoder_input_updates",
+    ),
 )
 _NAMES_COMMON_PREFIX = any(
     each.name == "num_common_prefix_blocks" and each.default_factory is MISSING for each in fields(SchedulerOutput)
@@ -67,6 +82,7 @@ new_request_data = maker(
     "block_ids",
     "num_computed_tokens",
     "lora_request",
+    left=("replay_start",),  # of models that are refused
 )
 
 

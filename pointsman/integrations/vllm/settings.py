@@ -59,7 +59,7 @@ _NOT_HERE = {
 
 KNOBS = frozenset(field.name for field in fields(SchedulerConfig)) - FLAGS.keys() - _NOT_HERE
 """Knobs that `--additional-config` may set, beside those of the drop-in itself."""
-_OF_DROP_IN = frozenset({"preset", "socket", "record", "max_retention"})
+_OF_DROP_IN = frozenset({"preset", "socket", "record", "max_retention", "untested_version"})
 MAX_RETENTION = 600.0
 """The default, in seconds."""
 
@@ -76,6 +76,8 @@ class Settings:
     """File of a recording from the start; None: none."""
     max_retention: float = MAX_RETENTION
     """The longest retention that a request may ask for, in seconds."""
+    untested_version: bool = False
+    """Whether to start with a version of vLLM that was not tested, if no assumption about it is known to be broken."""
 
 
 def read_settings(additional_config: Any, version: str = NEWEST) -> Settings:
@@ -101,6 +103,9 @@ def read_settings(additional_config: Any, version: str = NEWEST) -> Settings:
         raise ConfigError(
             f"max_retention in --additional-config is {retention!r}; it must be a number of seconds, at least 0"
         )
+    untested = knobs.pop("untested_version", False)
+    if not isinstance(untested, bool):
+        raise ConfigError(f"untested_version in --additional-config is {untested!r}; it must be true or false")
     for name, value in (("socket", socket), ("record", record)):
         if value is not None and not _is_path(value):
             raise ConfigError(f"{name} in --additional-config is {value!r}; it must be a path")
@@ -123,7 +128,7 @@ def read_settings(additional_config: Any, version: str = NEWEST) -> Settings:
             choice = ", ".join(sorted(KNOBS | _OF_DROP_IN))
             raise ConfigError(f"{name} in --additional-config is unknown; choose from {choice}")
     of_preset = {name: value for name, value in (PRESETS | SYSTEMS)[preset].items() if name in KNOBS}
-    return Settings({**of_preset, **knobs}, socket, record, retention)
+    return Settings({**of_preset, **knobs}, socket, record, retention, untested)
 
 
 def read_observer_settings(additional_config: Any) -> str | None:

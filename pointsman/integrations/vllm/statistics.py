@@ -23,7 +23,24 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request as VLLMRequest
 
-new_stats = maker(SchedulerStats, "num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs")
+new_stats = maker(
+    SchedulerStats,
+    "num_running_reqs",
+    "num_waiting_reqs",
+    "num_skipped_waiting_reqs",
+    left=(  # the engine core or its clients set them, or they are of what is refused
+        "connector_prefix_cache_stats",
+        "current_wave",
+        "ec_connector_stats",
+        "iteration_details",
+        "kv_cache_eviction_events",
+        "kv_connector_stats",
+        "num_kv_fetch_reqs_by_stage",
+        "running_lora_adapters",
+        "step_counter",
+        "waiting_lora_adapters",
+    ),
+)
 
 
 class Statistics:

@@ -4,16 +4,19 @@ remedy. Importable without vLLM.
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from pointsman.core import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
 
 
 class Refusal(str):
@@ -49,6 +52,15 @@ TESTED = {
 NEWEST = max(TESTED)
 
 
+UNTESTED = (
+    "no assumption about its interface is known to be broken, but its behaviour may have changed in ways that a "
+    "comparison of interfaces does not show"
+)
+"""Of a version that runs because `--additional-config` allows it."""
+MAX_SHOWN = 3
+"""Broken assumptions in an error; `pointsman vllm interface` lists all."""
+
+
 class UnsupportedVLLM(RuntimeError):
     """This version of vLLM, or its configuration, is not supported. The message says what to do instead."""
 
@@ -56,6 +68,10 @@ class UnsupportedVLLM(RuntimeError):
 def minor_version(version: str) -> str:
     """Of "0.32.0+cpu": "0.32"."""
     return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def is_tested(version: str) -> bool:
+    return minor_version(version) in TESTED
 
 
 def is_before(version: str, minor: str) -> bool:
@@ -67,43 +83,76 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", minor_version(version)))
 
 
-def problem_of_version(version: str) -> Refusal | None:
-    """Why this version of vLLM is not supported; None: it is among `TESTED`."""
-    if minor_version(version) in TESTED:
+def problem_of_version(version: str, *, allows_untested: bool = False) -> Refusal | None:
+    """Why the installed version of vLLM is not supported; None: it is. Of a version that was not tested the sources are
+    read, which takes seconds.
+
+    Args:
+        allows_untested: a version that was not tested is supported if no assumption about it is known to be broken.
+    """
+    if is_tested(version):
         return None
+    from pointsman.integrations.vllm.interface import NoVLLM, examine
+
+    try:
+        broken = [f"{each.expected} ({each.place})" for each in examine().broken]
+    except NoVLLM:  # the version is not that of this environment
+        found = remedy = ""
+    else:
+        if allows_untested and not broken:
+            return None
+        found, remedy = _found_in_sources(broken)
     return Refusal(
         "version",
         f"vLLM {version} is installed, and pointsman.integrations.vllm supports {', '.join(TESTED)}, as vLLM's "
-        f'scheduler interface changes between versions: pip install "vllm=={NEWEST}.*"',
+        f'scheduler interface changes between versions{found}: pip install "vllm=={NEWEST}.*"{remedy}',
     )
 
 
-def check_version(version: str) -> None:
-    """Check the version of vLLM.
+def _found_in_sources(broken: Sequence[str]) -> tuple[str, str]:
+    """What a comparison of the interfaces found, and the remedy that follows from it."""
+    if not broken:
+        remedy = ', or try it all the same with {"pointsman": {"untested_version": true}} in --additional-config'
+        return " (no assumption about it is known to be broken)", remedy
+    more = f" and {len(broken) - MAX_SHOWN} more" if len(broken) > MAX_SHOWN else ""
+    shown = f"{', '.join(broken[:MAX_SHOWN])}{more}"
+    return f" ({len(broken)} assumptions about it do not hold: {shown}; pointsman vllm interface lists all)", ""
+
+
+def check_version(version: str, *, allows_untested: bool = False) -> None:
+    """Check the version of vLLM; arguments as for `problem_of_version`.
 
     Raises:
         UnsupportedVLLM: it is not supported.
     """
-    problem = problem_of_version(version)
+    problem = problem_of_version(version, allows_untested=allows_untested)
     if problem is not None:
         raise UnsupportedVLLM(f"{problem}, or {GO_BACK}")
+    if not is_tested(version):
+        logger.warning("vLLM %s was not tested with Pointsman: %s", version, UNTESTED)
 
 
-def maker(kind: type, *names: str) -> Callable[..., Any]:
-    """A constructor of one of vLLM's dataclasses from the values of these fields, in this order: with keywords it takes
+def maker(kind: Any, *names: str, optional: Collection[str] = (), left: Collection[str] = ()) -> Callable[..., Any]:
+    """A constructor of one of vLLM's records from the values of these fields, in this order: with keywords it takes
     twice as long. Further fields are given by their names.
 
+    Args:
+        kind: a dataclass, or a structure of msgspec's.
+        names: the fields that are given by place.
+        optional: of all that is given, the fields that some supported versions lack. They are dropped there.
+        left: fields that keep their defaults on purpose. `pointsman vllm interface` reads them here, and reports any
+            other field with a default that our code does not set as new.
+
     Returns:
-        `kind` itself, or, where the installed version has other fields there, a function that gives all by their names,
-        and drops those that it lacks.
+        `kind` itself, or, where the installed version has other fields there, a function that gives all by their names.
     """
-    known = [field.name for field in fields(kind) if field.init]
-    if known[: len(names)] == list(names):
-        return kind
+    known = [field.name for field in fields(kind) if field.init] if is_dataclass(kind) else [*kind.__struct_fields__]
+    if known[: len(names)] == list(names) and set(optional) <= set(known):
+        return cast("Callable[..., Any]", kind)
 
     def make(*values: Any, **others: Any) -> Any:
         given = dict(zip(names, values, strict=True)) | others
-        return kind(**{name: value for name, value in given.items() if name in known})
+        return kind(**{name: value for name, value in given.items() if name in known or name not in optional})
 
     return make
 

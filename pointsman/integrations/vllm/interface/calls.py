@@ -1,0 +1,117 @@
+"""The other direction: what vLLM expects of a scheduler, and whether ours has it.
+
+Expected is what vLLM's interface of schedulers declares, and what its engine core, executors and workers read of one.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from pointsman.integrations.vllm.interface.sources import Arguments, Class, Module, Signature, Sources
+from pointsman.integrations.vllm.interface.uses import Assumption, misfit
+
+INTERFACE = ("vllm.v1.core.sched.interface", "SchedulerInterface")
+READERS = ("vllm.v1.engine", "vllm.v1.executor", "vllm.v1.worker")
+"""Packages of vLLM's in which something called `scheduler` is one."""
+
+
+def expected_of_scheduler(sources: Sources, ours: Class) -> Iterator[Assumption]:
+    """What vLLM expects of a scheduler of this class."""
+    yield from _declared(sources, ours)
+    for package in READERS:
+        for module in sources.modules_under(package, word="scheduler"):
+            yield from _read(module, ours)
+
+
+def new_arguments(sources: Sources, ours: Class) -> Iterator[Assumption]:
+    """Arguments with defaults that vLLM's interface declares and ours does not take."""
+    for name, kind in _methods(sources):
+        own, theirs = ours.member(name), kind.member(name)
+        if own is None or own.function is None or theirs is None or theirs.function is None or name == "__init__":
+            continue
+        if misfit(own.function, theirs.function, with_defaults=False) is None:
+            problem = misfit(own.function, theirs.function, with_defaults=True)
+            if problem is not None:
+                place = _place(kind.module.path, theirs.node)
+                yield Assumption("scheduler", place, f"{ours.name}.{name}", True, problem)
+
+
+def _methods(sources: Sources) -> Iterator[tuple[str, Class]]:
+    module = sources.module(INTERFACE[0])
+    kind = sources.find(module, INTERFACE[1]) if isinstance(module, Module) else None
+    if isinstance(kind, Class):
+        for name, member in kind.own_members.items():
+            if member.is_abstract:
+                yield name, kind
+
+
+def _declared(sources: Sources, ours: Class) -> Iterator[Assumption]:
+    """The abstract methods of vLLM's interface."""
+    found = False
+    for name, kind in _methods(sources):
+        found = True
+        theirs, own = kind.own_members[name], ours.member(name)
+        problem: str | None = None
+        if own is None:
+            problem = f"abstract in {kind.name}, which ours lacks"
+        elif own.function is not None and theirs.function is not None and not theirs.is_property:
+            if name == "__init__":  # which vLLM calls with keywords
+                names = frozenset(each.name for each in Signature.of(theirs.function.node, bound=True).parameters)
+                problem = Signature.of(own.function.node, bound=True).problem(Arguments(0, names))
+            else:
+                problem = misfit(own.function, theirs.function, with_defaults=False)
+        place = _place(kind.module.path, theirs.node)
+        yield Assumption("scheduler", place, f"{ours.name}.{name}", problem is None, problem or "")
+    if not found:
+        yield Assumption("scheduler", "", ".".join(INTERFACE), False, "it is not there, or has no abstract methods")
+
+
+def _read(module: Module, ours: Class) -> Iterator[Assumption]:
+    """What a module of vLLM's reads of a scheduler."""
+    nodes = list(ast.walk(module.tree))
+    asked = {name for node in nodes if isinstance(node, ast.Call) for name in _asked(node)}
+    for node in nodes:
+        place = _place(module.path, node)
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(each, ast.Attribute) and _is_scheduler(each) for each in targets):
+                yield _given(place, ours.name, ours.constructor, Arguments.of(node.value))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_scheduler(node.func.value):
+            member = ours.member(node.func.attr)
+            if member is not None and member.function is not None and not member.is_property:
+                signature = Signature.of(member.function.node, bound=True)
+                yield _given(place, f"{ours.name}.{node.func.attr}", signature, Arguments.of(node))
+        elif isinstance(node, ast.Attribute) and _is_scheduler(node.value) and node.attr not in asked:
+            holds = ours.has(node.attr)
+            found = "" if holds else f"vLLM reads scheduler.{node.attr}, which ours lacks"
+            yield Assumption("scheduler", place, f"{ours.name}.{node.attr}", holds, found)
+
+
+def _given(place: str, name: str, signature: Signature | None, given: Arguments) -> Assumption:
+    """That ours takes what vLLM gives."""
+    problem = None if signature is None else signature.problem(given)
+    found = f"ours {problem}, with {signature}" if problem else ""
+    return Assumption("scheduler", place, f"{name}({given})", problem is None, found)
+
+
+def _asked(node: ast.Call) -> Iterator[str]:
+    """The attribute of a scheduler that a call of `hasattr`, or of `getattr` with a default, asks for."""
+    name = node.func.id if isinstance(node.func, ast.Name) else ""
+    if name == "hasattr" or (name == "getattr" and len(node.args) == 3):
+        attribute = node.args[1]
+        if _is_scheduler(node.args[0]) and isinstance(attribute, ast.Constant):
+            yield str(attribute.value)
+
+
+def _is_scheduler(node: ast.expr) -> bool:
+    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return name == "scheduler"
+
+
+def _place(path: Path, node: ast.AST) -> str:
+    """Of a file of vLLM's: from its package on."""
+    parts = path.parts
+    start = len(parts) - 1 - parts[::-1].index("vllm")
+    return f"{'/'.join(parts[start:])}:{getattr(node, 'lineno', 0)}"

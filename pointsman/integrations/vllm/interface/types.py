@@ -1,0 +1,588 @@
+"""Types of expressions, as far as annotations, constructors and assignments show them.
+
+A type is a tuple of options. None has no option; where something is not known, one of them is `UNKNOWN`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from pointsman.integrations.vllm.interface.sources import (
+    Class,
+    Definition,
+    External,
+    Function,
+    Module,
+    Sources,
+    Variable,
+    assigned_to_self,
+)
+
+UNKNOWN = External("?")
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """An object of a class."""
+
+    kind: Class
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A function as a value; `is_bound`: its first argument is given."""
+
+    function: Function
+    is_bound: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """A "list" (whatever is iterated over) of one type, a "dict" of two, a "tuple" of one for each place, or a
+    "callable" that returns one."""
+
+    kind: str
+    items: tuple[Type, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MethodOf:
+    """A method of a container."""
+
+    container: Container
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attributes:
+    """What `vars` returns of an object."""
+
+    of: Type
+
+
+@dataclass(frozen=True, slots=True)
+class Bases:
+    """What `super()` returns in a class."""
+
+    kind: Class
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """What `support.maker` returns."""
+
+    kind: Class
+    fields: tuple[str, ...]
+    """Given by place."""
+    optional: frozenset[str]
+    """Dropped where a version lacks them."""
+    left: frozenset[str]
+    """Left at their defaults on purpose."""
+    given: frozenset[str] = frozenset()
+    """Given by `functools.partial`."""
+
+
+Option = Instance | Class | Module | Bound | Container | MethodOf | Attributes | Bases | Maker | External
+Type = tuple[Option, ...]
+
+_LISTS = frozenset(
+    {"list", "List", "Sequence", "MutableSequence", "Iterable", "Iterator", "Collection", "Generator"}
+) | {"set", "Set", "AbstractSet", "frozenset", "deque", "Deque", "KeysView", "ValuesView"}
+_DICTS = frozenset(["dict", "Dict", "Mapping", "MutableMapping", "defaultdict", "OrderedDict"])
+_TRANSPARENT = frozenset(["Optional", "Union", "ClassVar", "Final", "Required", "NotRequired"])
+_LISTED = frozenset(["list", "tuple", "set", "frozenset", "deque", "iter", "sorted", "reversed"])
+Local = Callable[["Scope"], Type]
+
+
+@dataclass
+class Scope:
+    """Where names are looked up: a function, a comprehension, a branch behind `isinstance`; without a parent, a module.
+
+    Of a name that is bound several times in a function, the type has the options of all.
+    """
+
+    module: Module
+    parent: Scope | None = None
+    owner: Class | None = None
+    """The class whose method this is."""
+    names: dict[str, list[Local]] = field(default_factory=dict)
+    known: dict[str, Type] = field(default_factory=dict)
+
+    def within(self, known: Mapping[str, Type]) -> Scope:
+        """A part of it, where names have these types."""
+        return Scope(self.module, self, self.owner, known=dict(known))
+
+
+def joined(types: Iterable[Type]) -> Type:
+    """The options of all."""
+    return tuple(dict.fromkeys(option for each in types for option in each))
+
+
+def instances(kind: Type) -> Iterator[Class]:
+    for option in kind:
+        if isinstance(option, Instance):
+            yield option.kind
+
+
+class Types:
+    """Infers types.
+
+    Args:
+        sources: of the code, and of all that it imports.
+    """
+
+    def __init__(self, sources: Sources) -> None:
+        self.sources = sources
+        self.carried: dict[tuple[Class, str], Type] = {}
+        """Types of attributes whose annotations do not say them, by what constructors are given."""
+        self.mixed_into: dict[Class, Class] = {}
+        """Classes that become a base before another class, when the code runs."""
+        self._attributes: dict[tuple[Class, str], Type] = {}
+        self._functions: dict[ast.AST, Scope] = {}
+
+    def forget(self) -> None:
+        """Infer everything anew, with what has been learned since."""
+        self._attributes.clear()
+        self._functions.clear()
+
+    # ------------------------------------------------------------------ annotations
+
+    def annotated(self, module: Module, node: ast.expr | None, owner: Class | None = None, depth: int = 0) -> Type:
+        """The type that an annotation names."""
+        if node is None or depth > 20:
+            return (UNKNOWN,)
+        if isinstance(node, ast.Constant):
+            if node.value is None:
+                return ()
+            if not isinstance(node.value, str):
+                return (UNKNOWN,)
+            return self.annotated(module, ast.parse(node.value.strip(), mode="eval").body, owner, depth + 1)
+        if isinstance(node, ast.BinOp):
+            return joined(self.annotated(module, each, owner, depth + 1) for each in (node.left, node.right))
+        if isinstance(node, ast.Subscript):
+            return self._parametrised(module, node, owner, depth)
+        if isinstance(node, ast.Name) and node.id == "Self":
+            return (UNKNOWN,) if owner is None else (Instance(owner),)
+        if owner is not None and isinstance(node, ast.Name):
+            inner = owner.member(node.id)
+            if inner is not None and isinstance(inner.node, ast.ClassDef):
+                return (Instance(self.sources.class_of(inner.owner.module, inner.node)),)
+        what = self.sources.evaluated(module, node)
+        if isinstance(what, Class):
+            return (Instance(what),)
+        if isinstance(what, Variable) and what.node.value is not None and not isinstance(what.node.value, ast.Call):
+            return self.annotated(what.module, what.node.value, None, depth + 1)
+        return (UNKNOWN,)
+
+    def _parametrised(self, module: Module, node: ast.Subscript, owner: Class | None, depth: int) -> Type:
+        base = node.value
+        name = base.attr if isinstance(base, ast.Attribute) else base.id if isinstance(base, ast.Name) else ""
+        parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+
+        def of(part: ast.expr) -> Type:
+            return self.annotated(module, part, owner, depth + 1)
+
+        if name in _TRANSPARENT:
+            return joined(of(part) for part in parts)
+        if name == "Annotated":
+            return of(parts[0])
+        if name in _LISTS:
+            return (Container("list", (of(parts[0]),)),)
+        if name in _DICTS and len(parts) == 2:
+            return (Container("dict", (of(parts[0]), of(parts[1]))),)
+        if name in ("tuple", "Tuple"):
+            if len(parts) == 2 and isinstance(parts[1], ast.Constant) and parts[1].value is Ellipsis:
+                return (Container("list", (of(parts[0]),)),)
+            return (Container("tuple", tuple(of(part) for part in parts)),)
+        if name in ("type", "Type"):
+            return tuple(each.kind if isinstance(each, Instance) else UNKNOWN for each in of(parts[0]))
+        if name == "Callable":
+            return (Container("callable", (of(parts[-1]),)),)
+        what = self.sources.evaluated(module, base)
+        return (Instance(what),) if isinstance(what, Class) else (UNKNOWN,)
+
+    # ------------------------------------------------------------------ names
+
+    def scope_of(
+        self, node: ast.FunctionDef | ast.AsyncFunctionDef, module: Module, owner: Class | None, parent: Scope | None
+    ) -> Scope:
+        """The scope of a function's body."""
+        if node not in self._functions:
+            scope = Scope(module, parent, owner)
+            self._bind_arguments(scope, node)
+            for each in _own_statements(node.body):
+                self._bind_statement(scope, each)
+            self._functions[node] = scope
+        return self._functions[node]
+
+    def _bind_arguments(self, scope: Scope, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        arguments = [*node.args.posonlyargs, *node.args.args]
+        if scope.owner is not None and arguments:
+            method = Function(scope.module, node, scope.owner)
+            is_of_class = "classmethod" in method.decorators or node.name == "__new__"
+            if "staticmethod" not in method.decorators:
+                first = arguments.pop(0)
+                scope.known[first.arg] = (scope.owner if is_of_class else Instance(scope.owner),)
+        for each in [*arguments, *node.args.kwonlyargs]:
+            scope.known[each.arg] = self.annotated(scope.module, each.annotation, scope.owner)
+        for star in (node.args.vararg, node.args.kwarg):
+            if star is not None:
+                scope.known[star.arg] = (UNKNOWN,)
+
+    def _bind_statement(self, scope: Scope, node: ast.AST) -> None:
+        def bind(target: ast.expr, value: Local) -> None:
+            for name, part in self._targets(target, value):
+                scope.names.setdefault(name, []).append(part)
+
+        if isinstance(node, ast.AnnAssign):
+            kind = node.annotation
+            bind(node.target, lambda at: self.annotated(at.module, kind, at.owner))
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                bind(target, lambda at, value=node.value: self.infer(value, at))  # type: ignore[misc]
+        elif isinstance(node, ast.NamedExpr):
+            bind(node.target, lambda at: self.infer(node.value, at))
+        elif isinstance(node, ast.For | ast.AsyncFor):
+            bind(node.target, lambda at: self.element(self.infer(node.iter, at)))
+        elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+            bind(node.optional_vars, lambda at: (UNKNOWN,))
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                bound = scope.names.setdefault(alias.asname or alias.name, [])
+                bound.append(lambda at, alias=alias: self._import(node, alias, at))  # type: ignore[misc]
+        elif isinstance(node, ast.ClassDef):
+            scope.names[node.name] = [lambda at: (self.local_class(node, at),)]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            scope.names[node.name] = [lambda at: (Bound(Function(at.module, node), False),)]
+
+    def _targets(self, target: ast.expr, value: Local) -> Iterator[tuple[str, Local]]:
+        """The names in the target of an assignment, each with its part of the value."""
+        if isinstance(target, ast.Name):
+            yield target.id, value
+        elif isinstance(target, ast.Tuple | ast.List):
+            for at, each in enumerate(target.elts):
+                if isinstance(each, ast.Starred):
+                    yield from self._targets(each.value, lambda _: (UNKNOWN,))
+                else:
+                    yield from self._targets(each, lambda scope, at=at: self._item(value(scope), at))  # type: ignore[misc]
+
+    def _import(self, node: ast.Import | ast.ImportFrom, alias: ast.alias, scope: Scope) -> Type:
+        if isinstance(node, ast.Import):
+            module = self.sources.module(alias.name if alias.asname else alias.name.partition(".")[0])
+            return (module,) if isinstance(module, Module) else (UNKNOWN,)
+        found = self.sources.module(scope.module.absolute(node))
+        if found is None:
+            return ()
+        what = self.sources.find(found, alias.name) if isinstance(found, Module) else found
+        return () if what is None else self._of_definition(what)
+
+    def local_class(self, node: ast.ClassDef, scope: Scope) -> Class:
+        """A class within a function, whose bases may be arguments of it."""
+        bases = [option for base in node.bases for option in self.infer(base, scope)]
+        known = [base if isinstance(base, Class) else External("?") for base in bases]
+        return self.sources.class_of(scope.module, node, known)
+
+    def _of_definition(self, what: Definition | Class | None) -> Type:
+        """The type of what a module has under a name."""
+        if isinstance(what, Function):
+            return (Bound(what, False),)
+        if isinstance(what, Class | Module):
+            return (what,)
+        if isinstance(what, Variable):
+            if isinstance(what.node, ast.AnnAssign):
+                return self.annotated(what.module, what.node.annotation)
+            return self.infer(what.node.value, Scope(what.module)) if len(what.node.targets) == 1 else (UNKNOWN,)
+        return (UNKNOWN,)
+
+    def named(self, name: str, scope: Scope) -> Type:
+        """The type of a name."""
+        at: Scope | None = scope
+        while at is not None:
+            if name in at.known:
+                return at.known[name]
+            if name in at.names:
+                at.known[name] = ()  # while it is looked for
+                at.known[name] = joined(each(at) for each in at.names[name])
+                return at.known[name]
+            at = at.parent
+        return self._of_definition(self.sources.find(scope.module, name))
+
+    # ------------------------------------------------------------------ attributes
+
+    def attribute(self, kind: Type, name: str) -> Type:
+        """The type of an attribute."""
+        return joined(self._attribute_of(option, name) for option in kind)
+
+    def _attribute_of(self, option: Option, name: str) -> Type:
+        if isinstance(option, Instance):
+            return self._of_instance(option.kind, name)
+        if isinstance(option, Class):
+            return self._of_class(option, name)
+        if isinstance(option, Bases):
+            for base in option.kind.lineage[1:]:
+                if name in base.own_members:
+                    return self._of_instance(base, name)
+        if isinstance(option, Module):
+            return self._of_definition(self.sources.find(option, name))
+        if isinstance(option, Container):
+            return (MethodOf(option, name),)
+        return (UNKNOWN,)
+
+    def _of_instance(self, kind: Class, name: str) -> Type:
+        key = kind, name
+        if key not in self._attributes:
+            self._attributes[key] = ()  # while it is looked for
+            found = self._found_in(kind, name)
+            if UNKNOWN in found:
+                found = next((self.carried[each, name] for each in kind.lineage if (each, name) in self.carried), found)
+            self._attributes[key] = found
+        return self._attributes[key]
+
+    def _found_in(self, kind: Class, name: str) -> Type:
+        member = kind.member(name)
+        if member is None:
+            base = next((self.mixed_into[each] for each in kind.lineage if each in self.mixed_into), None)
+            return (UNKNOWN,) if base is None else self._of_instance(base, name)
+        function = member.function
+        if function is not None:
+            if member.is_property:
+                return self.annotated(function.module, function.node.returns, kind)
+            return (Bound(function, "staticmethod" not in function.decorators),)
+        if isinstance(member.node, ast.AnnAssign):
+            return self.annotated(member.owner.module, member.node.annotation, kind)
+        if not isinstance(member.node, ast.Assign):
+            return (UNKNOWN,)
+        if member.method is None:
+            return self.infer(member.node.value, Scope(member.owner.module))
+        scope = self.scope_of(member.method.node, member.method.module, kind, None)
+        assignments = [node for each, node in assigned_to_self(member.method.node) if each == name]
+        return joined(
+            self._part_of(node, name, self.infer(node.value, scope))
+            for node in assignments
+            if isinstance(node, ast.Assign)
+        )
+
+    def _part_of(self, node: ast.Assign, name: str, value: Type) -> Type:
+        """Of `self.a, self.b = value`, the part for one attribute."""
+        for target in node.targets:
+            if isinstance(target, ast.Tuple):
+                for at, each in enumerate(target.elts):
+                    if isinstance(each, ast.Attribute) and each.attr == name:
+                        return self._item(value, at)
+        return value
+
+    def _of_class(self, kind: Class, name: str) -> Type:
+        member = kind.member(name)
+        if member is None:
+            return (UNKNOWN,)
+        if isinstance(member.node, ast.ClassDef):
+            return (self.sources.class_of(member.owner.module, member.node),)
+        if member.function is not None:
+            return (Bound(member.function, "classmethod" in member.function.decorators),)
+        return self._of_instance(kind, name)
+
+    # ------------------------------------------------------------------ containers
+
+    def element(self, kind: Type) -> Type:
+        """What iteration over it yields."""
+        found: list[Type] = []
+        for option in kind:
+            if isinstance(option, Container) and option.kind in ("list", "dict"):
+                found.append(option.items[0])
+            elif isinstance(option, Container) and option.kind == "tuple":
+                found.append(joined(option.items))
+            elif isinstance(option, Instance) and option.kind.member("__iter__") is not None:
+                found.append(self.element(self._called(self._of_instance(option.kind, "__iter__"))))
+            else:
+                found.append((UNKNOWN,))
+        return joined(found)
+
+    def _item(self, kind: Type, at: int | None) -> Type:
+        """What `kind[at]` is; None: the index is not known."""
+        found: list[Type] = []
+        for option in kind:
+            if isinstance(option, Container) and option.kind == "tuple" and at is not None and at < len(option.items):
+                found.append(option.items[at])
+            elif isinstance(option, Container) and option.kind == "dict":
+                found.append(option.items[1])
+            elif isinstance(option, Instance) and option.kind.member("__getitem__") is not None:
+                found.append(self._called(self._of_instance(option.kind, "__getitem__")))
+            else:
+                found.append(self.element((option,)))
+        return joined(found)
+
+    def _subscript(self, node: ast.Subscript, scope: Scope) -> Type:
+        value = self.infer(node.value, scope)
+        if isinstance(node.slice, ast.Slice):
+            return value
+        at = node.slice.value if isinstance(node.slice, ast.Constant) else None
+        if isinstance(at, str):
+            objects = joined(option.of for option in value if isinstance(option, Attributes))
+            if objects:
+                return self.attribute(objects, at)
+        return self._item(value, at if isinstance(at, int) else None)
+
+    # ------------------------------------------------------------------ calls
+
+    def _called(self, kind: Type) -> Type:
+        """What a call returns."""
+        found: list[Type] = []
+        for option in kind:
+            if isinstance(option, Class):
+                found.append((Instance(option),))
+            elif isinstance(option, Maker):
+                found.append((Instance(option.kind),))
+            elif isinstance(option, Bound) and "contextmanager" not in option.function.decorators:
+                function = option.function
+                found.append(self.annotated(function.module, function.node.returns, function.owner))
+            elif isinstance(option, Container) and option.kind == "callable":
+                found.append(option.items[0])
+            elif isinstance(option, MethodOf):
+                found.append(self._called_method(option))
+            else:
+                found.append((UNKNOWN,))
+        return joined(found)
+
+    def _called_method(self, method: MethodOf) -> Type:
+        container, name = method.container, method.name
+        if name == "copy":
+            return (container,)
+        if container.kind == "dict":
+            key, value = container.items
+            if name in ("get", "pop", "setdefault"):
+                return value
+            if name in ("values", "keys"):
+                return (Container("list", (value if name == "values" else key,)),)
+            if name in ("items", "popitem"):
+                pair: Type = (Container("tuple", (key, value)),)
+                return (Container("list", (pair,)),) if name == "items" else pair
+        if container.kind == "list" and name in ("pop", "popleft"):
+            return container.items[0]
+        return (UNKNOWN,)
+
+    def _call(self, node: ast.Call, scope: Scope) -> Type:
+        name = node.func.id if isinstance(node.func, ast.Name) else ""
+        of = [self.infer(each, scope) for each in node.args if not isinstance(each, ast.Starred)]
+        if name == "super" and scope.owner is not None:
+            return (Bases(scope.owner),)
+        if name in ("max", "min", "next") and of:
+            return joined([self.element(of[0]), *of[1:]]) if len(of) == 1 or name == "next" else joined(of)
+        if name == "getattr" and len(of) >= 2 and isinstance(node.args[1], ast.Constant):
+            return joined([self.attribute(of[0], str(node.args[1].value)), *of[2:]])
+        if name == "maker" and of:
+            return tuple(_maker(node, each) if isinstance(each, Class) else UNKNOWN for each in of[0])
+        if name == "partial" and of:
+            names = frozenset(each.arg for each in node.keywords if each.arg is not None)
+            return tuple(replace(each, given=names) if isinstance(each, Maker) else UNKNOWN for each in of[0])
+        if name == "map" and of:
+            return (Container("list", (self._called(of[0]),)),)
+        if name == "type" and len(of) == 1:
+            return tuple(each.kind if isinstance(each, Instance) else UNKNOWN for each in of[0])
+        if name == "vars" and of:
+            return (Attributes(of[0]),)
+        if name in ("replace", "copy") and of:
+            return of[0]
+        if name in _LISTED and of:
+            return (Container("list", (self.element(of[0]),)),)
+        if name == "enumerate" and of:
+            return (Container("list", ((Container("tuple", ((UNKNOWN,), self.element(of[0]))),),)),)
+        if name == "zip":
+            return (Container("list", ((Container("tuple", tuple(self.element(each) for each in of)),),)),)
+        if name == "chain":
+            return (Container("list", (joined(self.element(each) for each in of),)),)
+        if name == "dict" and of:
+            pairs = self.element(of[0])
+            return (Container("dict", (self._item(pairs, 0), self._item(pairs, 1))),)
+        return self._called(self.infer(node.func, scope))
+
+    # ------------------------------------------------------------------ expressions
+
+    def infer(self, node: ast.expr, scope: Scope) -> Type:
+        """The type of an expression."""
+        if isinstance(node, ast.Constant):
+            return () if node.value is None else (UNKNOWN,)
+        if isinstance(node, ast.Name):
+            return self.named(node.id, scope)
+        if isinstance(node, ast.Attribute):
+            return self.attribute(self.infer(node.value, scope), node.attr)
+        if isinstance(node, ast.Call):
+            return self._call(node, scope)
+        if isinstance(node, ast.Subscript):
+            return self._subscript(node, scope)
+        if isinstance(node, ast.IfExp):
+            return joined([self.infer(node.body, self.narrowed(node.test, scope)), self.infer(node.orelse, scope)])
+        if isinstance(node, ast.BoolOp):
+            return joined(self.infer(each, scope) for each in node.values)
+        if isinstance(node, ast.NamedExpr | ast.Await):
+            return self.infer(node.value, scope)
+        if isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp):
+            return (Container("list", (self.infer(node.elt, self.comprehension(node.generators, scope)),)),)
+        if isinstance(node, ast.DictComp):
+            inner = self.comprehension(node.generators, scope)
+            return (Container("dict", (self.infer(node.key, inner), self.infer(node.value, inner))),)
+        if isinstance(node, ast.Tuple) and not any(isinstance(each, ast.Starred) for each in node.elts):
+            return (Container("tuple", tuple(self.infer(each, scope) for each in node.elts)),)
+        if isinstance(node, ast.List | ast.Set | ast.Tuple):
+            return (Container("list", (joined(self._listed(each, scope) for each in node.elts),)),)
+        if isinstance(node, ast.Dict):
+            keys = joined(self.infer(each, scope) for each in node.keys if each is not None)
+            return (Container("dict", (keys, joined(self.infer(each, scope) for each in node.values))),)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.BitOr):
+            return joined([self.infer(node.left, scope), self.infer(node.right, scope)])
+        return (UNKNOWN,)
+
+    def _listed(self, node: ast.expr, scope: Scope) -> Type:
+        if isinstance(node, ast.Starred):
+            return self.element(self.infer(node.value, scope))
+        return self.infer(node, scope)
+
+    def comprehension(self, generators: list[ast.comprehension], scope: Scope) -> Scope:
+        """The scope within a comprehension."""
+        for each in generators:
+            kind = self.element(self.infer(each.iter, scope))
+            names = {name: part(scope) for name, part in self._targets(each.target, lambda _, kind=kind: kind)}  # type: ignore[misc]
+            scope = scope.within(names)
+            for test in each.ifs:
+                scope = self.narrowed(test, scope)
+        return scope
+
+    def narrowed(self, test: ast.expr, scope: Scope) -> Scope:
+        """The scope where a test has been true: of `isinstance(name, classes)`."""
+        if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+            for each in test.values:
+                scope = self.narrowed(each, scope)
+            return scope
+        if not (isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id == "isinstance"):
+            return scope
+        name, kinds = test.args
+        if not isinstance(name, ast.Name):
+            return scope
+        given = self.infer(kinds, scope)
+        flat = joined(joined(each.items) if isinstance(each, Container) else (each,) for each in given)
+        return scope.within({name.id: tuple(Instance(each) if isinstance(each, Class) else UNKNOWN for each in flat)})
+
+
+def _maker(node: ast.Call, kind: Class) -> Maker:
+    """What a call of `maker` says."""
+    lists = {each.arg: getattr(each.value, "elts", []) for each in node.keywords}
+    optional, left = (frozenset(_strings(lists.get(name, []))) for name in ("optional", "left"))
+    return Maker(kind, tuple(_strings(node.args[1:])), optional, left)
+
+
+def _strings(nodes: list[ast.expr]) -> Iterator[str]:
+    return (str(each.value) for each in nodes if isinstance(each, ast.Constant))
+
+
+def _own_statements(body: list[ast.stmt]) -> Iterator[ast.AST]:
+    """All nodes of a body, without those of functions and classes within."""
+    for node in body:
+        yield from _own_nodes(node)
+
+
+def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    yield node
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+        for each in ast.iter_child_nodes(node):
+            yield from _own_nodes(each)

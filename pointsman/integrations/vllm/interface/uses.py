@@ -1,0 +1,445 @@
+"""Reads the code of the drop-in: what it assumes about vLLM, and whether vLLM's sources have it.
+
+What the code guards is no assumption: imports in `try` with `except ImportError`, and attributes that a function asks
+for by `hasattr` or by `getattr` with a default. Where such a thing is missing, it is noted as a fallback.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from pointsman.integrations.vllm.interface.sources import (
+    Arguments,
+    Class,
+    External,
+    Function,
+    Module,
+    Signature,
+    Sources,
+    is_for_types,
+)
+from pointsman.integrations.vllm.interface.types import (
+    UNKNOWN,
+    Attributes,
+    Bound,
+    Instance,
+    Maker,
+    Option,
+    Scope,
+    Type,
+    Types,
+    instances,
+)
+
+VLLM = "vllm"
+_CATCHES_IMPORT = {"ImportError", "ModuleNotFoundError"}
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """Something that the drop-in assumes about vLLM."""
+
+    kind: str
+    """"name", "attribute", "call", "field", "override" or "scheduler"."""
+    place: str
+    """File and line."""
+    expected: str
+    holds: bool | None
+    """None: it is not known."""
+    found: str = ""
+    """What vLLM has instead."""
+
+
+class Reader:
+    """Reads modules of ours.
+
+    Args:
+        sources: of ours and of vLLM's.
+    """
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        self.types = Types(sources)
+        self.assumptions: dict[tuple[str, str, str], Assumption] = {}
+        self.fallbacks: list[Assumption] = []
+        """What is guarded and not there."""
+        self.made: dict[Class, set[str]] = {}
+        """Classes of vLLM's that a `maker` constructs: the fields that our code knows."""
+        self.made_at: dict[Class, str] = {}
+        """Where."""
+        self._module: Module
+        self._learns = False
+        self._guarded: set[tuple[str, str]] = set()
+        self._ours: set[str] = set()  # private names under which our code keeps something in vLLM's objects
+        self._may_fail = False  # within a `try` that catches a failing import
+        self._has_failed = False  # one there has failed
+
+    def read(self, modules: list[Module]) -> None:
+        """Read modules twice: first for what objects carry, which others of them read, and then for assumptions."""
+        for self._learns in (True, False):
+            self.types.forget()
+            for module in modules:
+                self._read(module)
+
+    def _read(self, module: Module) -> None:
+        self._module = module
+        scope = Scope(module)
+        for node in module.tree.body:
+            self._visit(node, scope)
+
+    # ------------------------------------------------------------------ what is noted
+
+    def _note(self, kind: str, node: ast.AST, expected: str, holds: bool | None, found: str = "") -> None:
+        if self._learns:
+            return
+        place = f"{self._module.path.name}:{getattr(node, 'lineno', 0)}"
+        self.assumptions.setdefault((kind, place, expected), Assumption(kind, place, expected, holds, found))
+
+    def _note_fallback(self, kind: str, node: ast.AST, expected: str, instead: str) -> None:
+        if not self._learns:
+            place = f"{self._module.path.name}:{getattr(node, 'lineno', 0)}"
+            self.fallbacks.append(Assumption(kind, place, expected, False, instead))
+
+    def _note_import(self, node: ast.AST, module: str, name: str | None, *, at_runtime: bool) -> None:
+        if module.partition(".")[0] != VLLM:
+            return
+        expected = module if name is None else f"{module}.{name}"
+        target = self._sources.module(module)
+        found = f"no module {module}" if target is None else ""
+        holds: bool | None = target is not None
+        if isinstance(target, Module) and name is not None:
+            what = self._sources.find(target, name, at_runtime=at_runtime)
+            holds = None if isinstance(what, External) and what.name.startswith(VLLM) else what is not None
+            found = "" if holds else f"{module} has no {name}"
+            if holds is False and not at_runtime:
+                found += ", which only annotations name: what our code reads of it was not compared"
+        elif isinstance(target, External):
+            holds = None
+        if holds is None:
+            found = f"{module} cannot be read"
+        if self._may_fail and holds is False:
+            self._has_failed = True
+            self._note_fallback("name", node, expected, "the import is caught")
+        elif not self._may_fail:
+            self._note("name", node, expected, holds, found)
+
+    def _note_attribute(self, node: ast.AST, kind: Type, name: str, *, is_set: bool = False) -> None:
+        """An attribute of an object is read or set. Of several possible types one has to have it."""
+        if isinstance(node, ast.Attribute) and (ast.unparse(node.value), name) in self._guarded:
+            return
+        theirs: list[Class] = []
+        answers: list[bool | None] = []
+        for option in kind:
+            if isinstance(option, Module):
+                self._note_import(node, option.name, name, at_runtime=True)
+                return
+            of, has = self._asked(option, name)
+            answers.append(has)
+            if of is not None:
+                theirs.append(of)
+        if not theirs:
+            return
+        if is_set:
+            for each in theirs:
+                self.made.get(each, set()).add(name)
+        holds = True if True in answers else None if None in answers else False
+        found = ""
+        if holds is None:
+            found = "the type of the object, or a base of its class, is not known"
+        elif not holds:
+            found = "; ".join(f"{each.name} has {_similar(name, each.member_names())}" for each in theirs)
+        self._note("attribute", node, f"{theirs[0].name}.{name}", holds, found)
+
+    def _asked(self, option: Option, name: str) -> tuple[Class | None, bool | None]:
+        """Which class of vLLM's is asked for an attribute, and whether it has it."""
+        kind = option.kind if isinstance(option, Instance) else option
+        if not isinstance(kind, Class):
+            return None, None
+        if kind.member(name) is None:
+            kind = self.types.mixed_into.get(kind, kind)
+        if not _is_of_vllm(kind):
+            return None, True if kind.member(name) is not None else None
+        return kind, (isinstance(option, Class) and name in dir(type)) or kind.has(name)
+
+    def _note_call(self, node: ast.Call, scope: Scope) -> None:
+        given = Arguments.of(node)
+        function: ast.expr = node.func
+        if isinstance(function, ast.Name) and function.id == "map" and node.args:
+            function, given = node.args[0], Arguments(len(node.args) - 1, frozenset())
+        options = self.types.infer(function, scope)
+        makers = [(option.kind, self._by_names(node, option, given)) for option in options if isinstance(option, Maker)]
+        if makers:  # of several, a version takes one
+            fits = [each for each in makers if each[0].constructor is None or not each[0].constructor.problem(each[1])]
+            self._note_made(node, *(fits or makers)[0])
+        for option in options:
+            if isinstance(option, Class):
+                self._note_made(node, option, given)
+            elif isinstance(option, Bound) and option.function.module.name.partition(".")[0] == VLLM:
+                function_node = option.function.node
+                name = option.function.name
+                self._check(node, name, Signature.of(function_node, bound=option.is_bound), given)
+
+    def _by_names(self, node: ast.Call, maker: Maker, given: Arguments) -> Arguments:
+        """What a maker gives, by the names of the fields."""
+        names = frozenset(maker.fields[: given.num_positional]) | given.keywords | maker.given
+        lacking = names & maker.optional - maker.kind.fields.keys()
+        for name in sorted(lacking):
+            self._note_fallback("field", node, f"{maker.kind.name}.{name}", "it is not given")
+        return Arguments(0, names - lacking)
+
+    def _note_made(self, node: ast.Call, kind: Class, given: Arguments) -> None:
+        """An object is constructed."""
+        if not _is_of_vllm(kind):
+            return
+        if kind in self.made:
+            self.made[kind] |= given.keywords
+        signature = kind.constructor
+        if signature is None:
+            self._note("call", node, f"{kind.name}({given})", None)
+        else:
+            self._check(node, kind.name, signature, given)
+
+    def _check(self, node: ast.AST, name: str, signature: Signature, given: Arguments) -> None:
+        problem = signature.problem(given)
+        self._note("call", node, f"{name}({given})", problem is None, f"{problem}{now(signature)}" if problem else "")
+
+    def _note_maker(self, node: ast.Call, scope: Scope) -> None:
+        for option in self.types.infer(node, scope):
+            if not isinstance(option, Maker) or not _is_of_vllm(option.kind):
+                continue
+            kind = option.kind
+            self.made.setdefault(kind, set()).update(option.left)
+            self.made_at[kind] = f"{self._module.path.name}:{node.lineno}"
+            for name in option.fields:
+                if name not in option.optional:
+                    self._note_field(node, kind, name)
+
+    def _note_replaced(self, node: ast.Call, scope: Scope) -> None:
+        for kind in filter(_is_of_vllm, instances(self.types.infer(node.args[0], scope))):
+            for name in filter(None, (each.arg for each in node.keywords)):
+                self._note_field(node, kind, name)
+
+    def _note_field(self, node: ast.Call, kind: Class, name: str) -> None:
+        is_there = name in kind.fields
+        found = "" if is_there else f"{kind.name} has {_similar(name, set(kind.fields))}"
+        self._note("field", node, f"{kind.name}.{name}", is_there, found)
+
+    def _note_overrides(self, node: ast.ClassDef, kind: Class, base: Class) -> None:
+        """Public members of a class that stands before `base` override those of `base`."""
+        for name, member in kind.own_members.items():
+            is_declared = isinstance(member.node, ast.AnnAssign) and member.node.value is None
+            if member.owner is not kind or (name.startswith("_") and not is_declared):
+                continue
+            expected = f"{base.name}.{name}"
+            has = base.has(name)
+            theirs = base.member(name)
+            if not has or theirs is None:
+                found = "" if has is None else f"{base.name} has {_similar(name, base.member_names())}"
+                self._note("override", member.node, expected, has, found)
+                continue
+            problem = None
+            if member.function is not None and theirs.function is not None and not theirs.is_property:
+                problem = misfit(member.function, theirs.function, with_defaults=True)
+            self._note("override", member.node, expected, problem is None, problem or "")
+
+    def _learn(self, node: ast.Call, scope: Scope) -> None:
+        """The types of what our own classes are given."""
+        for option in self.types.infer(node.func, scope):
+            if not isinstance(option, Class) or _is_of_vllm(option):
+                continue
+            for each in node.keywords:
+                if each.arg is not None:
+                    kind = self.types.infer(each.value, scope)
+                    if any(isinstance(of, Instance) and _is_of_vllm(of.kind) for of in kind):
+                        self.types.carried.setdefault((option, each.arg), kind)
+
+    # ------------------------------------------------------------------ the walk
+
+    def _visit(self, node: ast.AST, scope: Scope) -> None:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            self._visit_import(node, at_runtime=True)
+        elif isinstance(node, ast.If) and is_for_types(node):
+            for each in node.body:
+                if isinstance(each, ast.Import | ast.ImportFrom):
+                    self._visit_import(each, at_runtime=False)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            self._visit_function(node, scope)
+        elif isinstance(node, ast.ClassDef):
+            self._visit_class(node, scope)
+        elif isinstance(node, ast.Lambda):
+            self._visit(node.body, scope.within({each.arg: (UNKNOWN,) for each in node.args.args}))
+        elif isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
+            self._visit_comprehension(node, scope)
+        elif isinstance(node, ast.If | ast.IfExp):
+            self._visit_branches(node, scope)
+        elif isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And):
+            for value in node.values:
+                self._visit(value, scope)
+                scope = self.types.narrowed(value, scope)
+        elif isinstance(node, ast.Try):
+            self._visit_try(node, scope)
+        elif isinstance(node, ast.AnnAssign):
+            self._visit_all([node.target, *([node.value] if node.value is not None else [])], scope)
+        else:
+            self._visit_all(ast.iter_child_nodes(node), scope)
+            self._note_expression(node, scope)
+
+    def _visit_all(self, nodes: Iterable[ast.AST], scope: Scope) -> None:
+        for node in nodes:
+            self._visit(node, scope)
+
+    def _visit_try(self, node: ast.Try, scope: Scope) -> None:
+        """Where a failing import is caught, what runs depends on whether vLLM has the name."""
+        if not {name for each in node.handlers for name in _names(each.type)} & _CATCHES_IMPORT:
+            self._visit_all([*node.body, *node.handlers, *node.orelse, *node.finalbody], scope)
+            return
+        before, self._may_fail, self._has_failed = self._may_fail, True, False
+        self._visit_all(node.body, scope)
+        self._may_fail = before
+        self._visit_all(node.handlers if self._has_failed else node.orelse, scope)
+        self._visit_all(node.finalbody, scope)
+
+    def _visit_import(self, node: ast.Import | ast.ImportFrom, *, at_runtime: bool) -> None:
+        for alias in node.names:
+            if isinstance(node, ast.Import):
+                self._note_import(node, alias.name, None, at_runtime=at_runtime)
+            else:
+                self._note_import(node, self._module.absolute(node), alias.name, at_runtime=at_runtime)
+
+    def _visit_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef, scope: Scope) -> None:
+        own = isinstance(scope.owner, Class) and node in scope.owner.node.body
+        inner = self.types.scope_of(node, self._module, scope.owner if own else None, scope)
+        before = self._guarded
+        self._guarded = before | set(self._guards(node, inner))
+        self._visit_all(node.body, inner)
+        self._guarded = before
+
+    def _guards(self, node: ast.AST, scope: Scope) -> Iterator[tuple[str, str]]:
+        """What a function asks for by `hasattr`, or by `getattr` with a default: (object, attribute)."""
+        for each in ast.walk(node):
+            if not (isinstance(each, ast.Call) and isinstance(each.func, ast.Name) and len(each.args) >= 2):
+                continue
+            if each.func.id == "hasattr" or (each.func.id == "getattr" and len(each.args) == 3):
+                name = each.args[1]
+                if isinstance(name, ast.Constant):
+                    yield ast.unparse(each.args[0]), str(name.value)
+
+    def _visit_class(self, node: ast.ClassDef, scope: Scope) -> None:
+        is_inner = scope.parent is not None or bool(scope.names)
+        kind = self.types.local_class(node, scope) if is_inner else self._sources.class_of(self._module, node)
+        for base in kind.bases:
+            if isinstance(base, Class) and _is_of_vllm(base):
+                self._note_overrides(node, kind, base)
+        self._visit_all(node.body, Scope(self._module, scope if is_inner else None, kind))
+
+    def _visit_comprehension(
+        self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, scope: Scope
+    ) -> None:
+        for each in node.generators:
+            self._visit(each.iter, scope)
+            bound = self.types.comprehension([ast.comprehension(each.target, each.iter, [], 0)], scope)
+            for test in each.ifs:
+                self._visit(test, bound)
+                bound = self.types.narrowed(test, bound)
+            scope = bound
+        parts = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+        self._visit_all(parts, scope)
+
+    def _visit_branches(self, node: ast.If | ast.IfExp, scope: Scope) -> None:
+        self._visit(node.test, scope)
+        inner = self.types.narrowed(node.test, scope)
+        self._visit_all(node.body if isinstance(node, ast.If) else [node.body], inner)
+        self._visit_all(node.orelse if isinstance(node, ast.If) else [node.orelse], scope)
+
+    def _note_expression(self, node: ast.AST, scope: Scope) -> None:
+        if isinstance(node, ast.Attribute):
+            self._note_attribute(
+                node, self.types.infer(node.value, scope), node.attr, is_set=isinstance(node.ctx, ast.Store)
+            )
+        elif isinstance(node, ast.Subscript):
+            self._note_variable(node, scope)
+        elif isinstance(node, ast.Call):
+            self._visit_call(node, scope)
+
+    def _note_variable(self, node: ast.Subscript, scope: Scope) -> None:
+        """`vars(x)["name"]` is read or set; what our code sets under a private name is ours."""
+        if not isinstance(node.slice, ast.Constant) or not isinstance(node.slice.value, str):
+            return
+        name = node.slice.value
+        for option in self.types.infer(node.value, scope):
+            if isinstance(option, Attributes):
+                if isinstance(node.ctx, ast.Store) and name.startswith("_"):
+                    self._ours.add(name)
+                elif name not in self._ours:
+                    self._note_attribute(node, option.of, name)
+
+    def _visit_call(self, node: ast.Call, scope: Scope) -> None:
+        name = node.func.id if isinstance(node.func, ast.Name) else ""
+        if self._learns:
+            self._learn(node, scope)
+        if name == "maker":
+            self._note_maker(node, scope)
+        elif name == "replace" and node.args:
+            self._note_replaced(node, scope)
+        elif name == "getattr" and len(node.args) == 3 and isinstance(node.args[1], ast.Constant):
+            asked = str(node.args[1].value)
+            for kind in instances(self.types.infer(node.args[0], scope)):
+                if _is_of_vllm(kind) and kind.has(asked) is False:
+                    self._note_fallback("attribute", node, f"{kind.name}.{asked}", "its default is used")
+        elif name == "type" and len(node.args) == 3:
+            self._note_mixed(node, scope)
+        else:
+            self._note_call(node, scope)
+
+    def _note_mixed(self, node: ast.Call, scope: Scope) -> None:
+        """`type(name, (ours, theirs), ...)`: a class that stands before one of vLLM's."""
+        bases = node.args[1]
+        if not isinstance(bases, ast.Tuple):
+            return
+        kinds = [option for base in bases.elts for option in self.types.infer(base, scope) if isinstance(option, Class)]
+        theirs = [kind for kind in kinds if _is_of_vllm(kind)]
+        for kind in kinds:
+            if kind not in theirs and theirs:
+                self.types.mixed_into[kind] = theirs[0]
+                self._note_overrides(kind.node, kind, theirs[0])
+
+
+def _is_of_vllm(kind: Class) -> bool:
+    return kind.module.name.partition(".")[0] == VLLM
+
+
+def _names(node: ast.expr | None) -> Iterator[str]:
+    """The names of exceptions that a handler catches."""
+    if node is not None:
+        yield from (each.id for each in ast.walk(node) if isinstance(each, ast.Name))
+
+
+def _similar(name: str, names: set[str]) -> str:
+    """Of the names, those that look alike."""
+    return ", ".join(get_close_matches(name, sorted(names), n=3, cutoff=0.6)) or "nothing like it"
+
+
+def misfit(ours: Function, theirs: Function, *, with_defaults: bool) -> str | None:
+    """Why a method of ours cannot be called as one of vLLM's; None: it can.
+
+    Args:
+        with_defaults: with the arguments that have defaults there, too.
+    """
+    signature = Signature.of(ours.node, bound=True)
+    wanted = Signature.of(theirs.node, bound="staticmethod" not in theirs.decorators)
+    asked = [each for each in wanted.parameters if with_defaults or not each.has_default]
+    by_place = [each for each in asked if not each.is_keyword_only]
+    named = frozenset(each.name for each in asked if not each.is_positional_only)
+    problem = signature.problem(Arguments(0, named)) or signature.problem(
+        Arguments(len(by_place), frozenset(each.name for each in asked if each.is_keyword_only))
+    )
+    return f"{problem}{now(wanted)}" if problem else None
+
+
+def now(signature: Signature) -> str:
+    """The arguments that vLLM's has, where they are few."""
+    shown = str(signature)
+    return f"; vLLM has {shown}" if len(shown) <= 120 else ""
