@@ -5,10 +5,14 @@ The long form compares more of them. docs/vllm.md lists what is left out.
 
 from __future__ import annotations
 
+import pytest
+
 from tests.forms import seeds
 from tests.integrations.vllm_process import NEEDS_VLLM, decided_alike
 
-WORKLOADS = seeds(40, 330)
+WORKLOADS = seeds(20, 330)
+SESSIONS = seeds(6, 200)
+GRAMMARS = seeds(10, 200)
 MET_PER_100 = {
     "steps": 5_000,
     "preemptions": 150,
@@ -25,10 +29,19 @@ MET_PER_100 = {
 }
 """What so many workloads meet at least, so that they cannot pass by meeting nothing."""
 
-pytestmark = NEEDS_VLLM
+pytestmark = [*NEEDS_VLLM, pytest.mark.next_vllm]
 
 
 def test_every_decision_is_that_of_vllms_own_scheduler() -> None:
     tally = decided_alike(WORKLOADS, met_per_100=MET_PER_100)
     for what in ("resumed in chunks", "gave up drafts"):
         assert tally.get(what, 0) <= len(WORKLOADS) // 10, "the comparison of these workloads ends there"
+
+
+def test_sessions_and_their_parts_run_when_vllms_own_scheduler_runs_them() -> None:
+    decided_alike(SESSIONS, "sessions", met_per_100={"steps": 3_000, "sessions": 700, "stopped": 300, "aborts": 30})
+
+
+def test_requests_with_grammars_are_decided_as_by_vllms_own_scheduler() -> None:
+    met = {"steps": 5_000, "grammars": 800, "refused": 100, "hits": 100, "drafts": 500, "asynchronous": 20}
+    decided_alike(GRAMMARS, "grammars", met_per_100=met)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_env import TORCHVISION
+from vllm_env import TORCHVISION, VLLM_VERSION
 
 from tests.forms import seeds, short_of
 from tests.integrations.vllm_process import NEEDS_VLLM, SHORT_MODELS, decided_alike, run_in_vllm
@@ -75,8 +75,10 @@ def test_decisions_are_those_of_vllms_own_scheduler() -> None:
     ("seed", "why"),
     [(613, "lacked blocks to go further"), (825, "less behind a victim"), (913, "lacked blocks to go further")],
 )
-def test_decisions_differ_for_a_reason_that_is_documented(seed: int, why: str) -> None:
-    """Few of the workloads meet these."""
+def test_decisions_differ_for_a_reason_that_is_documented(seed: int, why: str, vllm_version: str) -> None:
+    """Few of the workloads meet these; which, depends on the version."""
+    if vllm_version != VLLM_VERSION:
+        pytest.skip(f"these workloads meet them with vLLM {VLLM_VERSION}")
     found = run_in_vllm("vllm_decisions.py", seed, 1, "images")
     assert not found["differences"] and found["tally"][why] == 1, found
 

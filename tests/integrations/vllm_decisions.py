@@ -352,6 +352,9 @@ _NO_THRESHOLD = {"long_prefill_token_threshold": 0, "long_prefill_token_threshol
 def _add_grammars(workload: Workload, rng: random.Random) -> None:
     """Some outputs follow a grammar, which is ready some steps later."""
     workload.scheduler |= _NO_THRESHOLD  # see docs/vllm.md: who is counted
+    if workload.caches:  # see docs/vllm.md: in which order blocks are released where a grammar ends its request
+        most = -(-workload.scheduler["max_model_len"] // workload.block_size)
+        workload.num_blocks = max(workload.num_blocks, 1 + MOST_REQUESTS * most)
     for step, requests in workload.arrivals.items():
         for request in requests:
             if rng.random() < 0.6:
