@@ -382,8 +382,8 @@ def kv_cache_problems(kv_cache_config: KVCacheConfig) -> list[Refusal]:
         return [
             Refusal(
                 "mamba-cache-mode",
-                f"mamba_cache_mode is {modes.pop()!r}, and states are cached here in the mode 'align' alone: give "
-                "--mamba-cache-mode align, or --no-enable-prefix-caching",
+                f"mamba_cache_mode is {modes.pop()!r}, and states are cached here in the mode 'align' alone: "
+                "leave --mamba-cache-mode out, or give --no-enable-prefix-caching",
             )
         ]
     return []
