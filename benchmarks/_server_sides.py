@@ -36,6 +36,7 @@ LARGE = Shape("98M", 768, 14, 12, 4, 64, 2304, VOCABULARY)
 SERVED_MODEL_NAME = "benchmark"
 SECONDS_TO_START, SECONDS_TO_END = 300.0, 20.0
 
+
 @dataclass(frozen=True, slots=True)
 class Knobs:
     """Settings that both servers share."""
@@ -141,9 +142,7 @@ class VllmSide(Side):
         RuntimeError: it did not start; the message ends with what it printed last.
     """
 
-    def __init__(
-        self, knobs: Knobs, *, eager: bool, options: Sequence[str] = (), folders: Sequence[Path] = ()
-    ) -> None:
+    def __init__(self, knobs: Knobs, *, eager: bool, options: Sequence[str] = (), folders: Sequence[Path] = ()) -> None:
         self.name = "vllm-eager" if eager else "vllm"
         self.port = _free_port()
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process lives
