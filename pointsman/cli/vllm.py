@@ -46,8 +46,8 @@ METRICS = (
 the engine's."""
 
 NEVER_EMPTY = (
-    'A server that is never without requests is recorded from its start: --additional-config \'{"pointsman": {"record": '
-    '"FILE"}}\''
+    "A server that is never without requests is recorded from its start: --additional-config "
+    '\'{"pointsman": {"record": "FILE"}}\''
 )
 """The remedy where no recording can begin, or where it begins behind the load."""
 

@@ -335,8 +335,8 @@ class Questions:
     # ------------------------------------------------------------------ recordings
 
     def _record(self, client: Client) -> Generator[dict[str, Any], None, None]:
-        """A line when the recording has to wait, one when it begins, one when its first step is in the file, and one when
-        it ends: when the client sends anything or disconnects, or when it ends by itself."""
+        """A line when the recording has to wait, one when it begins, one when its first step is in the file, and one
+        when it ends: when the client sends anything or disconnects, or when it ends by itself."""
         descriptor = client.take_file()
         if descriptor is None:
             raise ControlError("no file came with the question; pointsman record sends one")
