@@ -409,7 +409,7 @@ class Scheduler:
                 self._end(request, ours.finish_reason or FinishReason.ERROR)
                 request.stop_reason = ours.stop_reason
                 self._unsent.append(request)
-        if output.preempted and self._statistics is not None:
+        if output.preempted:
             self._note_preemptions(output, now)
         if output.num_continued < output.num_rows:
             self._note_admissions(output, now)
@@ -419,7 +419,7 @@ class Scheduler:
         hits, statistics = output.num_cached_tokens.tolist(), self._statistics
         for ours, num_hits, is_resumed in zip(output.admitted, hits, output.is_resumed.tolist(), strict=True):
             request = ours.metadata
-            self._details.note(request.request_id)
+            self._details.admitted(request.request_id)
             if request.prefill_stats is not None and not ours.num_preemptions:
                 request.prefill_stats.set(ours.num_prompt_tokens, num_hits, 0)
             if statistics is not None:
@@ -434,10 +434,12 @@ class Scheduler:
         """
         for ours in output.preempted:
             request = ours.metadata
-            if request.request_id in self._requests and ours.preemption_causes[-1].exists_in_vllm:
+            if request.request_id not in self._requests:
+                continue
+            if ours.num_pending:  # otherwise its next output comes after its next admission
+                self._details.preempted(request.request_id)
+            if self._statistics is not None and ours.preemption_causes[-1].exists_in_vllm:
                 request.record_event(EngineCoreEventType.PREEMPTED, now)
-                if ours.num_pending:  # otherwise its next output comes after its next admission
-                    self._details.note(request.request_id)
 
     def _mark_structured(self, of_vllm: Any, output: Output, ids: list[str]) -> None:
         """Mark a step that samples under a grammar, and one whose grammar needs a token that is still in flight."""
