@@ -58,6 +58,23 @@ from pointsman.integrations.vllm import Scheduler
 from pointsman.web.film import Film
 from tests.integrations.vllm_contents import Contents
 
+READ = (
+    "max_num_running_reqs",
+    "max_num_active_reqs",
+    "max_num_scheduled_tokens",
+    "max_num_encoder_input_tokens",
+    "max_model_len",
+    "block_size",
+    "hash_block_size",
+    "num_spec_tokens",
+    "num_lookahead_tokens",
+    "policy",
+    "log_stats",
+    "enable_kv_cache_events",
+    "is_encoder_decoder",
+    "use_v2_model_runner",
+)
+"""Of a scheduler, by others, and the same all the time."""
 MAX_STEPS = 3_000
 MOST_REQUESTS = 40
 NUM_TOKENS = 9  # that are sampled; 0 to 4 may be stop tokens
@@ -436,7 +453,10 @@ class Side:
             "next": scheduler.waiting.peek_request().request_id if scheduler.waiting else None,
             "requests": sorted(scheduler.requests),
             "counts": [len(scheduler.running), len(scheduler.waiting), len(scheduler.kv_holding_waiting)],
+            "finished": sorted(scheduler.finished_req_ids),
+            "settings": [getattr(scheduler, name) for name in READ],
         }
+        assert scheduler.vllm_config.scheduler_config is scheduler.scheduler_config
         if not self.workload.layout:  # when blocks are given back is not told
             pool = manager.block_pool
             found["usage"] = [round(manager.usage, 9), round(pool.get_usage(), 9), pool.get_num_free_blocks()]
@@ -447,6 +467,9 @@ class Side:
             found[name] = [each.status.name, *counts, *tokens, not any(manager.get_block_ids(name))]
             if each.is_finished():
                 del found[name][1]  # where it was computed up to is not kept the same
+            else:
+                found[name] += [each.num_output_placeholders, list(each.spec_token_ids), each.is_prefill_chunk]
+                assert each.num_tokens_with_spec == each.num_tokens + len(each.spec_token_ids)
         return found
 
     def abort(self, names: list[str]) -> None:
@@ -727,7 +750,7 @@ def run_both(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) 
         tally["with work"] += theirs["its loggers"][-1] is not None
         told = [each for name, each in theirs.items() if name != "its loggers"]
         tally["stopped"] += sum(each[1] == "stop" for each in told)
-        tally["told without blocks"] += sum(_has_no_blocks(each[-1]) for each in told)
+        tally["told without blocks"] += sum(workload.caches and _has_no_blocks(each[-1]) for each in told)
     else:
         return {"step": step, "what": ["never ends"], "theirs": len(ended), "ours": len(names)}
     return None
