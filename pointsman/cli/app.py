@@ -375,12 +375,18 @@ def metrics(socket: options.Socket) -> int:
 def record(
     file: Annotated[str, typer.Argument(metavar="FILE", help="File to write; it will contain prompts, as token ids.")],
     socket: options.Socket,
-    seconds: Annotated[float | None, typer.Option(help="Duration [default: until Ctrl-C].")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Duration, from the first recorded step on [default: until Ctrl-C].")
+    ] = None,
 ) -> int:
     """Record the scheduler of a running vLLM for pointsman replay.
 
     Recording starts at the next moment without requests, and then empties the prefix cache, because a replay starts
-    with an empty scheduler.
+    with an empty scheduler. The requests that come from then on are recorded. A server that is never without requests
+    is recorded from its start: --additional-config '{"pointsman": {"record": "FILE"}}'.
+
+    Exit code 0: recorded; 1: there was no step to record, or the recording ended early; 2: an option or the file is
+    wrong.
     """
     return vllm.record(socket, file, seconds)
 

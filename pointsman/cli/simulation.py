@@ -53,6 +53,8 @@ REQUESTS_PER_USER, MOST_OF_USERS = 10, 20_000
 """Where a number of users is asked for and requests are generated: at least so many for each, and in all no more for
 that. The search ends at a user for each request."""
 MODEL, DEVICE = "Llama-3.1-8B", "h100"
+UNKNOWN_MODEL = "MODEL"
+"""In a command, where neither an option nor the profile names the model."""
 UNBOUNDED_MODEL_LEN = 131_072
 """Where neither a model nor --max-model-len says what a sequence may have."""
 
@@ -275,8 +277,8 @@ class Service:
     """Where the settings that were not given come from, as a reader calls it."""
     host_memory: HostMemory | None = None
     """Behind the pool; None: none."""
-    model: str = "MODEL"
-    """As a server is told: a path, or a name with its organisation; MODEL: not known."""
+    model: str = UNKNOWN_MODEL
+    """As a server is told: a path, or a name with its organisation."""
 
     def extrapolations(self) -> list[str]:
         """Where the simulations since the last call left the loads of the profile's log, one sentence each."""
@@ -411,12 +413,16 @@ def _service(options: Mapping[str, Any], preset: str | None, as_vllm: bool) -> S
         sized,
         settings_of,
         host_memory,
-        "MODEL" if shape is None else _served_model(options.get("model", MODEL), shape),
+        _served_model(options, shape, profile),
     )
 
 
-def _served_model(given: str, shape: ModelShape) -> str:
-    return given if Path(given).exists() else shape.name
+def _served_model(options: Mapping[str, Any], shape: ModelShape | None, profile: Profile | None) -> str:
+    """What a server is told: the model that was given, or the one of the profile."""
+    given = options.get("model", MODEL)
+    if shape is not None:
+        return given if Path(given).exists() else shape.name
+    return (profile.model if profile is not None else "") or UNKNOWN_MODEL
 
 
 def _largest_step(config: SchedulerConfig) -> dict[str, int]:

@@ -51,6 +51,12 @@ METRICS = (
 """Metrics of the scheduler that `metrics` prints, by their names in `SCRAPED`; vLLM has the others itself, or they are
 the engine's."""
 
+NEVER_EMPTY = (
+    "A server that is never without requests is recorded from its start: --additional-config "
+    '\'{"pointsman": {"record": "FILE"}}\''
+)
+"""The remedy where no recording can begin, or where it begins behind the load."""
+
 
 def explain(socket: str, name: str | None, limit: int, *, as_json: bool) -> int:
     """Show requests: those with the id `name`, or those of the completion `name`; None: the oldest."""
@@ -79,7 +85,11 @@ def metrics(socket: str) -> int:
 
 
 def record(socket: str, path: str, seconds: float | None) -> int:
-    """Record to a file, for `seconds`, or until Ctrl-C."""
+    """Record to a file until `seconds` after its first step, or until Ctrl-C.
+
+    Raises:
+        CommandError: `seconds` is not more than 0, the file cannot be written, or no step was recorded.
+    """
     if seconds is not None and not seconds > 0:
         raise CommandError(f"--seconds is {seconds:g}; it must be more than 0")
     with asking(socket) as connection, _written(path) as descriptor:
@@ -88,24 +98,38 @@ def record(socket: str, path: str, seconds: float | None) -> int:
             if answer["state"] == "waiting":
                 _say(
                     f"waiting for a moment without requests ({answer['num_running']} run and {answer['num_waiting']} "
-                    "wait now), because a recording starts with an empty scheduler; Ctrl-C cancels"
+                    f"wait now), because a recording starts with an empty scheduler; Ctrl-C cancels. {NEVER_EMPTY}"
                 )
                 answer = connection.next_line()
-            _say("recording; the prefix cache was emptied for it. Ctrl-C ends it")
-            done = connection.wait_for_line(seconds)
+            _say("recording; the prefix cache was emptied for it. Waiting for the first step; Ctrl-C ends it")
+            answer = connection.next_line()
+            if answer["state"] == "stepping":
+                _say("the first step is recorded" + (f"; {seconds:g} s to go" if seconds is not None else ""))
+                done = connection.wait_for_line(seconds)
+            else:
+                done = answer
         except KeyboardInterrupt:
             done = None
         if done is None:
             connection.end_input()
             done = connection.next_line()
-            while done["state"] == "recording":  # it has just begun
+            while done["state"] in ("recording", "stepping"):  # it has just begun
                 done = connection.next_line()
     if done["state"] == "cancelled":
         Path(path).unlink(missing_ok=True)
-        raise CommandError("there was no moment without requests, so nothing was recorded", EXIT_FAILED)
-    _say(f"{done['num_steps']} steps in {path}, {done['num_bytes']} bytes: pointsman replay {path}")
+        raise CommandError(f"there was no moment without requests, so nothing was recorded. {NEVER_EMPTY}", EXIT_FAILED)
     if done["ended_by"]:
-        raise CommandError(f"the recording ended early: {done['ended_by']}", EXIT_FAILED)
+        raise CommandError(
+            f"the recording {path} ended early, after {done['num_steps']} steps: {done['ended_by']}", EXIT_FAILED
+        )
+    if not done["num_steps"]:
+        Path(path).unlink(missing_ok=True)
+        raise CommandError(
+            f"no request came while it was recorded, so nothing was recorded. Send requests after the line with "
+            f'"recording". {NEVER_EMPTY}',
+            EXIT_FAILED,
+        )
+    _say(f"{done['num_steps']} steps in {path}, {done['num_bytes']} bytes: pointsman replay {path}")
     return EXIT_OK
 
 

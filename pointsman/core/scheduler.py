@@ -909,6 +909,11 @@ class Scheduler:
         return bool(self._table.finished)
 
     @property
+    def unreported_ends(self) -> tuple[Request, ...]:
+        """The finished requests that the next output reports."""
+        return tuple(self._table.finished)
+
+    @property
     def is_idle(self) -> bool:
         """Whether there is no request, no step in flight, and nothing for the next output to report."""
         return not (self._table.requests or self._steps.records or self._table.preempted or self._table.finished)
@@ -951,6 +956,15 @@ class Scheduler:
         if row is None:
             return np.zeros((max(1, len(self._config.kv_groups)), 0), dtype=np.int32)
         return self._kv.group_table(self._batch, row)
+
+    def waiting_drafts(self, request_id: str) -> list[int]:
+        """Token ids of the proposed drafts that wait for the next step of a request; empty while it has no row.
+
+        Raises:
+            UnknownRequest: no such request, or an output has reported it finished.
+        """
+        row = self._table.require(request_id).row
+        return [] if row is None else self._drafts.of_row(row)
 
     def input_token_ids(self, output: SchedulerOutput, *, allow_unsampled: bool = False) -> Int32Array:
         """[total_num_scheduled_tokens] int32: the tokens that a step computes, row after row, drafts included.

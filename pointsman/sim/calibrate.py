@@ -169,6 +169,7 @@ def calibrate_steps(log: StepLog, path: str | PathLike[str], *, train: int | Non
         settings=_recorded_settings(log.config, path),
         hull=Hull.of_loads(log.loads[fitted]),
         source=Path(path).name,
+        model=log.model,
         kind="steps",
         num_requests=max(log.num_requests, 1),
         num_train=num_train,

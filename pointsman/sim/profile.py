@@ -154,6 +154,8 @@ class Profile:
     hull: Hull
     source: str
     """Name of the log."""
+    model: str = ""
+    """What the engine of the log ran, as it was given to it; empty: the log does not say."""
     kind: str
     """What it was fitted to: "requests" or "steps"."""
     num_requests: int
@@ -173,6 +175,7 @@ class Profile:
             "format_version": FORMAT_VERSION,
             "library_version": __version__,
             "source": self.source,
+            "model": self.model,
             "kind": self.kind,
             "num_requests": self.num_requests,
             "num_train": self.num_train,
@@ -204,6 +207,7 @@ class Profile:
                 settings=_settings(values["settings"]),
                 hull=Hull({part: _range(part, values["hull"][part]) for part in StepLoad._fields}),
                 source=str(values["source"]),
+                model=str(values.get("model", "")),  # older profiles have none
                 kind=str(values["kind"]),
                 num_requests=_count("num_requests", values["num_requests"]),
                 num_train=_count("num_train", values["num_train"]),

@@ -56,6 +56,8 @@ class StepLog(NamedTuple):
     num_requests: int
     about_times: str
     """What is in the step times."""
+    model: str = ""
+    """What ran, as `vllm serve` takes it; empty: the recording does not say."""
 
 
 def read_steps(path: str | PathLike[str]) -> StepLog:
@@ -159,7 +161,7 @@ def observed_steps(observed: Observed, path: str | PathLike[str]) -> StepLog:
         raise CalibrationError(f"{path}: no step in it; let the server answer requests while it is recorded")
     columns = [observed.steps[name] for name in StepLoad._fields]
     loads = np.stack(columns, axis=1).astype(np.float64)[is_timed]
-    return StepLog(loads, observed.seconds[is_timed], observed.config, len(observed.requests), _WHOLE)
+    return StepLog(loads, observed.seconds[is_timed], observed.config, len(observed.requests), _WHOLE, observed.model)
 
 
 def _load(decision: dict[str, Any]) -> StepLoad:

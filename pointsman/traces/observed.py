@@ -65,6 +65,7 @@ class Observed:
     scheduler: str
     """The one that decided, and its version."""
     model: str
+    """As `vllm serve` took it."""
     lacking: list[str]
     """What of its set-up the simulator lacks."""
     hash_block_size: int

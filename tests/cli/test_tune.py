@@ -19,6 +19,7 @@ from pointsman.cli.progress_bar import ProgressBar
 from pointsman.integrations.vllm.settings import read_settings
 from tests.cli.conftest import Finished
 from tests.cli.test_bad_input import check_refused
+from tests.sim.observed_logs import observed_lines, write_observed
 
 Run = Callable[..., Finished]
 SMALL = ("--arrivals", "poisson:12", "--output-tokens", 20, "--requests", 16, "--trials", 10)
@@ -100,6 +101,25 @@ def test_policies_that_vllm_lacks_go_into_its_additional_config(pointsman: Run) 
     arguments = served(commands["pointsman"])
     assert arguments["decode_reserve"] == "mean" and arguments["watermark"] == 0.05
     assert arguments["full_sequence_must_fit"] is False and arguments["max_model_len"] == 8000
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "/models/a model; echo"])
+def test_commands_name_the_model_of_the_recording(pointsman: Run, tmp_path: Path, model: str) -> None:
+    pytest.importorskip("scipy")
+    lines = observed_lines(40, rate=20.0)
+    lines[0]["observed"]["model"] = model
+    recording, profile = write_observed(tmp_path / "recording.jsonl", lines), tmp_path / "profile.json"
+    assert pointsman("calibrate", recording, "--output", profile).code == 0
+    tune = ("tune", "--trace", recording, "--profile", profile, "--trials", 4, "--json")
+    commands = pointsman(*tune).json_lines[0]["commands"]
+    assert shlex.split(commands["vllm"])[:3] == ["vllm", "serve", model]
+    assert shlex.split(commands["pointsman"])[:4] == ["pointsman", "serve", "--model", model]
+
+    without = json.loads(profile.read_text())
+    del without["model"]  # as an older calibrate wrote it
+    profile.write_text(json.dumps(without))
+    commands = pointsman(*tune).json_lines[0]["commands"]
+    assert shlex.split(commands["vllm"])[:3] == ["vllm", "serve", "MODEL"]
 
 
 def test_no_gain_where_the_defaults_meet_the_targets(pointsman: Run) -> None:

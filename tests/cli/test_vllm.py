@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -139,18 +140,34 @@ def test_metrics_are_what_prometheus_reads(host: Operated, run: Run) -> None:
     assert value("pointsman:scheduler_seconds") == 1.5
 
 
-def test_a_recording_ends_after_its_seconds_and_replays(tmp_path: Path, run: Run) -> None:
-    with operated(tmp_path / "s") as idle:
-        code, out, err = run("record", "--socket", idle.control.path, str(tmp_path / "r"), "--seconds", "0.2")
+def test_the_seconds_of_a_recording_count_from_its_first_step(tmp_path: Path, run: Run) -> None:
+    """A load may begin long after the moment without requests at which the recording began."""
+    with operated(tmp_path / "s") as host:
+
+        def send() -> None:
+            until = time.monotonic() + 60
+            while host.recordings.current is None:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            time.sleep(0.6)  # three times the seconds of the recording
+            host.add("a")
+            host.run_to_end()
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        code, out, err = run("record", "--socket", host.control.path, str(tmp_path / "r"), "--seconds", "0.2")
+        thread.join()
     assert (code, out) == (0, "")
-    assert "recording; the prefix cache was emptied for it" in err
-    assert f"0 steps in {tmp_path / 'r'}" in err
+    first, second, last = err.splitlines()
+    assert "recording; the prefix cache was emptied for it. Waiting for the first step" in first
+    assert "the first step is recorded; 0.2 s to go" in second
+    assert f"9 steps in {tmp_path / 'r'}" in last
     assert (tmp_path / "r").stat().st_mode & 0o777 == 0o600
     assert run("replay", str(tmp_path / "r"))[0] == 0
 
 
-def test_ctrl_c_ends_a_recording_or_the_wait_for_it(host: Operated, tmp_path: Path) -> None:
-    for is_idle in (False, True):
+def test_ctrl_c_before_the_first_step_leaves_no_file(host: Operated, tmp_path: Path) -> None:
+    for is_idle, words in ((False, "there was no moment without requests"), (True, "no request came while it was")):
         if is_idle:
             host.run_to_end()
         command = [sys.executable, "-m", "pointsman", "record", "--socket", host.control.path, tmp_path / "r"]
@@ -162,9 +179,23 @@ def test_ctrl_c_ends_a_recording_or_the_wait_for_it(host: Operated, tmp_path: Pa
         time.sleep(0.5)  # it has read the answer
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
-        assert process.returncode == (0 if is_idle else 1), err
-        assert ("0 steps in" if is_idle else "so nothing was recorded") in err
-        assert (tmp_path / "r").exists() is is_idle
+        assert process.returncode == 1 and words in err, err
+        assert 'from its start: --additional-config \'{"pointsman": {"record": "FILE"}}\'' in err.splitlines()[-1]
+        assert not (tmp_path / "r").exists()
+
+
+def test_ctrl_c_ends_a_recording_with_steps(host: Operated, tmp_path: Path) -> None:
+    host.run_to_end()
+    command = [sys.executable, "-m", "pointsman", "record", "--socket", host.control.path, tmp_path / "r"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert "Waiting for the first step" in process.stderr.readline()
+    host.add("d")
+    host.run_to_end()  # eight tokens, and the step that reports the end
+    assert "the first step is recorded" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and f"9 steps in {tmp_path / 'r'}" in err
 
 
 @pytest.mark.parametrize("command", [("explain",), ("metrics",), ("record", "r")])

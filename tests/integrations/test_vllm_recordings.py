@@ -27,7 +27,13 @@ def begin(connection: Connection, path: Path) -> dict[str, object]:
 
 def end(connection: Connection) -> dict[str, object]:
     connection.end_input()
-    return connection.next_line(30)
+    return last_line(connection)
+
+
+def last_line(connection: Connection) -> dict[str, object]:
+    """The line that says how the recording ended; before it one may say that it has its first step."""
+    line = connection.next_line(30)
+    return connection.next_line(30) if line == {"state": "stepping"} else line
 
 
 def until(is_true: Callable[[], object]) -> None:
@@ -52,6 +58,17 @@ def test_an_idle_scheduler_is_recorded_at_once_and_the_recording_replays(tmp_pat
     report = replay((tmp_path / "r").read_text().splitlines())
     assert (report.num_requests, report.num_steps) == (4, done["num_steps"])
     assert done["num_bytes"] == (tmp_path / "r").stat().st_size and not done["ended_by"]
+
+
+def test_the_client_is_told_of_the_first_step_alone(tmp_path: Path) -> None:
+    with operated(tmp_path / "s") as host, connect(str(tmp_path / "s")) as connection:
+        begin(connection, tmp_path / "r")
+        assert connection.wait_for_line(0.5) is None
+        work(host, "a")
+        assert connection.next_line(30) == {"state": "stepping"}
+        work(host, "b")
+        assert connection.wait_for_line(0.5) is None
+        assert end(connection)["state"] == "done"
 
 
 def test_while_requests_are_there_it_waits_for_the_first_moment_without(tmp_path: Path) -> None:
@@ -160,7 +177,7 @@ def test_the_client_is_told_when_a_recording_ends_by_itself(tmp_path: Path, monk
     with operated(tmp_path / "s") as host, connect(str(tmp_path / "s")) as connection:
         begin(connection, tmp_path / "r")
         work(host, "abcdef")
-        assert "longer than 2500 bytes" in connection.next_line(30)["ended_by"]
+        assert "longer than 2500 bytes" in str(last_line(connection)["ended_by"])
         assert connection.ask("metrics")["stats"]["num_added"] == 6
 
 

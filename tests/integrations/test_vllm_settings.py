@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import pointsman.integrations.vllm
 from pointsman.core import ConfigError
 from pointsman.core.presets import SYSTEMS
+from pointsman.integrations.vllm import support
 from pointsman.integrations.vllm.check import Report
 from pointsman.integrations.vllm.settings import FLAGS, KNOBS, read_observer_settings, read_settings, scheduler_config
 from pointsman.integrations.vllm.support import (
@@ -251,3 +253,22 @@ def test_the_way_back_from_an_unknown_version_is_said_once() -> None:
     report = Report("0.29.1+cpu", "model", problems=[problem]).lines()
     assert str(refused.value).count(GO_BACK) == "\n".join(report).count(GO_BACK) == 1
     assert problem_of_version("0.32.1+cpu") is None
+
+
+def test_no_flag_that_runs_by_the_document_is_refused() -> None:
+    """Flags under "Run" against the table of what is refused, and against the messages that ask to leave a flag out."""
+    text = (ROOT / "docs" / "vllm.md").read_text()
+    run, _, refused = text.partition("\n## Run")[2].partition("\n## What differs")[0].partition("### What is refused")
+    rows = [line.split(" | ") for line in refused.splitlines() if line.startswith("| `")]
+    in_table = {flag for row in rows for flag in re.findall(r"`(--[\w-]+)`", row[1])}
+    source = re.sub(r'"\s+f?"', "", Path(support.__file__).read_text())
+    in_messages = set(re.findall(r"leave (--[\w-]+) out", source)) - {"--scheduler-cls"}
+    assert in_messages and in_messages <= in_table | set(re.findall(r"`(--[\w-]+)`", refused))
+    sentences = re.split(r"(?<=\.)\s", run)
+    runs = {flag for each in sentences if "efused" not in each for flag in re.findall(r"`(--[\w-]+)", each)}
+    assert {"--enable-prompt-embeds", "--max-loras", "--async-scheduling"} <= runs
+    assert runs & (in_table | in_messages) == set()
+
+
+def test_prompts_as_embeddings_are_not_refused() -> None:
+    assert problems_of(vllm_config(model_config__enable_prompt_embeds=True), None) == []

@@ -596,12 +596,20 @@ def what_others_read_is_true_and_cannot_be_written() -> None:
     scheduler.reset_prefix_cache(reset_running_requests=True)
     assert (a.status, a.num_computed_tokens, a.num_preemptions) == (RequestStatus.PREEMPTED, 0, 1)
     scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert scheduler.finished_req_ids == {"a", "s"}, "s is between two parts"
     again = request("a", [5])
     scheduler.add_request(again)
     assert a.is_finished() and list(a.output_token_ids) == [9, 9] and a.num_preemptions == 1, (
         "not those of its namesake"
     )
-    for name, value in (("status", RequestStatus.WAITING), ("num_computed_tokens", 7), ("num_preemptions", 7)):
+    for name, value in (
+        ("status", RequestStatus.WAITING),
+        ("num_computed_tokens", 7),
+        ("num_preemptions", 7),
+        ("num_output_placeholders", 7),
+        ("spec_token_ids", [7]),
+        ("is_prefill_chunk", True),
+    ):
         raises(AttributeError, f"{name} of request 'a' is what", setattr, again, name, value)
     for call, *arguments in (
         (scheduler.running.append, a),
@@ -616,6 +624,9 @@ def what_others_read_is_true_and_cannot_be_written() -> None:
         raises(TypeError, "read-only here: call add_request", call, *arguments)
     for name in ("running", "waiting", "deferred_waiting"):
         raises(AttributeError, "has no setter", setattr, scheduler, name, [])
+    assert scheduler.structured_output_manager is scheduler._grammars and scheduler.max_num_running_reqs == 6
+    for name in ("max_num_running_reqs", "finished_req_ids", "vllm_config", "structured_output_manager"):
+        raises(AttributeError, f"{name} of Pointsman's scheduler is read-only", setattr, scheduler, name, 1)
 
 
 def kv_cache_config_of(spec: Any) -> Any:

@@ -63,6 +63,23 @@ from pointsman.integrations.vllm.support import is_before
 from pointsman.web.film import Film
 from tests.integrations.vllm_contents import Contents
 
+READ = (
+    "max_num_running_reqs",
+    "max_num_active_reqs",
+    "max_num_scheduled_tokens",
+    "max_num_encoder_input_tokens",
+    "max_model_len",
+    "block_size",
+    "hash_block_size",
+    "num_spec_tokens",
+    "num_lookahead_tokens",
+    "policy",
+    "log_stats",
+    "enable_kv_cache_events",
+    "is_encoder_decoder",
+    "use_v2_model_runner",
+)
+"""Of a scheduler, by others, and the same all the time."""
 MAX_STEPS = 3_000
 MOST_REQUESTS = 40
 NUM_TOKENS = 9  # that are sampled; 0 to 4 may be stop tokens
@@ -257,6 +274,42 @@ def make_shared(number: int) -> Workload:
     return workload
 
 
+def make_preempted(number: int) -> Workload:
+    """Requests that are preempted while their first token is in flight, half of them with prompt log probabilities."""
+    rng = random.Random(number)
+    block_size, max_model_len = 4, 40
+    scheduler = {
+        "max_model_len": max_model_len,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "enable_chunked_prefill": True,
+        "policy": "fcfs",
+        "scheduler_reserve_full_isl": False,
+        "watermark": 0.0,
+        "max_num_active_seqs": None,
+        "long_prefill_token_threshold": 0,
+        "long_prefill_token_threshold_adaptive": False,
+    }
+    num_blocks = 1 + max_model_len // block_size
+    workload = Workload(number, scheduler, num_blocks, block_size, caches=True, asynchronous=True, max_loras=0)
+    step = 0
+    for name in range(8):  # two at a time, which fill the pool as the second one begins
+        length = rng.randrange(5, 19)
+        request: dict[str, Any] = {
+            "id": f"r{name}",
+            "prompt": [rng.randrange(100) for _ in range(length)],
+            "params": {"max_tokens": rng.randrange(1, 20), "ignore_eos": True},
+            "priority": 0,
+            "lora": 0,
+            "arrival": float(name),
+        }
+        if rng.random() < 0.5:
+            request["params"]["prompt_logprobs"] = 1
+        workload.arrivals.setdefault(step, []).append(request)
+        step += rng.randrange(1, 10)
+    return workload
+
+
 def _blocks_of_longest(kind: str, block_size: int, max_model_len: int) -> int:
     """At most, of a group."""
     if kind == "encoder":
@@ -411,6 +464,8 @@ def _fill(workload: Workload, rng: random.Random, max_model_len: int) -> None:
             params["stop_token_ids"] = rng.sample(range(5), rng.randrange(1, 3))
         if rng.random() < 0.2:
             params["min_tokens"] = rng.randrange(params["max_tokens"] + 1)
+        if random.Random(f"{workload.seed} {number} log probabilities").random() < 0.1:
+            params["prompt_logprobs"] = 1  # such a request reads nothing of the prefix cache
         request = {"id": f"r{number}", "prompt": prompt, "params": params, "priority": rng.randrange(3)}
         request["arrival"] = random.Random(f"{workload.seed} {number}").random()  # each front end has its clock
         request["lora"] = rng.randrange(4) if workload.max_loras else 0
@@ -517,7 +572,10 @@ class Side:
             "next": first,
             "requests": sorted(scheduler.requests),
             "counts": counts,
+            "finished": sorted(set(scheduler.finished_req_ids) - self.workload.sessions),
+            "settings": [getattr(scheduler, name) for name in READ],
         }
+        assert scheduler.vllm_config.scheduler_config is scheduler.scheduler_config
         if not (self.workload.layout or self.workload.sessions):  # when blocks are given back is not told
             pool = manager.block_pool
             found["usage"] = [round(manager.usage, 9), round(pool.get_usage(), 9), pool.get_num_free_blocks()]
@@ -529,6 +587,9 @@ class Side:
             found[name][0] = found[name][0].removesuffix("_FOR_STRUCTURED_OUTPUT_GRAMMAR")  # until it is asked
             if each.is_finished() or name in self.workload.sessions:
                 del found[name][1]  # where it was computed up to is not kept the same
+            else:
+                found[name] += [each.num_output_placeholders, list(each.spec_token_ids), each.is_prefill_chunk]
+                assert each.num_tokens_with_spec == each.num_tokens + len(each.spec_token_ids)
             idle = (RequestStatus.WAITING_FOR_STREAMING_REQ, RequestStatus.FINISHED_ABORTED)
             if name in self.workload.sessions and each.status in idle:  # ours: its output is part of its prompt
                 found[name] = [each.status.name]
@@ -819,6 +880,9 @@ def run_both(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) 
             if workload.layout and _may_do_more(workload) and _does_more(theirs, ours):
                 tally["did more"] += 1
                 return None
+            if workload.asynchronous and _resumes_a_block_later(workload, theirs, ours):
+                tally["resumed a block later"] += 1
+                return None
             if _may_find_otherwise(workload):
                 tally["found otherwise"] += 1
                 return None
@@ -844,12 +908,21 @@ def run_both(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) 
         if difference := _reads_differ(sides, step, tally):
             return difference
         tally["with work"] += theirs["its loggers"][-1] is not None
-        reasons = [told[1] for name, told in theirs.items() if name in names]
+        told_of = [told for name, told in theirs.items() if name in names]
+        reasons = [told[1] for told in told_of]
         tally["stopped"] += reasons.count("stop")
         tally["refused"] += reasons.count("error")
+        tally["told without blocks"] += sum(workload.caches and _has_no_blocks(told[4]) for told in told_of)
     else:
         return {"step": step, "what": ["never ends"], "theirs": len(ended), "ours": len(names)}
     return None
+
+
+def _has_no_blocks(prefill: dict[str, Any] | None) -> bool:
+    """Whether a first output came for a request that had been preempted: nothing of its prompt counts as cached."""
+    if not prefill or "num_cache_creation_tokens" not in prefill:
+        return False
+    return prefill["num_computed_tokens"] >= 8 and not prefill["num_cache_creation_tokens"]
 
 
 def _reads_differ(sides: tuple[Side, Side], step: int, tally: Counter[str]) -> dict[str, Any] | None:
@@ -884,6 +957,14 @@ def _resumes_in_chunks(side: Side, theirs: dict[str, Any], ours: dict[str, Any])
     same = theirs["tokens"].items() <= ours["tokens"].items() and theirs["preempted"] == ours["preempted"]
     # Workers of the second runner are told of a resumed request as of a new one.
     return same and bool(more) and side.scheduler.requests[more[0]].num_preemptions > 0
+
+
+def _resumes_a_block_later(workload: Workload, theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
+    """Whether they differ in that ours finds what a step in flight computed before a preemption; see docs/vllm.md."""
+    later = [ours["starts"][name] - theirs["starts"].get(name, 0) for name in ours["resumed"]]
+    others = [name for name in theirs["tokens"] if name not in ours["resumed"]]
+    same = all(ours["tokens"].get(name) == theirs["tokens"][name] for name in others)
+    return theirs["resumed"] == ours["resumed"] and same and workload.block_size == max(later, default=0)
 
 
 def _keeps_others(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
@@ -1029,6 +1110,7 @@ def main() -> None:
     kind = next(iter(sys.argv[3:]), "")
     workloads = [make_workload(seed, kind) for seed in range(first, first + count)]
     workloads += [make_shared(number) for number in range(first, first + count // 4)] if kind == "groups" else []
+    workloads += [make_preempted(number) for number in range(first, first + count // 4)] if not kind else []
     for workload in workloads:
         try:
             found = compare(base, workload, tally)

@@ -207,10 +207,12 @@ class GroupedKVCache(KVCache):
     def look_up(self, request: Request) -> Match:
         """The longest prefix of which the groups have all that its next token attends to."""
         state, size = request._state, self.block_size
-        if not self.caches or not request.reads_prefix_cache:
+        if not self.caches:
             return Match(NO_BLOCKS, None, 0)
-        if state.encoder_inputs and self._marks.key(request):
+        if state.encoder_inputs and request.use_prefix_cache and self._marks.key(request):
             self.reset()  # earlier marks are invalid
+        if not request.reads_prefix_cache:  # it may publish, under its contents
+            return Match(NO_BLOCKS, None, 0)
         max_blocks = (state.num_tokens - 1) // size
         needs_output = max_blocks * size > state.num_prompt_tokens
         token_bytes = state.known_bytes() if needs_output else state.prompt_bytes

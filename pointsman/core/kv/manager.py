@@ -135,10 +135,10 @@ class KVCacheManager(KVCache):
         if self.prefix is None:
             return _NO_MATCH
         root = Root.of(request)
-        if not request.reads_prefix_cache:
-            return Match(NO_BLOCKS, root, 0)
-        if state.encoder_inputs and self._marks.key(request):
+        if state.encoder_inputs and request.use_prefix_cache and self._marks.key(request):
             self.reset()  # earlier marks are invalid
+        if not request.reads_prefix_cache:  # it may publish, under its contents
+            return Match(NO_BLOCKS, root, 0)
         max_blocks = (state.num_tokens - 1) // size
         if max_blocks == 0:
             return Match(NO_BLOCKS, root, 0)

@@ -74,6 +74,14 @@ class Drafts:
         """Drop all waiting drafts."""
         self.waiting = 0
 
+    def of_row(self, row: int) -> list[int]:
+        """The waiting drafts of the request that has a row now."""
+        if not self.waiting:
+            return []
+        for index in np.flatnonzero((self._rows == row) & (self._serials == self._batch.serial[row])).tolist():
+            return Runs.of(self.counts, self._token_ids).run(index)
+        return []
+
     # ------------------------------------------------------------------ proposing
 
     def propose(self, output: SchedulerOutput, token_ids: Integers, counts: Integers, in_flight: bool) -> int:

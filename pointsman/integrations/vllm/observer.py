@@ -18,7 +18,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from pointsman.core import ConfigError
 from pointsman.integrations.vllm.observation import Observation
-from pointsman.integrations.vllm.operation import of_rank, served_name
+from pointsman.integrations.vllm.operation import of_rank
 from pointsman.integrations.vllm.recordings import RecordingFile
 from pointsman.integrations.vllm.results import REASONS
 from pointsman.integrations.vllm.settings import read_observer_settings, read_settings, scheduler_config
@@ -159,7 +159,7 @@ def _begin(
     asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
     observed = {
         "scheduler": f"vLLM {vllm.__version__}",
-        "model": served_name(vllm_config),
+        "model": str(vllm_config.model_config.model),  # for a command line; clients may know it by another name
         "asynchronous": asynchronous,
         "lacking": lacks,
         "hash_block_size": hash_block_size,

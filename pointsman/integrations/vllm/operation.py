@@ -340,8 +340,8 @@ class Questions:
     # ------------------------------------------------------------------ recordings
 
     def _record(self, client: Client) -> Generator[dict[str, Any], None, None]:
-        """A line when the recording has to wait, one when it begins, and one when it ends: when the client sends
-        anything or disconnects, or when it ends by itself."""
+        """A line when the recording has to wait, one when it begins, one when its first step is in the file, and one
+        when it ends: when the client sends anything or disconnects, or when it ends by itself."""
         descriptor = client.take_file()
         if descriptor is None:
             raise ControlError("no file came with the question; pointsman record sends one")
@@ -358,8 +358,11 @@ class Questions:
                     yield {"state": "cancelled"}
                     return
             yield {"state": "recording"}
+            has_steps = False
             while not file.ended_by and not client.has_input(POLL_SECONDS):
-                pass
+                if file.num_steps and not has_steps and not file.ended_by:
+                    has_steps = True
+                    yield {"state": "stepping"}
         finally:
             with self._lock:
                 self._recordings.end(file)

@@ -246,6 +246,7 @@ class Details:
         self._of_id = of_id
         self._count_cached = count_cached
         self._once: set[str] = set()  # details in the next output
+        self._without_blocks: set[str] = set()  # preempted while their samples are in flight
         self._always: set[str] = set()  # in every output
 
     def add(self, request: VLLMRequest) -> None:
@@ -254,13 +255,21 @@ class Details:
         if request.trace_headers or (sampling is not None and sampling.num_logprobs is not None):
             self._always.add(request.request_id)
 
-    def note(self, name: str) -> None:
+    def admitted(self, name: str) -> None:
         """The next output of a request has details."""
         self._once.add(name)
+        self._without_blocks.discard(name)
+
+    def preempted(self, name: str) -> None:
+        """The same, of a request that is preempted while its samples are in flight: it has no blocks when these come,
+        so nothing of it counts as cached then, as in vLLM's own scheduler."""
+        self._once.add(name)
+        self._without_blocks.add(name)
 
     def forget(self, name: str) -> None:
         """A request has no further outputs."""
         self._once.discard(name)
+        self._without_blocks.discard(name)
         self._always.discard(name)
 
     def add_to(
@@ -305,6 +314,6 @@ class Details:
         output.events = request.take_events()
         stats = request.take_prefill_stats()
         if stats is not None:
-            if self._count_cached is not None:
+            if self._count_cached is not None and name not in self._without_blocks:
                 stats.finalize(self._count_cached(self._of_id[name]))
             output.prefill_stats = stats

@@ -24,6 +24,7 @@ import vllm
 import vllm.outputs
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.utils import strip_speculative_padding
@@ -73,8 +74,10 @@ from pointsman.integrations.vllm.support import (
 )
 from pointsman.integrations.vllm.views import (
     KVCacheManagerView,
+    ReadOnly,
     ReadOnlyDict,
     ReadOnlyList,
+    Source,
     keep_last,
     set_status,
     show,
@@ -175,6 +178,11 @@ class Scheduler:
         """vLLM's unfinished requests, by id."""
         self.of_id: dict[str, Request] = {}
         """The core's requests, by the ids of vLLM's."""
+        self._source = Source(
+            self.core, self.of_id, has_placeholders=bool(vllm_config.scheduler_config.async_scheduling)
+        )
+        self._vllm_config = vllm_config
+        self._block_sizes = block_size, hash_block_size or block_size
         self._grammars = structured_output_manager
         self._compiling: dict[str, VLLMRequest] = {}
         self._structured: set[str] = set()
@@ -291,7 +299,7 @@ class Scheduler:
             self._refuse(request, str(error))
             return
         self.of_id[name] = ours
-        show(request, self.of_id)
+        show(request, self._source)
         if needs_grammar:
             self._compiling[name] = request
         if request.use_structured_output:
@@ -450,7 +458,7 @@ class Scheduler:
                 self._end(request, ours.finish_reason or FinishReason.ERROR)
                 request.stop_reason = ours.stop_reason
                 self._unsent.append(request)
-        if output.preempted and self._statistics is not None:
+        if output.preempted:
             self._note_preemptions(output, now)
         if output.num_continued < output.num_rows:
             self._note_admissions(output, now)
@@ -460,7 +468,7 @@ class Scheduler:
         hits, statistics = output.num_cached_tokens.tolist(), self._statistics
         for ours, num_hits, is_resumed in zip(output.admitted, hits, output.is_resumed.tolist(), strict=True):
             request = ours.metadata
-            self._details.note(request.request_id)
+            self._details.admitted(request.request_id)
             if request.prefill_stats is not None and not ours.num_preemptions:
                 request.prefill_stats.set(ours.num_prompt_tokens, num_hits, 0)
             if statistics is not None:
@@ -475,10 +483,12 @@ class Scheduler:
         """
         for ours in output.preempted:
             request = ours.metadata
-            if request.request_id in self._requests and ours.preemption_causes[-1].exists_in_vllm:
+            if request.request_id not in self._requests:
+                continue
+            if ours.num_pending:  # otherwise its next output comes after its next admission
+                self._details.preempted(request.request_id)
+            if self._statistics is not None and ours.preemption_causes[-1].exists_in_vllm:
                 request.record_event(EngineCoreEventType.PREEMPTED, now)
-                if ours.num_pending:  # otherwise its next output comes after its next admission
-                    self._details.note(request.request_id)
 
     def _mark_structured(self, of_vllm: VLLMOutput, output: Output, ids: list[str]) -> None:
         """Mark a step that samples under a grammar, and one whose grammar needs a token that is still in flight."""
@@ -804,6 +814,32 @@ class Scheduler:
     def kv_holding_waiting(self) -> ReadOnlyList:
         """Waiting requests that hold blocks: there are none."""
         return ReadOnlyList()
+
+    vllm_config = ReadOnly(lambda self: self._vllm_config)
+    scheduler_config = ReadOnly(lambda self: self._vllm_config.scheduler_config)
+    cache_config = ReadOnly(lambda self: self._vllm_config.cache_config)
+    parallel_config = ReadOnly(lambda self: self._vllm_config.parallel_config)
+    lora_config = ReadOnly(lambda self: self._vllm_config.lora_config)
+    observability_config = ReadOnly(lambda self: self._vllm_config.observability_config)
+    kv_events_config = ReadOnly(lambda self: self._vllm_config.kv_events_config)
+    is_encoder_decoder = ReadOnly(lambda self: self._vllm_config.model_config.is_encoder_decoder)
+    use_v2_model_runner = ReadOnly(lambda self: self._vllm_config.use_v2_model_runner)
+    structured_output_manager = ReadOnly(lambda self: self._grammars)
+    log_stats = ReadOnly(lambda self: self._statistics is not None)
+    enable_kv_cache_events = ReadOnly(lambda self: self._kv_events is not None)
+    block_size = ReadOnly(lambda self: self._block_sizes[0])
+    hash_block_size = ReadOnly(lambda self: self._block_sizes[1])
+    max_model_len = ReadOnly(lambda self: self.core.config.max_model_len)
+    max_num_running_reqs = ReadOnly(lambda self: self.core.config.max_num_seqs)
+    max_num_active_reqs = ReadOnly(lambda self: self.core.config.max_num_active_seqs or self.core.config.max_num_seqs)
+    max_num_scheduled_tokens = ReadOnly(lambda self: self.core.config.max_num_batched_tokens)
+    max_num_encoder_input_tokens = ReadOnly(lambda self: self.core.config.encoder_budget)
+    num_spec_tokens = ReadOnly(lambda self: self.core.config.num_draft_tokens)
+    num_lookahead_tokens = ReadOnly(lambda self: self._vllm_config.num_lookahead_tokens)
+    policy = ReadOnly(lambda self: SchedulingPolicy(self._vllm_config.scheduler_config.policy))
+    """That of the flag, which `order` in `--additional-config` does not change."""
+    finished_req_ids = ReadOnly(lambda self: {ours.metadata.request_id for ours in self.core.unreported_ends})
+    """The ids of requests whose end the next step reports to the workers."""
 
     def _others(self, queued: Sequence[VLLMRequest]) -> list[VLLMRequest]:
         """vLLM's unfinished requests that are neither queued nor running."""

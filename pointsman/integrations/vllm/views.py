@@ -10,7 +10,8 @@ attributes are used again once it has finished, and hold what it ended with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -35,6 +36,22 @@ _STATUS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the state of vLLM's requests comes from.
+
+    Args:
+        core: the scheduler.
+        of_id: the core's requests by the ids of vLLM's.
+        has_placeholders: whether vLLM's own scheduler counts samples in flight as placeholders: under asynchronous
+            scheduling.
+    """
+
+    core: Core
+    of_id: Mapping[str, Request]
+    has_placeholders: bool
+
+
 class _Live:
     """Before vLLM's class of requests: its state, from the core."""
 
@@ -46,8 +63,12 @@ class _Live:
 
     def _ours(self) -> Request | None:
         """The core's request; None: it has finished, or waits for the next part of its prompt."""
-        ours: Request | None = vars(self)["_of_id"].get(self.request_id)
+        ours = self._source().of_id.get(self.request_id)
         return ours if ours is not None and ours.metadata is self else None
+
+    def _source(self) -> Source:
+        source: Source = vars(self)["_pointsman"]
+        return source
 
     def _take_tokens(self) -> None:
         """Bring the lists of tokens up to date. Those of a request with a grammar are, for its grammar."""
@@ -98,6 +119,38 @@ class _Live:
         self._refuse("num_preemptions", value)
 
     @property
+    def num_output_placeholders(self) -> int:
+        """Tokens that steps in flight sample, under asynchronous scheduling; 0 while it does not run."""
+        ours = self._ours()
+        return 0 if ours is None or ours.row is None or not self._source().has_placeholders else ours.num_pending
+
+    @num_output_placeholders.setter
+    def num_output_placeholders(self, value: int) -> None:
+        self._refuse("num_output_placeholders", value)
+
+    @property
+    def spec_token_ids(self) -> list[int]:
+        """Drafts for its next step: a list of that moment."""
+        ours = self._ours()
+        return [] if ours is None else self._source().core.waiting_drafts(ours.request_id)
+
+    @spec_token_ids.setter
+    def spec_token_ids(self, value: list[int]) -> None:
+        self._refuse("spec_token_ids", value)
+
+    @property
+    def is_prefill_chunk(self) -> bool:
+        """Whether the newest step with tokens of it left some of its known tokens to compute."""
+        ours = self._ours()
+        if ours is None or ours.num_tokens + ours.num_pending != ours.num_admitted_tokens:
+            return False
+        return ours.num_preemptions > 0 if ours.row is None else ours.num_computed_tokens < ours.num_tokens
+
+    @is_prefill_chunk.setter
+    def is_prefill_chunk(self, value: bool) -> None:
+        self._refuse("is_prefill_chunk", value)
+
+    @property
     def num_tokens(self) -> int:
         self._take_tokens()
         return len(self._all_token_ids)
@@ -125,10 +178,10 @@ def _live_class(of_vllm: type[VLLMRequest]) -> Any:
     return type(of_vllm.__name__, (_Live, of_vllm), {"__module__": of_vllm.__module__})
 
 
-def show(request: VLLMRequest, of_id: Mapping[str, Request]) -> None:
-    """One of vLLM's requests is queued: from now on it shows the state of the core's, which is in `of_id`."""
+def show(request: VLLMRequest, source: Source) -> None:
+    """One of vLLM's requests is queued: from now on it shows the state of the core's."""
     if not isinstance(request, _Live):
-        vars(request)["_of_id"] = of_id
+        vars(request)["_pointsman"] = source
         kind: Any = type(request)
         request.__class__ = _live_class(kind)
 
@@ -145,6 +198,30 @@ def keep_last(request: VLLMRequest, ours: Request, *, tokens: bool) -> None:
     values["num_preemptions"] += ours.num_preemptions
     if tokens and not request.use_structured_output:
         values["_ended_with"] = ours.output_token_ids
+
+
+class ReadOnly:
+    """An attribute of the scheduler that is computed when it is read, and cannot be set.
+
+    Args:
+        read: from the scheduler to the value.
+    """
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self._read = read
+        self._name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, scheduler: Any, owner: type) -> Any:
+        return self if scheduler is None else self._read(scheduler)
+
+    def __set__(self, scheduler: Any, value: Any) -> NoReturn:
+        raise AttributeError(
+            f"{self._name} of Pointsman's scheduler is read-only, and cannot be set to {value!r}: start vLLM with "
+            "other options, or construct another scheduler"
+        )
 
 
 class ReadOnlyList(list["VLLMRequest"]):

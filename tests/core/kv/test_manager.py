@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pointsman.core import Reason
+from pointsman.core import EncoderInput, Reason
 from tests.core.helpers import Host, blocks_of, cached_of, names, reference_output, tokens_of
 
 
@@ -147,6 +147,19 @@ def test_a_request_that_reads_no_prefix_publishes_its_own(groups: dict[str, Any]
     assert cached_of(host.step()) == {"again": 0, "b": 8}
     host.run_to_end()
     assert host.stats().prefix_queries == 18, "of those that looked up"
+
+
+@pytest.mark.parametrize("groups", [{}, {"kv_groups": [("full", 0), ("window", 4)]}], ids=["one group", "two"])
+def test_a_request_that_reads_no_prefix_publishes_its_contents(groups: dict[str, Any]) -> None:
+    """Its blocks are found with the same image, and neither with another one nor as text with the same token ids."""
+    host = Host(encoder_budget=8, encoder_cache_size=64, **groups)
+    prompt, cat, dog = [7, 7, 0, 0, 0, 7, 7, 7, 7], EncoderInput("cat", 2, 3), EncoderInput("dog", 2, 3)
+    host.add("whole", prompt, encoder_inputs=[cat], skip_reading_prefix_cache=True, max_tokens=2)
+    host.run_to_end()
+    for name, inputs, cached in (("text", [], 0), ("dog", [dog], 0), ("cat", [cat], 8)):
+        host.add(name, prompt, encoder_inputs=inputs, max_tokens=2)
+        assert cached_of(host.step()) == {name: cached}
+        host.run_to_end()
 
 
 def test_without_prefix_caching_nothing_is_found_kept_or_counted() -> None:

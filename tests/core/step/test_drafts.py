@@ -17,6 +17,7 @@ from pointsman.core import (
     StepOrderError,
     StepResult,
     StepResultError,
+    UnknownRequest,
     replay,
 )
 from pointsman.core.state import batch
@@ -179,6 +180,24 @@ def test_a_later_proposal_replaces_an_earlier_one() -> None:
     host.propose(output, {"a": [1, 2, 3]})
     assert host.propose(output, {"a": [4]}) == 1
     assert drafts_of(host.schedule(), 0) == [4]
+
+
+def test_waiting_drafts_are_those_of_the_next_step() -> None:
+    host = speculative()
+    _, output = decoding(host)
+    host.add("b")
+    assert host.scheduler.waiting_drafts("a") == host.scheduler.waiting_drafts("b") == []
+    host.propose(output, {"a": [1, 2, 3]})
+    assert (host.scheduler.waiting_drafts("a"), host.scheduler.waiting_drafts("b")) == ([1, 2, 3], [])
+    output = host.schedule()
+    assert host.scheduler.waiting_drafts("a") == [], "they are in flight"
+    host.update(output)
+    host.propose(output, {"a": [4], "b": [5, 6]})
+    assert (host.scheduler.waiting_drafts("a"), host.scheduler.waiting_drafts("b")) == ([4], [5, 6])
+    host.park("a")
+    assert (host.scheduler.waiting_drafts("a"), host.scheduler.waiting_drafts("b")) == ([], [5, 6])
+    with pytest.raises(UnknownRequest):
+        host.scheduler.waiting_drafts("c")
 
 
 def test_a_row_whose_drafts_are_in_flight_waits_for_them_and_others_do_not() -> None:

@@ -241,8 +241,9 @@ def test_whether_a_further_step_would_have_anything_to_run() -> None:
     host.update(second)
     assert host.scheduler.outputs_in_flight == ()
     assert host.scheduler.has_unreported_ends, "a has ended"
+    assert [request.request_id for request in host.scheduler.unreported_ends] == ["a"]
     assert tokens_of(host.step()) == {"b": 1}
-    assert not host.scheduler.has_unreported_ends
+    assert not host.scheduler.has_unreported_ends and host.scheduler.unreported_ends == ()
 
 
 def test_a_row_is_reused_only_after_every_step_that_names_it() -> None:

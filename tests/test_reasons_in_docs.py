@@ -1,0 +1,59 @@
+"""The documents' tables of reasons to wait have a line for every reason that the scheduler can give, and no other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pointsman.core import Reason, Scheduler, SchedulerConfig
+from pointsman.core.state.status import ParkReason
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+NOT_TRIED = {"not_tried"}
+"""Of `pointsman:requests_waiting`, for a head that no step has tried."""
+
+
+def tables(name: str) -> list[dict[str, list[str]]]:
+    """Of each table in a document whose first column is a reason, the further cells by reason."""
+    found: list[dict[str, list[str]]] = []
+    columns = 0
+    for line in (DOCS / name).read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")] if line.startswith("|") else []
+        if cells[:1] == ["reason"] and cells[1].startswith("what ") and "waits for" in cells[1]:
+            found.append({})
+            columns = len(cells)
+        elif not cells:
+            columns = 0
+        elif columns and set(line) - set("|- "):
+            assert len(cells) == columns, line
+            for reason in re.findall(r"`(\w+)`", cells[0]):
+                assert reason not in found[-1], f"{name} has two lines for {reason}"
+                found[-1][reason] = cells[1:]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ("vllm.md", [{reason.value for reason in Reason} | NOT_TRIED]),
+        (
+            "metrics.md",
+            [
+                {reason.value for reason in Reason if reason is not Reason.PARKED} | NOT_TRIED,
+                {park.value for park in ParkReason},
+            ],
+        ),
+    ],
+)
+def test_every_reason_has_a_line_with_a_remedy(document: str, expected: list[set[str]]) -> None:
+    found = tables(document)
+    assert [set(table) for table in found] == expected
+    assert [reason for table in found for reason, cells in table.items() if not all(cells)] == []
+
+
+def test_the_labels_of_the_metrics_are_these_reasons() -> None:
+    stats = Scheduler(SchedulerConfig(num_blocks=4, max_model_len=32)).stats()
+    (reasons, _) = tables("metrics.md")
+    assert set(stats.deferrals) - {"parked"} == set(reasons) - NOT_TRIED
