@@ -484,10 +484,10 @@ def test_llm_ds_endpoint_picker_finds_what_it_reads(
 
 
 def documented() -> dict[str, list[str]]:
-    """Cells of the tables' rows, by the metric's name."""
+    """Cells of the rows of the tables of metrics, which have more than three columns, by the metric's name."""
     text = (ROOT / "docs" / "metrics.md").read_text()
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in re.findall(r"^\| `.*$", text, re.M)]
-    return {row[0].strip("`"): row[1:] for row in rows}
+    return {row[0].strip("`"): row[1:] for row in rows if len(row) > 3}
 
 
 def test_every_metric_is_documented_as_it_is() -> None:

@@ -10,7 +10,7 @@ import pytest
 from pointsman.core import Reason, Scheduler, SchedulerConfig
 from pointsman.core.state.status import ParkReason
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 NOT_TRIED = {"not_tried"}
 """Of `pointsman:requests_waiting`, for a head that no step has tried."""
 
