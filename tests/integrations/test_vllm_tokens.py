@@ -62,6 +62,7 @@ def is_prefix(one: list[int], other: list[int]) -> bool:
     return one[:length] == other[:length]
 
 
+@pytest.mark.next_vllm
 @pytest.mark.parametrize("name", short_of(WAYS, SHORT))
 def test_the_answers_are_those_of_vllms_own_scheduler(tmp_path: Path, name: str) -> None:
     way = WAYS[name]
