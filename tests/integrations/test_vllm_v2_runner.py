@@ -9,6 +9,8 @@ from tests.integrations.vllm_process import NEEDS_VLLM, ROOT, compared, run_in_v
 
 pytestmark = NEEDS_VLLM
 WORKLOADS = seeds(3, 100)
+OF_SOME_VERSIONS = {"block_table_updates", "encoder_input_updates", "num_spec_tokens_to_schedule", "skip_drafts"}
+"""Fields that not every supported version reads."""
 
 
 def test_the_second_runner_takes_our_outputs_as_those_of_vllms_own_scheduler() -> None:
@@ -28,4 +30,7 @@ def test_the_document_lists_the_fields_that_it_reads() -> None:
     told: dict[str, list[str]] = {}
     for kind, names in rows:
         told.setdefault(kind, []).extend(re.findall(r"`(\w+)`", names))
-    assert {kind: sorted(names) for kind, names in told.items()} == read
+    assert told.keys() == read.keys()
+    for kind, names in read.items():
+        assert set(names) <= set(told[kind]), kind
+        assert set(told[kind]) - set(names) <= OF_SOME_VERSIONS, kind

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import vllm
 from vllm import PoolingParams, SamplingParams
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed import kv_events
@@ -38,7 +39,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from pointsman.core.policy.order import FirstComeFirstServed
 from pointsman.integrations.vllm import Scheduler
-from pointsman.integrations.vllm.support import UnsupportedVLLM, check_supported
+from pointsman.integrations.vllm.support import UnsupportedVLLM, check_supported, is_before
 from tests.integrations.vllm_configs import vllm_config
 from tests.integrations.vllm_fields import BLOCK_SIZE, make_scheduler
 
@@ -113,6 +114,27 @@ def ends_are_told_during_a_pause() -> None:
     output, outputs = step(scheduler)
     assert output.finished_req_ids == {"a"} and told(outputs, "too long").finish_reason is FinishReason.ERROR
     assert not scheduler.has_requests()
+
+
+def a_client_whose_fault_it_is_is_told_so_since_0_33() -> None:
+    """Then vLLM's server answers with the status 400 and this message."""
+    scheduler = one()
+    grammar = request("g", [1, 2, 3], structured=True)
+    grammar.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    grammar.structured_output_request.grammar = ValueError("no such grammar")
+    scheduler.add_request(grammar)
+    scheduler.add_request(request("too long", [1] * 70))
+    _, outputs = step(scheduler)
+    for name, why in (
+        ("g", "Invalid structured outputs: no such grammar"),
+        ("too long", "request 'too long' refused: "),
+    ):
+        output = told(outputs, name)
+        assert output.finish_reason is FinishReason.ERROR
+        if is_before(vllm.__version__, "0.33"):
+            assert not hasattr(output, "error")
+        else:
+            assert output.error.code == "validation_error" and why in output.error.message
 
 
 def a_grammar_refuses_the_token_that_ends_its_request() -> None:
@@ -636,6 +658,7 @@ def kv_cache_config_of(spec: Any) -> Any:
 CASES = [
     a_client_is_told_that_an_idle_session_ended,
     ends_are_told_during_a_pause,
+    a_client_whose_fault_it_is_is_told_so_since_0_33,
     a_grammar_refuses_the_token_that_ends_its_request,
     large_numbers_are_taken_as_vllm_takes_them,
     a_retention_beyond_the_operators_bound_ends_its_request,
