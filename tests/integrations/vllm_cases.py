@@ -127,7 +127,7 @@ def a_client_whose_fault_it_is_is_told_so_since_0_33() -> None:
     _, outputs = step(scheduler)
     for name, why in (
         ("g", "Invalid structured outputs: no such grammar"),
-        ("too long", "request 'too long' refused: "),
+        ("too long", "'too long' refused: "),
     ):
         output = told(outputs, name)
         assert output.finish_reason is FinishReason.ERROR
