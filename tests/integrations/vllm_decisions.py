@@ -646,7 +646,8 @@ class Side:
         if found is None:
             return None
         acceptable = getattr(found, "num_acceptable_drafts", None)
-        return [found.structured_output_request_ids, found.grammar_bitmask.tolist(), acceptable]
+        mask = None if found.grammar_bitmask is None else found.grammar_bitmask.tolist()
+        return [found.structured_output_request_ids, mask, acceptable]
 
     def _encode(self, output: Any) -> None:
         """Do with embeddings what workers do, and look whether every row has those that it reads."""
@@ -698,7 +699,8 @@ class Side:
         output, result = self.in_flight.popleft()
         by_client = self.scheduler.update_from_output(output, result)
         waiting = [each for each, _ in self.in_flight if each.pending_structured_output_tokens]
-        told["masks"] = [self._masks(each) for each in waiting]
+        if waiting:
+            told["masks"] = [self._masks(each) for each in waiting]
         if self.workload.num_drafts and result.req_ids:
             self.scheduler.update_draft_token_ids(self._drafts(output, result))
         for outputs in by_client.values():

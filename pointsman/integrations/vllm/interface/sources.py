@@ -163,6 +163,7 @@ _PLAIN = {
     "StrEnum": ("name", "value"),
 }
 """Bases outside of the packages that bring no fields: what they bring."""
+_ENUMS = {"Enum", "IntEnum", "StrEnum"}
 
 
 class Class:
@@ -297,6 +298,8 @@ class Class:
                 return Signature.of(made.function.node, bound=True)
             if each.is_record:
                 return Signature(list(self.fields.values()))
+        if self.external_bases & _ENUMS:  # the member of a value
+            return Signature([Parameter("value", has_default=False)])
         return None if self.is_open or self.external_bases - {"object", "ABC"} else Signature([])
 
 
