@@ -55,9 +55,8 @@ class EncoderCache(Limit):
         self._full_budget = config.encoder_budget
         self._chunked = config.enable_chunked_prefill
         self._max_overtakes = 0 if config.encoder_blocks_queue else config.max_overtakes
-        self.splits = (
-            "begun" if config.token_limits and not config.split_encoder_inputs else config.split_encoder_inputs
-        )
+        splits = config.split_encoder_inputs
+        self.splits = "begun" if config.token_limits and not splits else splits
         self.longest_chunk = min(
             config.max_num_batched_tokens, config.prefill_threshold or config.max_num_batched_tokens
         )

@@ -117,7 +117,7 @@ class Guard:
             try:
                 self.policy.attach(view)
             except Exception as error:
-                self.replace_at_start(_raised("attach", error), error)
+                self.replace_at_start(raised("attach", error), error)
 
     def replace_at_start(self, error: str, cause: Exception | None) -> None:
         """The policy cannot be used; `log_start` logs it with the traceback of the cause, if there is one."""
@@ -208,20 +208,20 @@ class Guard:
         try:
             return getattr(self.policy, method)(*arguments)
         except Exception as error:
-            raise self._broken(_raised(method, error)) from error
+            raise self._broken(raised(method, error)) from error
 
     def _read_number(self, attribute: str) -> int:
         try:
             return int(getattr(self.policy, attribute))
         except Exception as error:
-            raise self._broken(_raised(attribute, error)) from error
+            raise self._broken(raised(attribute, error)) from error
 
     def _tell(self, method: str, *arguments: Any) -> None:
         """As `_call`, where a failure must wait for a moment at which the step can fail."""
         try:
             getattr(self.policy, method)(*arguments)
         except Exception as error:
-            self.fail_next(_raised(method, error), error)
+            self.fail_next(raised(method, error), error)
 
     def _raise_what_failed(self) -> None:
         if self._error is not None:
@@ -269,7 +269,7 @@ class GuardedOrder(Guard):
             getattr(self.policy, method)(argument)
         except Exception as error:
             self._distrust()
-            self.fail_next(_raised(method, error), error)
+            self.fail_next(raised(method, error), error)
 
     def _distrust(self) -> None:
         """What the policy did before it failed is not known: all that are queued now are served from here, in the order
@@ -335,7 +335,7 @@ class GuardedOrder(Guard):
             self.policy.remove(request)
         except Exception as error:
             self._distrust()
-            self.fail_next(_raised("remove", error), error)
+            self.fail_next(raised("remove", error), error)
 
     def _default(self) -> Any:
         return _default_order(self)
@@ -523,7 +523,7 @@ class GuardedEviction(Guard):
         try:
             answer = self.policy.retained(request, num_blocks, now)
         except Exception as error:
-            self.fail_next(_raised("retained", error), error)
+            self.fail_next(raised("retained", error), error)
             return 0, now, 0
         try:
             count, until, label = answer
@@ -553,7 +553,8 @@ def _hearing(guard: Guard) -> Policy:
     return hearing
 
 
-def _raised(method: str, error: Exception) -> str:
+def raised(method: str, error: Exception) -> str:
+    """What a failing part of a policy did, in words."""
     return f"{method} raised {type(error).__name__}: {error}"
 
 

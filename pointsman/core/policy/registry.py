@@ -19,7 +19,7 @@ from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import ConfigError
 from pointsman.core.policy.bypass import Bypass
 from pointsman.core.policy.eviction import EVICTIONS
-from pointsman.core.policy.guard import Replaced, guarded, in_place_of, is_own
+from pointsman.core.policy.guard import Replaced, guarded, in_place_of, is_own, raised
 from pointsman.core.policy.limits import LIMITS, LongPrefillThreshold
 from pointsman.core.policy.order import ORDERS
 from pointsman.core.policy.policy import Parameter, Policy, Value, spec_of, written
@@ -111,7 +111,7 @@ def _built(kind: str, policy: Any, spec: str, construct: Callable[[], Any], repl
     except ConfigError:
         raise
     except Exception as error:
-        return in_place_of(kind, policy, spec, f"its constructor raised {type(error).__name__}: {error}", error)
+        return in_place_of(kind, policy, spec, raised("its constructor", error), error)
 
 
 def check_policies(config: SchedulerConfig) -> None:

@@ -116,7 +116,7 @@ new_outputs = maker(
 new_ended = maker(EngineCoreOutput, "request_id", "new_token_ids", optional=("error",))
 """An output that ends its request. Since vLLM 0.33 it says why, if the client is told."""
 new_error = getattr(vllm.outputs, "RequestError", None)
-"""None in versions that have no such field."""
+"""None before vLLM 0.32, which has the class and not yet the field."""
 
 PAUSES = {PauseState.PAUSED_NEW: PauseMode.ADMISSIONS, PauseState.PAUSED_ALL: PauseMode.ALL}
 

@@ -49,7 +49,7 @@ TESTED = {
     "0.33": "its Python code run on a CPU, with the compiled parts of 0.32",
 }
 """The supported minor versions of vLLM, oldest first, and how each was tested."""
-NEWEST = max(TESTED)
+NEWEST = [*TESTED][-1]
 
 
 UNTESTED = (
