@@ -234,15 +234,25 @@ class _Forking:
         os.close(status)
 
     def _answer(self, sock: socket.socket) -> bool:
-        """Whether something was asked."""
-        message, received, _, _ = socket.recv_fds(sock, _MESSAGE, 16)
+        """Whether there is still somebody who asks: a process can be killed between its question and the answer."""
+        try:
+            message, received, _, _ = socket.recv_fds(sock, _MESSAGE, 16)
+        except ConnectionResetError:
+            return False
         if not message:
             return False
-        job = json.loads(message)
+        answer = self._answer_to(json.loads(message), self._askers[sock], received)
+        try:
+            sock.send(answer)
+        except BrokenPipeError:
+            return False
+        return True
+
+    def _answer_to(self, job: dict[str, Any], asker: int, received: list[int]) -> bytes:
+        """The processes that were started, as JSON; or the id of the one that this starts."""
         if "started_by" in job:
-            pids = [pid for pid, asker, _ in self._running.values() if asker == job["started_by"]]
-            sock.send(json.dumps(pids).encode())
-            return True
+            pids = [pid for pid, each, _ in self._running.values() if each == job["started_by"]]
+            return json.dumps(pids).encode()
         status, *descriptors = received
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
@@ -254,10 +264,9 @@ class _Forking:
         for descriptor in descriptors:
             os.close(descriptor)
         theirs.close()
-        self._running[os.pidfd_open(pid)] = (pid, self._askers[sock], status)
+        self._running[os.pidfd_open(pid)] = (pid, asker, status)
         self._askers[ours] = pid
-        sock.send(str(pid).encode())
-        return True
+        return str(pid).encode()
 
     def _forget(self) -> None:
         """In the new process: nothing of the others is its own."""

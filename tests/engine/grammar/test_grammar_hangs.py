@@ -91,6 +91,13 @@ def child_of(pid: int) -> int:
     return child
 
 
+def processor_time(pid: int) -> float:
+    """Seconds of processor time that a process has used."""
+    with open(f"/proc/{pid}/stat") as file:
+        user, system = file.read().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 def is_gone(pid: int) -> bool:
     """Whether a process has ended, or is left for its parent to read."""
     try:
@@ -164,6 +171,7 @@ def stopped_child(compiler: GrammarCompiler, process: int) -> int:
     """The number of a child that was stopped while it compiles a hopeless grammar."""
     add(compiler, grammar=HOPELESS)
     child = child_of(process)
+    wait_until(lambda: processor_time(child) > 0.1)  # it has said that it begins: else its process is replaced
     os.kill(child, signal.SIGSTOP)
     return child
 
