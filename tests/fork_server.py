@@ -244,7 +244,7 @@ class _Forking:
         answer = self._answer_to(json.loads(message), self._askers[sock], received)
         try:
             sock.send(answer)
-        except BrokenPipeError:
+        except (BrokenPipeError, ConnectionResetError):
             return False
         return True
 
