@@ -8,9 +8,10 @@
 
 With one step in flight these follow each other. With more (`max_steps_in_flight`), the thread that executes a step has
 something to do while other threads, or a GPU, compute for it: update and report the step before, schedule and prepare
-the next one. It does so part by part, at the moments that the step offers (`Meanwhile`). So all Python stays
-in one thread: two that run it take turns at its lock, and meet where it costs most. A step that offers no such moment,
-because nothing in it takes long, is updated and reported at its end as if there were one step in flight.
+the next one, and launch it on the GPU. It does so part by part, at the moments that the step offers (`Meanwhile`). So
+all Python stays in one thread: two that run it take turns at its lock, and meet where it costs most. A step that offers
+no such moment, because nothing in it takes long, is updated and reported at its end as if there were one step in
+flight.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from pointsman.engine.counters import EngineCounters
     from pointsman.engine.drafts.prompt_lookup import PromptLookup
     from pointsman.engine.kv.events import KVEventsPublisher
-    from pointsman.engine.model.runner import ModelRunner, PreparedStep, StepExecution
+    from pointsman.engine.model.runner import LaunchedStep, ModelRunner, PreparedStep, StepExecution
     from pointsman.engine.outputs.processor import OutputProcessor
     from pointsman.engine.pausing import Pausing
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 class _Step:
     output: SchedulerOutput
     prepared: PreparedStep | None = None
+    launched: LaunchedStep | None = None
 
 
 class _Updated(NamedTuple):
@@ -213,7 +215,7 @@ class StepLoop:
             self._part = self._next_part()
             prepared.batches[0].meanwhile.do_part = self._do_part if self._part is not None else None
         try:
-            return self._runner.run(prepared)
+            return self._runner.run(prepared) if step.launched is None else self._runner.collect(step.launched)
         except Exception as error:
             if error is self._error_of_part:
                 raise
@@ -237,6 +239,14 @@ class StepLoop:
         except Exception as error:
             raise _failed(step, error) from error
         return step.prepared
+
+    def _launch_newest(self) -> None:
+        step = self._steps[-1]
+        assert step.prepared is not None
+        try:
+            step.launched = self._runner.launch(step.prepared)
+        except Exception as error:
+            raise _failed(step, error) from error
 
     def _report_all(self) -> None:
         """Update and report what was executed."""
@@ -278,8 +288,11 @@ class StepLoop:
             return self._update_executed
         if self._updated is not None:
             return self._report_updated
-        if self._steps[-1].prepared is None:
+        newest = self._steps[-1]
+        if newest.prepared is None:
             return self._prepare_newest
+        if len(self._steps) > 1 and newest.launched is None and self._runner.can_launch_ahead(newest.prepared):
+            return self._launch_newest  # a GPU has it when it is done with the one before
         if self._goes_on and len(self) < self._most and self._scheduler.can_advance():
             return self._schedule_one
         return None

@@ -3,10 +3,10 @@
 | device | attention |
 | --- | --- |
 | CPU | `numba_backend.py`, compiled |
-| GPU, or where numba is missing | `torch_backend.py`, plain PyTorch |
+| GPU | `triton_backend.py`, Triton kernels |
+| a layer or a type that has no kernels, or a package is missing | `torch_backend.py`, plain PyTorch |
 
-A further backend (Triton kernels for GPUs, for example) is a class with the methods of `AttentionBackend` and a line in
-`choose_attention`.
+A further backend is a class with the methods of `AttentionBackend` and a line in `choose_attention`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 BackendFactory: TypeAlias = Callable[[Sequence[LayerShape], torch.device], AttentionBackend]
 """Makes the attention backend of a model from its layers' shapes and its device; every backend's class is one."""
 AttentionChoice: TypeAlias = str | BackendFactory
-ATTENTION_NAMES = ("auto", "numba", "torch")
+ATTENTION_NAMES = ("auto", "numba", "torch", "triton")
 
 
 def choose_device(name: str) -> torch.device:
@@ -60,18 +60,40 @@ def choose_attention(
         return choice(layers, device)
     if choice not in ATTENTION_NAMES:
         raise ValueError(f"attention is {choice!r}; choose one of {', '.join(ATTENTION_NAMES)}, or give a class")
-    if choice == "torch" or (choice == "auto" and device.type != "cpu"):
+    if choice == "torch":
         return TorchAttention(layers, device)
+    if choice == "triton" or (choice == "auto" and device.type == "cuda"):
+        return _triton(layers, device, is_asked_for=choice == "triton")
+    if device.type != "cpu" and choice == "auto":
+        return TorchAttention(layers, device)
+    return _numba(layers, device, dtype, is_asked_for=choice == "numba")
+
+
+def _triton(layers: Sequence[LayerShape], device: torch.device, *, is_asked_for: bool) -> AttentionBackend:
+    try:
+        from pointsman.engine.attention.triton_backend import TritonAttention
+
+        return TritonAttention(layers, device)
+    except (ImportError, ValueError) as error:
+        if is_asked_for:
+            raise ValueError(f"attention is 'triton', which cannot run here: {first_line(error)}") from error
+        logger.warning("attention is plain PyTorch, which is slower: %s", first_line(error))
+        return TorchAttention(layers, device)
+
+
+def _numba(
+    layers: Sequence[LayerShape], device: torch.device, dtype: torch.dtype, *, is_asked_for: bool
+) -> AttentionBackend:
     try:
         from pointsman.engine.attention.numba_backend import NumbaAttention
         from pointsman.engine.kernels.runtime import STORAGE
     except ImportError as error:
-        if choice == "numba":
+        if is_asked_for:
             raise ValueError(f"attention is 'numba', which cannot be imported ({error}); pip install numba") from error
         logger.warning("numba cannot be imported (%s); attention is plain PyTorch, which is slower", error)
         return TorchAttention(layers, device)
     if dtype not in STORAGE:
-        if choice == "numba":
+        if is_asked_for:
             raise ValueError(f"attention is 'numba', which has no kernels for {dtype}; use float32 or bfloat16")
         return TorchAttention(layers, device)
     return NumbaAttention(layers, device)

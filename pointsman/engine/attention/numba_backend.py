@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pointsman.engine.arrays import Float32Array, Int64Array
+from pointsman.engine.attention.fused import Heads
 from pointsman.engine.attention.paged import PagedBatch
 from pointsman.engine.kernels import attention as kernel
 from pointsman.engine.kernels import layers
@@ -97,6 +98,21 @@ def cut_tiles(batch: PagedBatch, most_queries: int) -> Int64Array:
     return np.ascontiguousarray(tiles[np.argsort(-(queries * (position + queries)), kind="stable")])
 
 
+def _arguments_of(heads: Heads, num_features: int) -> tuple[Int64Array, Float32Array]:
+    """The arguments of `heads_kernel` that are a layer's own, and the numbers that one of them points to."""
+    norms, shape = heads.norms, heads.shape
+    scalars = np.array([norms.epsilon, norms.offset] if norms else [0, 0], dtype=np.float32)
+    arguments = np.zeros(layers.HEADS_ARGUMENTS, dtype=np.int64)
+    arguments[layers.SCALARS] = scalars.ctypes.data
+    arguments[layers.NUM_HEADS], arguments[layers.NUM_KV_HEADS] = shape.num_heads, shape.num_kv_heads
+    arguments[layers.K_DIM], arguments[layers.V_DIM] = shape.k_dim, shape.v_dim
+    for place in (layers.QUERY_STRIDE, layers.KEY_STRIDE, layers.VALUE_STRIDE):
+        arguments[place] = num_features
+    arguments[layers.QUERY_HEAD_STRIDE] = arguments[layers.KEY_HEAD_STRIDE] = shape.k_dim
+    arguments[layers.VALUE_HEAD_STRIDE] = shape.v_dim
+    return arguments, scalars
+
+
 class NumbaAttention:
     """The compiled backend.
 
@@ -107,6 +123,7 @@ class NumbaAttention:
 
     name = "numba"
     leaves_out_rows = True
+    kernels = layers.CompiledLayers()
 
     def __init__(self, layers: Sequence[LayerShape], device: torch.device | str = "cpu") -> None:
         if torch.device(device).type != "cpu":
@@ -130,11 +147,39 @@ class NumbaAttention:
         arguments[layers.KEY_STRIDE], arguments[layers.KEY_HEAD_STRIDE] = key.stride()[:2]
         arguments[layers.VALUE_STRIDE], arguments[layers.VALUE_HEAD_STRIDE] = value.stride()[:2]
         arguments[layers.SCALARS] = _NO_SCALARS.ctypes.data
-        self.write_heads(plan, arguments, key.dtype, keys, values)
+        self._write(plan, arguments, key.dtype, keys, values)
 
     def write_heads(
-        self, plan: NumbaPlan, arguments: Int64Array, activations: torch.dtype, keys: Tensor, values: Tensor
-    ) -> None:
+        self,
+        plan: NumbaPlan,
+        heads: Heads,
+        qkv: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
+        """See `FusedAttentionBackend.write_heads`."""
+        if heads.kept is None:
+            heads.kept = _arguments_of(heads, qkv.shape[-1])
+        arguments: Int64Array = heads.kept[0]
+        query = qkv.new_empty(qkv.shape[0], heads.shape.num_heads, heads.shape.k_dim)
+        address, size = qkv.data_ptr(), qkv.element_size()
+        arguments[layers.QUERY] = address
+        arguments[layers.KEY] = address + size * heads.key_at
+        arguments[layers.VALUE] = address + size * heads.value_at
+        arguments[layers.QUERY_OUT] = query.data_ptr()
+        if heads.norms is not None:
+            arguments[layers.QUERY_NORM] = heads.norms.query.data_ptr()
+            arguments[layers.KEY_NORM] = heads.norms.key.data_ptr()
+        if rotary is not None:
+            cos, sin = rotary
+            arguments[layers.COS], arguments[layers.SIN] = cos.data_ptr(), sin.data_ptr()
+            arguments[layers.ROTARY_DIM] = cos.shape[-1]
+        self._write(plan, arguments, qkv.dtype, keys, values)
+        return query
+
+    @staticmethod
+    def _write(plan: NumbaPlan, arguments: Int64Array, activations: torch.dtype, keys: Tensor, values: Tensor) -> None:
         """Run `heads_kernel` with arguments that lack only what the step and the pool say."""
         batch = plan.batch
         arguments[layers.KEYS], arguments[layers.VALUES] = keys.data_ptr(), values.data_ptr()

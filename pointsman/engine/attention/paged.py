@@ -15,8 +15,8 @@ keys and values of ALL rows are written to the pool before any row attends, so r
                                                   -> backend.attend(plan, q, ...)
 
 A backend is an object with `plan` (once per step and group, on the host), `write` and `attend` (once per layer each).
-The plain one is in `torch_backend.py`, the fast one for CPUs in `numba_backend.py`; a backend for another device
-(Triton kernels over the same pool, say) has its place behind the same three methods.
+The plain one is in `torch_backend.py`, the fast ones for CPUs and GPUs in `numba_backend.py` and `triton_backend.py`; a
+backend for another device has its place behind the same three methods.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -192,20 +191,6 @@ class AttentionBackend(Protocol):
         """
 
 
-class FusedAttentionBackend(AttentionBackend, Protocol):
-    """A backend for fused layers: it also norms and rotates heads on their way from the projections to the pool."""
-
-    def write_heads(
-        self, plan: Any, arguments: Int64Array, activations: torch.dtype, keys: Tensor, values: Tensor
-    ) -> None:
-        """Run the kernel `heads_kernel` (`kernels/layers.py`).
-
-        Args:
-            arguments: the kernel's, without those that the step and the pool decide.
-            activations: the type of queries, keys and values.
-        """
-
-
 class AttentionContext:
     """What the layers of one model attend with in the current step. `ModelRunner` fills it before each forward.
 
@@ -223,19 +208,16 @@ class AttentionContext:
         self.backend: AttentionBackend | None = None
         self.keep: Tensor | None = None
         """[r] int64: the tokens that the model's last layer goes on with, where it can; None: all."""
-        self.plans: list[Any] = []
+        self.plans: Sequence[Any] = ()
         """By group of layers; empty: there is no step."""
         self.pool: KVPool | None = None
 
-    def begin(
-        self, batches: Sequence[PagedBatch], pool: KVPool, backend: AttentionBackend, keep: Tensor | None = None
-    ) -> None:
+    def begin(self, plans: Sequence[Any], pool: KVPool, backend: AttentionBackend, keep: Tensor | None = None) -> None:
         """Everything that the next forward of the model needs. Waits while another thread's step is under way.
 
         Args:
-            batches: the step's tokens, for each group of layers of the pool.
+            plans: the backend's, of the step's tokens, for each group of layers of the pool.
         """
-        plans = [backend.plan(batch) for batch in batches]
         self._busy.acquire()
         self.plans, self.pool, self.backend, self.keep = plans, pool, backend, keep
 
@@ -245,7 +227,7 @@ class AttentionContext:
         """
         if not self._busy.acquire(blocking=False):
             return
-        self.plans, self.keep = [], None
+        self.plans, self.keep = (), None
         while True:
             try:
                 self._busy.release()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numba import carray, njit
+from torch import Tensor
 
 from pointsman.engine.kernels.runtime import (
     FAST,
@@ -127,6 +128,56 @@ def gate_kernel(activations: torch.dtype) -> Kernel:
                     target[i] = round_to(out, bend * load(up[i]))
 
     return Kernel(gate)
+
+
+class CompiledNorm:
+    """An RMS norm; see `LayerKernels.norm`."""
+
+    def __init__(self, epsilon: float, offset: float) -> None:
+        self._scalars = np.array([epsilon, offset], dtype=np.float32)
+        self._arguments = np.zeros(NORM_ARGUMENTS, dtype=np.int64)
+        self._arguments[4] = self._scalars.ctypes.data
+
+    def __call__(self, x: Tensor, weight: Tensor, out: Tensor, addend: Tensor | None, total: Tensor | None) -> None:
+        arguments, width = self._arguments, weight.shape[0]
+        num_rows = x.numel() // width
+        arguments[1], arguments[2], arguments[3] = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+        arguments[5], arguments[6] = num_rows, width
+        if addend is None or total is None:
+            arguments[7] = arguments[8] = 0
+        else:
+            arguments[7], arguments[8] = addend.data_ptr(), total.data_ptr()
+        norm_kernel(x.dtype)(arguments, threads_for(num_rows))
+
+
+class CompiledGate:
+    """A gate; see `LayerKernels.gate`."""
+
+    def __init__(self, width: int, activation: str) -> None:
+        self._arguments = np.zeros(GATE_ARGUMENTS, dtype=np.int64)
+        self._arguments[4], self._arguments[5] = width, ACTIVATIONS.index(activation)
+
+    def __call__(self, both: Tensor, out: Tensor) -> None:
+        arguments = self._arguments
+        num_rows = both.numel() // both.shape[-1]
+        arguments[1], arguments[2], arguments[3] = both.data_ptr(), out.data_ptr(), num_rows
+        gate_kernel(both.dtype)(arguments, threads_for(num_rows))
+
+
+class CompiledLayers:
+    """The kernels of fused layers on a CPU; see `LayerKernels`."""
+
+    def takes(self, weight: Tensor) -> bool:
+        """Whether they compute with such weights."""
+        return weight.dtype in STORAGE and weight.device.type == "cpu"
+
+    def norm(self, epsilon: float, offset: float) -> CompiledNorm:
+        """See `LayerKernels.norm`."""
+        return CompiledNorm(epsilon, offset)
+
+    def gate(self, width: int, activation: str) -> CompiledGate:
+        """See `LayerKernels.gate`."""
+        return CompiledGate(width, activation)
 
 
 @cache

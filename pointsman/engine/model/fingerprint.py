@@ -72,10 +72,10 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Literal["weight", 
 
 
 def _tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """A tensor, or those in the fields of a record."""
+    """A tensor, or those in the fields of a record, and of records in it."""
     if isinstance(value, Tensor):
         yield "", value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for one in dataclasses.fields(value):
-            if isinstance(tensor := getattr(value, one.name, None), Tensor):
-                yield f".{one.name}", tensor
+            for suffix, tensor in _tensors_in(getattr(value, one.name, None)):
+                yield f".{one.name}{suffix}", tensor

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from pointsman.engine.attention.paged import AttentionBackend
+from pointsman.engine.kv.pool import KVPool
+from pointsman.engine.model.loaded import LoadedModel
 
 
 def run_model(
@@ -43,6 +47,31 @@ def run_model(
     if keep is None:
         return logits[:num_tokens]
     return logits if selects else logits[keep]
+
+
+def run_paged(
+    loaded: LoadedModel,
+    pool: KVPool,
+    backend: AttentionBackend,
+    plans: Sequence[Any],
+    token_ids: Tensor,
+    positions: Tensor,
+    keep: Tensor | None,
+    num_rows: int | None = None,
+) -> Tensor:
+    """`run_model` over the pool: the step's KV is written there, and attended to.
+
+    Args:
+        plans: the backend's, by group of layers.
+        token_ids, positions, keep, num_rows: see `run_model`; the last layer computes no others than `keep`, if it can.
+    """
+    early, late = (keep, None) if loaded.drops_tokens_early else (None, keep)
+    context = loaded.context
+    try:
+        context.begin(plans, pool, backend, early)
+        return run_model(loaded.model, token_ids, positions, late, num_rows)
+    finally:
+        context.end()
 
 
 def lengthened(values: Tensor, length: int) -> Tensor:

@@ -23,17 +23,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
+from pointsman.engine.attention.fused import FusedAttentionBackend, HeadNorms, LayerKernels
 from pointsman.engine.attention.paged import PagedLayer, attention_options, get_handler, set_handler
 from pointsman.engine.errors import first_line
-from pointsman.engine.kernels import layers as kernels
-from pointsman.engine.kernels.runtime import STORAGE
-from pointsman.engine.model.fused_layers import FusedAttention, FusedLayer, FusedMLP, FusedNorm, HeadNorms
+from pointsman.engine.kernels.layers import ACTIVATIONS
+from pointsman.engine.model.fused_layers import FusedAttention, FusedLayer, FusedMLP, FusedNorm
 from pointsman.engine.model.linear import JoinedLinear, can_join, join_linear_layers, store_weights
 from pointsman.engine.model.self_check import TOLERANCE as LOGITS_TOLERANCE
 from pointsman.engine.model.self_check import FirstStep, relative_error
@@ -79,30 +79,31 @@ class Call:
     """How much an answer to it may differ."""
 
 
-def find_parts(model: nn.Module, options: dict[nn.Module, dict[str, Any]]) -> Iterator[Part]:
+def find_parts(model: nn.Module, options: dict[nn.Module, dict[str, Any]], kernels: LayerKernels) -> Iterator[Part]:
     """All parts with a likely replacement, outer ones before those inside them.
 
     Args:
         options: for each attention module the keywords of its calls of the attention function.
+        kernels: what the replacements compute with.
     """
     for parent in model.modules():
         for name, module in parent.named_children():
-            if candidates_for(module, options.get(module)):
+            if candidates_for(module, options.get(module), kernels):
                 yield Part(parent, name, module, options.get(module))
 
 
-def candidates_for(module: Any, options: dict[str, Any] | None) -> list[Builder]:
+def candidates_for(module: Any, options: dict[str, Any] | None, kernels: LayerKernels) -> list[Builder]:
     """Builders of what might replace a module; `options`: how it calls the attention function, if it does."""
     if is_fused_layer(module):
         norms = module.input_layernorm, module.post_attention_layernorm
         return [partial(FusedLayer, norms[0], module.self_attn, norms[1], module.mlp)]
     if options is not None:
-        return attention_candidates(module, options)
+        return attention_candidates(module, options, kernels)
     if all(can_join(getattr(module, one, None)) for one in ("gate_proj", "up_proj", "down_proj")):
-        return mlp_candidates(module)
+        return mlp_candidates(module, kernels)
     epsilon = norm_epsilon(module)
-    if epsilon is not None and is_norm(module):
-        return [partial(FusedNorm, module.weight, epsilon, offset) for offset in (0.0, 1.0)]
+    if epsilon is not None and is_norm(module, kernels):
+        return [partial(FusedNorm, module.weight, epsilon, offset, kernels) for offset in (0.0, 1.0)]
     return []
 
 
@@ -116,15 +117,14 @@ def is_fused_layer(module: nn.Module) -> bool:
     }
 
 
-def is_norm(module: nn.Module) -> bool:
+def is_norm(module: nn.Module, kernels: LayerKernels) -> bool:
     """Whether a module has the parameters of an RMS norm: one vector, and an epsilon beside it."""
     parameters = list(module.named_parameters())
     return (
         len(parameters) == 1
         and parameters[0][0] == "weight"
         and parameters[0][1].ndim == 1
-        and parameters[0][1].dtype in STORAGE
-        and parameters[0][1].device.type == "cpu"
+        and kernels.takes(parameters[0][1])
         and norm_epsilon(module) is not None
     )
 
@@ -138,12 +138,13 @@ def norm_epsilon(module: nn.Module) -> float | None:
     return None
 
 
-def mlp_candidates(module: Any) -> list[Builder]:
+def mlp_candidates(module: Any, kernels: LayerKernels) -> list[Builder]:
     """A gated MLP, by the names of its layers."""
-    return [partial(FusedMLP, module.gate_proj, module.up_proj, module.down_proj, kind) for kind in kernels.ACTIVATIONS]
+    products = module.gate_proj, module.up_proj, module.down_proj
+    return [partial(FusedMLP, *products, kind, kernels) for kind in ACTIVATIONS]
 
 
-def attention_candidates(module: Any, options: dict[str, Any]) -> list[Builder]:
+def attention_candidates(module: Any, options: dict[str, Any], kernels: LayerKernels) -> list[Builder]:
     """Attention with separate projections, by the names of its layers."""
     layer: PagedLayer = get_handler(module)
     projections: list[Any] = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
@@ -158,7 +159,7 @@ def attention_candidates(module: Any, options: dict[str, Any]) -> list[Builder]:
     build = partial(FusedAttention, projections, output, layer, attention_options(shape.k_dim, options))
     if all(one is None for one in norms):
         return [partial(build, None, rotary) for rotary in (True, False)]
-    if not all(one is not None and is_norm(one) and len(one.weight) == shape.k_dim for one in norms):
+    if not all(one is not None and is_norm(one, kernels) and len(one.weight) == shape.k_dim for one in norms):
         return []
     query, key = norms
     epsilon = norm_epsilon(query)
@@ -178,7 +179,7 @@ def fuse(model: nn.Module, step: FirstStep, *, store: bool) -> Counter[str]:
     """Replace what can be replaced, in place. What has been replaced is freed at once, so memory holds little twice.
 
     Args:
-        model: attached to paged attention with a `NumbaAttention` backend.
+        model: attached to paged attention with a `FusedAttentionBackend`.
         step: runs the model on a mixed batch.
         store: put the weights of what is replaced into their final form.
 
@@ -186,10 +187,11 @@ def fuse(model: nn.Module, step: FirstStep, *, store: bool) -> Counter[str]:
         How many parts of each kind were replaced.
     """
     options = _attention_calls(model, step.forward)
+    kernels = cast(FusedAttentionBackend, step.context.backend).kernels
     done: Counter[str] = Counter()
     called: WeakSet[nn.Module] = WeakSet()
     for layers in (False, True):  # parts, then layers that consist of fused parts
-        parts = [part for part in find_parts(model, options) if is_fused_layer(part.module) == layers]
+        parts = [part for part in find_parts(model, options, kernels) if is_fused_layer(part.module) == layers]
         options.clear()
         calls = _record(model, parts, called, step.forward)
         replaced: set[int] = set()
@@ -198,14 +200,14 @@ def fuse(model: nn.Module, step: FirstStep, *, store: bool) -> Counter[str]:
             if call is None or id(part.parent) in replaced:
                 continue
             with step.exact():
-                replacement = replacement_for(part, call)
+                replacement = replacement_for(part, call, kernels)
             if replacement is not None:
                 replaced.update(id(module) for module in part.module.modules())
                 setattr(part.parent, part.name, replacement)
                 done[type(replacement).__name__] += 1
                 if store:
                     store_weights(replacement)
-    if joined := join_linear_layers(model, called):
+    if not any(parameter.is_cuda for parameter in model.parameters()) and (joined := join_linear_layers(model, called)):
         done[JoinedLinear.__name__] = joined
         if store:
             store_weights(model)
@@ -313,7 +315,7 @@ def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 # --------------------------------------------------------------------------------------------------------- trying
 
 
-def replacement_for(part: Part, call: Call) -> nn.Module | None:
+def replacement_for(part: Part, call: Call, kernels: LayerKernels) -> nn.Module | None:
     """The first replacement that answers every question as the part does; None: the part stays."""
     module = part.module
     with torch.inference_mode():
@@ -326,9 +328,9 @@ def replacement_for(part: Part, call: Call) -> nn.Module | None:
             except Exception as error:  # the part may be anything, and its own code is there to stay
                 logger.debug("%s is not replaced: %s: %s", part.name, type(error).__name__, error)
                 return None
-        for index, build in enumerate(candidates_for(exact, part.options)):
+        for index, build in enumerate(candidates_for(exact, part.options, kernels)):
             if (replacement := _tried(build, exact, questions)) is not None:
-                return replacement if exact is module else candidates_for(module, part.options)[index]()
+                return replacement if exact is module else candidates_for(module, part.options, kernels)[index]()
     return None
 
 

@@ -36,7 +36,7 @@ from pointsman.engine.model import quantization as quantized
 
 logger = logging.getLogger(__name__)
 
-JOINED_DTYPES = (torch.float32, torch.bfloat16)
+JOINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PACKED_FOR_ROWS = 64
 """The number of rows that the order is chosen for; any number can be multiplied."""
 PACKED_FROM = 1 << 18
@@ -102,7 +102,7 @@ class JoinedLinear(nn.Module):
             address = 0 if bias is None else bias.data_ptr()
             self._merge = np.array([0, 0, 0, address, 0, self.out_features, limit], dtype=np.int64)
             self.form = "int8"
-        elif weight.numel() >= KEPT_BOTH_WAYS_FROM and packing_works(weight.dtype):
+        elif weight.device.type == "cpu" and weight.numel() >= KEPT_BOTH_WAYS_FROM and packing_works(weight.dtype):
             self._stored = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
             self.form = "packed" if weight.numel() >= PACKED_FROM else "both"
         if self.form not in ("packed", "int8"):
@@ -168,8 +168,8 @@ class JoinedLinear(nn.Module):
 
 
 def can_join(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """Whether a layer is a plain linear layer on a CPU, of a type that the kernels know."""
-    return type(layer) is nn.Linear and layer.weight.device.type == "cpu" and layer.weight.dtype in JOINED_DTYPES
+    """Whether a layer is a plain linear layer, of a type that can be computed with."""
+    return type(layer) is nn.Linear and layer.weight.dtype in JOINED_DTYPES
 
 
 def join_linear_layers(model: nn.Module, layers: Container[nn.Module]) -> int:

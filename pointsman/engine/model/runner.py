@@ -1,16 +1,19 @@
 """ModelRunner: execute one `SchedulerOutput` on the model, one forward pass for all rows.
 
     prepared  = runner.prepare(output)     reads the scheduler and the requests: block tables, input tokens, sampling
-    execution = runner.run(prepared)       reads only what was prepared: forward pass, sampling, log probabilities
+    launched  = runner.launch(prepared)    reads only what was prepared: forward pass, sampling, log probabilities
+    execution = runner.collect(launched)   waits for a GPU; on a CPU all is done already
 
-so the scheduler may be asked for the next step while `run` executes, also in another thread; `execute` is one after
-the other. A step whose input an earlier one has yet to sample says where the token will be (`SampledTokens`).
+so the scheduler may be asked for the next step while one executes; `run` is the last two, `execute` all three. On a GPU
+a step may be launched while the one before it computes (`device_steps.py`). A step whose input an earlier one has yet
+to sample says where the token will be (`SampledTokens`).
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,9 +27,9 @@ from pointsman.core.step.emit import UNSAMPLED
 from pointsman.engine.arrays import Float32Array, Int64Array
 from pointsman.engine.attention.paged import AttentionBackend, PagedBatch
 from pointsman.engine.drafts.verification import Verification
-from pointsman.engine.errors import NOTHING_LEFT
+from pointsman.engine.errors import NOTHING_LEFT, first_line
 from pointsman.engine.kv.pool import KVPool
-from pointsman.engine.model.forward import lengthened, run_model, takes_logits_to_keep
+from pointsman.engine.model.forward import lengthened, run_paged, takes_logits_to_keep
 from pointsman.engine.model.linear import whole_rows
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.pooling import PooledChunk, Pooler, hidden_states
@@ -36,7 +39,12 @@ from pointsman.engine.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from pointsman.core import Scheduler
+    from pointsman.engine.device import FromDevice
     from pointsman.engine.kv.connector import EngineConnector, StepTransfers
+    from pointsman.engine.model.decode_graphs import Recorder
+    from pointsman.engine.model.device_steps import DeviceSteps
+
+logger = logging.getLogger(__name__)
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity); check the weights, or use dtype float32"
 
@@ -85,6 +93,12 @@ class PreparedStep:
         """Of the first group; what is not about blocks is the same in all."""
         return self.batches[0]
 
+    @property
+    def wants_all_logits(self) -> bool:
+        """Whether the logits of all tokens are wanted, in their order: decodes only."""
+        is_every = len(self.logits_at) == self.batch.num_tokens
+        return is_every and not self.prompt_chunks and not self.pooled_chunks
+
 
 @dataclass(slots=True)
 class StepLinks:
@@ -96,6 +110,19 @@ class StepLinks:
     """[u] flat positions of input tokens that were yet to be sampled when the step was prepared;"""
     sources: Int64Array
     """[u] and where they will be."""
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step that was launched."""
+
+    prepared: PreparedStep
+    started: float
+    """When, by `time.perf_counter`."""
+    execution: StepExecution | None = None
+    """Its results; None: the device is computing them,"""
+    pending: FromDevice | None = None
+    """and this is what comes of it."""
 
 
 @dataclass(slots=True)
@@ -147,6 +174,31 @@ class ModelRunner:
         """[groups, 1] how many blocks of a layer a block of the scheduler is; None: there is one group."""
         num_steps = scheduler.config.max_steps_in_flight
         self._sampled_tokens = SampledTokens(num_steps) if num_steps > 1 else None
+        self._device_steps = self._make_device_steps()
+        self._last_ended = 0.0
+        """When the last step was collected, by `time.perf_counter`."""
+
+    def _make_device_steps(self) -> DeviceSteps | None:
+        """For a GPU, or where Triton's kernels are interpreted; None: every step is run by the host."""
+        if self.pool.device.type != "cuda" and self.backend.name != "triton":
+            return None
+        try:
+            from pointsman.engine.model.device_steps import DeviceSteps
+        except ImportError as error:
+            logger.warning("steps wait for each other, as Triton cannot be imported: %s", first_line(error))
+            return None
+        return DeviceSteps(self.loaded, self.pool, self.backend, self.scheduler.config)
+
+    def record_graphs(self, recorder: Recorder, max_bytes: int, taken: Callable[[], int]) -> None:
+        """Make CUDA graphs of decode steps (`decode_graphs.py`), if the attention can stand in them.
+
+        Args:
+            recorder: makes them.
+            max_bytes: what they may take.
+            taken: bytes that this process has of the device.
+        """
+        if self._device_steps is not None:
+            self._device_steps.record_graphs(recorder, max_bytes, taken)
 
     def num_computed_rows(self, num_tokens: int) -> int:
         """The number of rows that the model's products have in a step of `num_tokens` tokens."""
@@ -241,13 +293,54 @@ class ModelRunner:
         Raises:
             Exception: see `execute`.
         """
-        transfers = prepared.transfers
-        if transfers is not None:
-            transfers.run()
+        return self.collect(self.launch(prepared))
+
+    def can_launch_ahead(self, prepared: PreparedStep) -> bool:
+        """Whether `launch` returns at once for this step, so that it may be called before the step before it was
+        collected."""
+        return self._device_steps is not None and self._device_steps.is_plain(prepared)
+
+    def launch(self, prepared: PreparedStep) -> LaunchedStep:
+        """Begin to execute a step, in the order in which steps were prepared. On a CPU the step is executed here.
+
+        Raises:
+            Exception: see `execute`.
+        """
+        launched = LaunchedStep(prepared, time.perf_counter())
+        if self._device_steps is not None and self._device_steps.is_plain(prepared):
+            launched.pending = self._device_steps.launch(prepared)
+        else:
+            launched.execution = self._run(prepared)
+        return launched
+
+    def collect(self, launched: LaunchedStep) -> StepExecution:
+        """The results of a step, once it has been executed; in the order in which steps were launched.
+
+        Raises:
+            Exception: see `execute`.
+        """
+        prepared, execution = launched.prepared, launched.execution
+        if execution is None:
+            assert launched.pending is not None
+            prepared.batch.do_meanwhile(lambda: True)
+            found = launched.pending.wait()
+            token_ids, ok = found["tokens"], found["ok"] != 0
+            self._leave_sampled(prepared, token_ids)
+            errors = {int(index): NOT_FINITE for index in prepared.sampling[~ok]}
+            execution = StepExecution(StepResult(token_ids=token_ids[ok], errors=errors))
+        if prepared.num_rows:
+            ended = time.perf_counter()
+            execution.result.step_time = ended - max(launched.started, self._last_ended)
+            self._last_ended = ended
+        if prepared.transfers is not None:
+            execution.result.copies = prepared.transfers.report()
+        return execution
+
+    def _run(self, prepared: PreparedStep) -> StepExecution:
+        if prepared.transfers is not None:
+            prepared.transfers.run()
         if prepared.num_rows == 0:
-            copies = None if transfers is None else transfers.report()
-            return StepExecution(StepResult(token_ids=np.empty(0, dtype=np.int64), copies=copies))
-        started = time.perf_counter()
+            return StepExecution(StepResult(token_ids=np.empty(0, dtype=np.int64)))
         if prepared.links is not None:
             self._take_sampled(prepared, prepared.links)
         vectors: dict[int, Float32Array] = {}
@@ -262,10 +355,12 @@ class ModelRunner:
             execution.prompt_logprobs = _prompt_logprobs(prepared, logits[len(prepared.sampling) : prepared.num_logits])
         if vectors:
             _add_vectors(execution, vectors)
-        execution.result.step_time = time.perf_counter() - started
-        if transfers is not None:
-            execution.result.copies = transfers.report()
         return execution
+
+    def _leave_sampled(self, prepared: PreparedStep, token_ids: Int64Array) -> None:
+        """For later steps that are prepared already."""
+        if prepared.links is not None and self._sampled_tokens is not None:
+            self._sampled_tokens.put(prepared.links.sampled, token_ids)
 
     def _take_sampled(self, prepared: PreparedStep, links: StepLinks) -> None:
         """Fill in what was yet to be sampled when the step was prepared."""
@@ -287,22 +382,18 @@ class ModelRunner:
 
     def _forward(self, prepared: PreparedStep) -> Tensor:
         """Logits [len(logits_at), vocab_size]; of rows that are pooled there may be none."""
-        context = self.loaded.context
-        num_tokens, num_logits = prepared.batch.num_tokens, len(prepared.logits_at)
-        keep: Tensor | None = torch.from_numpy(prepared.logits_at)
-        num_rows: int | None = None
-        if num_logits == num_tokens and not prepared.prompt_chunks and not prepared.pooled_chunks:
-            keep = None  # decodes only
+        if self._device_steps is not None:
+            return self._device_steps.forward(prepared)
+        num_logits, keep, num_rows = len(prepared.logits_at), None, None
+        if not prepared.wants_all_logits:
+            keep = torch.from_numpy(prepared.logits_at)
         if self._fills_rows:
-            num_rows = self.num_computed_rows(num_tokens)
+            num_rows = self.num_computed_rows(prepared.batch.num_tokens)
             keep = None if keep is None else lengthened(keep, whole_rows(num_logits))
-        early, late = (keep, None) if self.loaded.drops_tokens_early else (None, keep)
-        try:
-            context.begin(prepared.batches, self.pool, self.backend, early)
-            logits = run_model(self.loaded.model, prepared.token_ids, prepared.positions, late, num_rows)
-            return logits[:num_logits]
-        finally:
-            context.end()
+        plans = [self.backend.plan(batch) for batch in prepared.batches]
+        token_ids, positions = prepared.token_ids, prepared.positions
+        logits = run_paged(self.loaded, self.pool, self.backend, plans, token_ids, positions, keep, num_rows)
+        return logits[:num_logits]
 
     def _sample(self, prepared: PreparedStep, logits: Tensor) -> StepExecution:
         sampling = prepared.sampling
@@ -313,8 +404,9 @@ class ModelRunner:
             result, ok = prepared.verification.judge(sampled.token_ids, sampled.ok, prepared.num_rows)
             result.errors = {} if ok.all() else _errors(prepared, logits, ok)
             return StepExecution(result, sampled.logprobs)
-        if prepared.links is not None and self._sampled_tokens is not None:
-            self._sampled_tokens.put(prepared.links.sampled, sampled.token_ids)
+        self._leave_sampled(prepared, sampled.token_ids)
+        if self._device_steps is not None and prepared.links is not None:
+            self._device_steps.put(prepared.links.sampled, sampled.token_ids)
         if sampled.ok.all():
             return StepExecution(StepResult(token_ids=sampled.token_ids), sampled.logprobs)
         result = StepResult(token_ids=sampled.token_ids[sampled.ok], errors=_errors(prepared, logits, sampled.ok))

@@ -144,7 +144,7 @@ class SelfCheck:
         rows = np.nonzero(counts)[0]
         batch = PagedBatch.build(counts[rows], computed[rows], self.tables[rows], BLOCK_SIZE)
         token_ids = torch.cat([self.sequences[row][computed[row] : computed[row] + counts[row]] for row in rows])
-        self.context.begin([batch], pool, self.backend)
+        self.context.begin([self.backend.plan(batch)], pool, self.backend)
         try:
             num_rows = whole_rows(batch.num_tokens) if self.backend.leaves_out_rows else None
             yield lambda: run_model(self.model, token_ids, torch.from_numpy(batch.positions), None, num_rows)

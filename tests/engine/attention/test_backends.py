@@ -36,7 +36,7 @@ def test_attention_by_name() -> None:
     assert choose_attention("torch", LAYERS, CPU, torch.float32).name == "torch"
     assert choose_attention("auto", LAYERS, CPU, torch.float16).name == "torch", "no kernels for this type"
     assert choose_attention("auto", LAYERS, torch.device("meta"), torch.float32).name == "torch", "no CPU"
-    with pytest.raises(ValueError, match="attention is 'flash'; choose one of auto, numba, torch"):
+    with pytest.raises(ValueError, match="attention is 'flash'; choose one of auto, numba, torch, triton"):
         choose_attention("flash", LAYERS, CPU, torch.float32)
     with pytest.raises(ValueError, match=r"no kernels for torch\.float16"):
         choose_attention("numba", LAYERS, CPU, torch.float16)

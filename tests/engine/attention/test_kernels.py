@@ -171,7 +171,7 @@ def test_threads_are_those_of_pytorch() -> None:
 
 def test_without_openmp_one_thread_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "openmp_parallel", lambda: None)
-    norm = FusedNorm(torch.ones(16), 1e-6, 0.0)
+    norm = FusedNorm(torch.ones(16), 1e-6, 0.0, layers.CompiledLayers())
     x = torch.randn(100, 16)
     torch.testing.assert_close(norm(x), F.rms_norm(x, (16,), torch.ones(16), 1e-6))
 
@@ -183,7 +183,7 @@ def test_norm(dtype: torch.dtype, offset: float, shape: tuple[int, ...]) -> None
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator).to(dtype)
     weight = torch.randn(shape[-1], generator=generator).to(dtype)
-    got = FusedNorm(weight, 1e-5, offset)(x)
+    got = FusedNorm(weight, 1e-5, offset, layers.CompiledLayers())(x)
     want = F.rms_norm(x.double(), shape[-1:], weight.double() + offset, 1e-5).to(dtype)
     assert_rounded(got, want)
 

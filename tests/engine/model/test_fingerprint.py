@@ -51,7 +51,7 @@ def _joined(loaded: LoadedModel) -> None:
 
 
 def _head_norm(loaded: LoadedModel) -> None:
-    loaded.model.model.layers[0].attention._norms.key[2] += 1e-3
+    loaded.model.model.layers[0].attention._heads.norms.key[2] += 1e-3
 
 
 def _epsilon(loaded: LoadedModel) -> None:

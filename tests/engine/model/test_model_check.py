@@ -200,7 +200,8 @@ def logits_of(loaded: LoadedModel, sequences: list[Tensor], chunk: int, backend:
         pieces = [sequences[row][start : start + chunk] for row in rows]
         counts = [len(piece) for piece in pieces]
         batch = PagedBatch.build(np.array(counts), np.full(len(rows), start), tables[rows], size)
-        loaded.context.begin([batch], pool, backend(loaded.layers, loaded.model.device))
+        attention = backend(loaded.layers, loaded.model.device)
+        loaded.context.begin([attention.plan(batch)], pool, attention)
         logits = run_model(loaded.model, torch.cat(pieces), torch.from_numpy(batch.positions), keep=None)
         loaded.context.end()
         for row, part in zip(rows, torch.split(logits, counts), strict=True):

@@ -1,0 +1,338 @@
+"""The attention backend for GPUs: Triton kernels over the pool (`kernels/triton_attention.py`, `triton_layers.py`).
+
+A step is planned once for all layers of a group. Rows with one token are decodes, whose KV is cut into parts; longer
+ones are cut into tiles of queries, longest first. All that kernels read about a step is copied to the device in one
+piece, so planning does not wait for it.
+
+Where Triton interprets its kernels (`TRITON_INTERPRET=1`), the backend runs on a CPU, slowly: for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+from torch import Tensor
+
+from pointsman.engine.attention.fused import Heads
+from pointsman.engine.attention.paged import PagedBatch
+from pointsman.engine.device import to_device
+from pointsman.engine.kernels import triton_attention as kernels
+from pointsman.engine.kernels.triton_layers import TritonLayers, heads_kernel, padded
+from pointsman.engine.kv.layout import LayerShape
+
+MAX_PARTS = 64
+"""Parts that the KV of a row is cut into at most; more would take the merge longer than they save."""
+PROGRAMS_PER_PROCESSOR = 8
+"""Of the decode kernel, so that a multiprocessor always has one that does not wait for memory."""
+LARGEST_HEAD = 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs kernels on the CPU, for tests."""
+    return bool(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1, unless a program sets it
+
+
+@dataclass(slots=True)
+class TritonPlan:
+    """One step, of one group of layers: device tensors, int32."""
+
+    block_size: int
+    slots: Tensor
+    """[T] block * block_size + place of each token's KV; negative: padding, whose KV is not kept."""
+    tails: Tensor
+    """[T] see `PagedBatch.tails`."""
+    tables: Tensor
+    """[.., width] block ids,"""
+    table_width: Tensor
+    """[1] and their width,"""
+    first_table: int
+    """and which is the first of the group."""
+    decode_rows: Tensor
+    """[d] rows with one token,"""
+    decode_tokens: Tensor
+    """[d] the number of that token in the batch,"""
+    decode_lens: Tensor
+    """[d] and the tokens to which it attends, itself included; 0: padding."""
+    tiles: Mapping[int, Tensor]
+    """By the size of the queries' group: [m, 4] tiles of the others, see `prefill_kernel`."""
+    num_tokens: int
+
+
+def cut_tiles(batch: PagedBatch, most_queries: int) -> npt.NDArray[np.int32]:
+    """Tiles of at most `most_queries` queries of the rows with more than one token, most work first: [m, 4] row, first
+    token, queries, position of the first query."""
+    rows = np.nonzero(batch.query_lens > 1)[0]
+    counts = batch.query_lens[rows]
+    per_row = -(-counts // most_queries)
+    which = np.repeat(np.arange(len(rows)), per_row)
+    offset = (np.arange(len(which)) - (np.cumsum(per_row) - per_row)[which]) * most_queries
+    queries = np.minimum(counts[which] - offset, most_queries)
+    position = (batch.kv_lens[rows] - counts)[which] + offset
+    tiles = np.stack([rows[which], batch.query_starts[rows][which] + offset, queries, position], axis=1)
+    return tiles[np.argsort(-(position + queries), kind="stable")].astype(np.int32)
+
+
+class TritonAttention:
+    """The backend for GPUs.
+
+    Args:
+        layers: the model's layers.
+        device: a GPU; or a CPU, where Triton interprets.
+
+    Raises:
+        ValueError: it cannot run on this device, or a layer has heads that are too large.
+    """
+
+    name = "triton"
+    leaves_out_rows = False
+    kernels = TritonLayers()
+
+    def __init__(self, layers: Sequence[LayerShape], device: torch.device | str = "cuda") -> None:
+        self.device = torch.device(device)
+        if self.device.type != "cuda" and not is_interpreted():
+            raise ValueError(f"the Triton attention backend runs on a GPU, not on {device}; use numba or torch")
+        largest = max(max(shape.k_dim, shape.v_dim) for shape in layers)
+        if largest > LARGEST_HEAD:
+            raise ValueError(f"a layer has heads of {largest}; the Triton kernels take at most {LARGEST_HEAD}")
+        self.layers = tuple(layers)
+        self._groups = sorted({shape.num_heads // shape.num_kv_heads for shape in layers})
+
+    def plan(self, batch: PagedBatch) -> TritonPlan:
+        """Copies what kernels read of the step; does not wait for the device."""
+        decodes = np.nonzero(batch.query_lens == 1)[0]
+        arrays = {
+            "slots": (batch.slot_blocks * batch.block_size + batch.slot_offsets).astype(np.int32),
+            "tails": batch.tails.astype(np.int32),
+            "decode_rows": decodes.astype(np.int32),
+            "decode_tokens": batch.query_starts[decodes].astype(np.int32),
+            "decode_lens": batch.kv_lens[decodes].astype(np.int32),
+            "table_width": np.array([batch.block_tables.shape[1]], dtype=np.int32),
+            "tables": batch.block_tables.astype(np.int32),
+        }
+        if len(decodes) < len(batch.query_lens):
+            arrays |= {f"tiles of {group}": cut_tiles(batch, _tile_rows(group) // group) for group in self._groups}
+        tensors = to_device(arrays, self.device)
+        return TritonPlan(
+            block_size=batch.block_size,
+            slots=tensors["slots"],
+            tails=tensors["tails"],
+            tables=tensors["tables"],
+            table_width=tensors["table_width"],
+            first_table=0,
+            decode_rows=tensors["decode_rows"],
+            decode_tokens=tensors["decode_tokens"],
+            decode_lens=tensors["decode_lens"],
+            tiles={group: tensors[f"tiles of {group}"] for group in self._groups if f"tiles of {group}" in tensors},
+            num_tokens=batch.num_tokens,
+        )
+
+    def write(self, plan: TritonPlan, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
+        """See `AttentionBackend.write`."""
+        key, value = (one if one.stride(-1) == 1 else one.contiguous() for one in (key, value))
+        shape = LayerShape(key.shape[1], key.shape[2], value.shape[2], key.shape[1])
+        _run_heads(plan, shape, None, None, key, value, None, None, keys, values)
+
+    def write_heads(
+        self,
+        plan: TritonPlan,
+        heads: Heads,
+        qkv: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
+        """See `FusedAttentionBackend.write_heads`."""
+        shape = heads.shape
+        query = qkv.new_empty(qkv.shape[0], shape.num_heads, shape.k_dim)
+        key = qkv[:, heads.key_at : heads.value_at].view(-1, shape.num_kv_heads, shape.k_dim)
+        value = qkv[:, heads.value_at :].view(-1, shape.num_kv_heads, shape.v_dim)
+        _run_heads(plan, shape, heads, qkv, key, value, rotary, query, keys, values)
+        return query
+
+    def attend(
+        self,
+        plan: TritonPlan,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """See `AttentionBackend.attend`."""
+        num_tokens, num_heads, k_dim = query.shape
+        if query.stride(2) != 1 or query.stride(1) != k_dim:
+            query = query.contiguous()
+        num_kv_heads, v_dim = keys.shape[1], values.shape[-1]
+        group = num_heads // num_kv_heads
+        output = query.new_empty(num_tokens, num_heads, v_dim)
+        shared: dict[str, Any] = {
+            "query_stride": query.stride(0),
+            "first_table": plan.first_table,
+            "scale": scale,
+            "softcap": softcap or 0.0,
+            "window": window or 0,
+            "has_sinks": sinks is not None,
+            "num_kv_heads": num_kv_heads,
+            "group": group,
+            "k_dim": k_dim,
+            "v_dim": v_dim,
+            "block_size": plan.block_size,
+            "padded_k": padded(k_dim),
+            "padded_v": padded(v_dim),
+        }
+        large = max(k_dim, v_dim) * query.element_size() > 256  # bytes of a key, of which a tile must be kept
+        if len(plan.decode_rows):
+            self._decode(plan, query, keys, values, sinks, output, shared, tile=32 if large else 64)
+        tiles = plan.tiles.get(group)
+        if tiles is not None and len(tiles):
+            tile_rows = _tile_rows(group)
+            kernels.prefill_kernel[(len(tiles), num_kv_heads)](
+                query,
+                keys,
+                values,
+                output,
+                plan.tables,
+                plan.table_width,
+                tiles,
+                sinks,
+                **shared,
+                tile_rows=tile_rows,
+                tile=32 if large else 64,
+                num_warps=8 if tile_rows >= 128 else 4,
+                num_stages=2 if large else 3,
+            )
+        return output
+
+    def _decode(
+        self,
+        plan: TritonPlan,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        sinks: Tensor | None,
+        output: Tensor,
+        shared: dict[str, Any],
+        tile: int,
+    ) -> None:
+        num_rows, num_heads, v_dim = len(plan.decode_rows), query.shape[1], shared["v_dim"]
+        num_kv_heads, group = shared["num_kv_heads"], shared["group"]
+        num_parts = parts_for(num_rows * num_kv_heads, num_processors(self.device))
+        sums = outputs = output
+        if num_parts > 1:
+            sums = torch.empty(num_rows, num_heads, num_parts, 2, dtype=torch.float32, device=query.device)
+            outputs = torch.empty(num_rows, num_heads, num_parts, v_dim, dtype=torch.float32, device=query.device)
+        kernels.decode_kernel[(num_rows, num_kv_heads, num_parts)](
+            query,
+            keys,
+            values,
+            output,
+            sums,
+            outputs,
+            plan.tables,
+            plan.table_width,
+            plan.decode_lens,
+            plan.decode_rows,
+            plan.decode_tokens,
+            sinks,
+            **shared,
+            num_parts=num_parts,
+            padded_group=padded(group),
+            tile=tile,
+            num_warps=4,
+            num_stages=3,
+        )
+        if num_parts > 1:
+            kernels.merge_kernel[(num_rows, num_heads)](
+                sums,
+                outputs,
+                output,
+                plan.decode_tokens,
+                sinks,
+                has_sinks=sinks is not None,
+                num_heads=num_heads,
+                v_dim=v_dim,
+                num_parts=num_parts,
+                padded_parts=padded(num_parts, 2),
+                padded_v=padded(v_dim),
+                num_warps=4,
+            )
+
+
+def _run_heads(
+    plan: TritonPlan,
+    shape: LayerShape,
+    heads: Heads | None,
+    qkv: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    rotary: tuple[Tensor, Tensor] | None,
+    query_out: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+) -> None:
+    """Run `heads_kernel`. Without `heads` there are no queries, and keys are written as they are."""
+    norms = None if heads is None else heads.norms
+    cos, sin = (None, None) if rotary is None else rotary
+    heads_kernel[(plan.num_tokens, shape.num_kv_heads)](
+        qkv,
+        key,
+        value,
+        query_out,
+        keys,
+        values,
+        cos,
+        sin,
+        None if norms is None else norms.query,
+        None if norms is None else norms.key,
+        plan.slots,
+        plan.tails,
+        0 if qkv is None else qkv.stride(0),
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        epsilon=0.0 if norms is None else norms.epsilon,
+        offset=0.0 if norms is None else norms.offset,
+        has_query=qkv is not None,
+        has_norms=norms is not None,
+        num_kv_heads=shape.num_kv_heads,
+        group=shape.num_heads // shape.num_kv_heads,
+        k_dim=shape.k_dim,
+        v_dim=shape.v_dim,
+        rotary_dim=0 if cos is None else cos.shape[-1],
+        block_size=plan.block_size,
+        padded_group=padded(shape.num_heads // shape.num_kv_heads, 1),
+        padded_k=padded(shape.k_dim),
+        padded_v=padded(shape.v_dim),
+        num_warps=1 if shape.num_heads // shape.num_kv_heads * shape.k_dim <= 512 else 4,
+    )
+
+
+def parts_for(num_programs: int, num_processors: int) -> int:
+    """The parts that the KV of a row is cut into, from the programs that there are without; a power of two."""
+    wanted = max(1, -(-num_processors * PROGRAMS_PER_PROCESSOR // num_programs))
+    return min(MAX_PARTS, int(triton.next_power_of_2(wanted)))
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    if device.type != "cuda":
+        return 2  # interpreted: so that tests see rows in one part and in several
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _tile_rows(group: int) -> int:
+    """Queries times their heads in a tile of the prefill kernel."""
+    return max(64, padded(group)) if group > 1 else 64

@@ -1,0 +1,98 @@
+"""What travels between the host and the model's device: one copy there before a step, one back after it.
+
+A copy to a GPU does not make the host wait if its source is pinned memory. Each number of an array apart would cost a
+copy, so a step's arrays travel together, in one piece of memory. Their places in it depend on their sizes alone: what
+has the same sizes can be copied over what was there before, for a CUDA graph that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_ALIGNED = 16  # bytes: what kernels may assume of an address
+_TYPES = {
+    np.dtype(np.uint8): torch.uint8,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
+}
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+def to_device(arrays: Arrays, device: torch.device, into: Tensor | None = None) -> dict[str, Tensor]:
+    """The arrays on the device, after one copy that the host does not wait for.
+
+    Args:
+        into: [bytes] uint8 on the device, which the copy goes to, and which the results are views of; None: new memory.
+
+    Raises:
+        ValueError: `into` is too small.
+    """
+    places, size = _places(arrays)
+    if into is not None and len(into) < size:
+        raise ValueError(f"the arrays of a step take {size} bytes and there is room for {len(into)}")
+    is_cuda = device.type == "cuda"
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda)
+    content = host.numpy()
+    for name, array in arrays.items():
+        at = places[name]
+        content[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    if into is not None:
+        memory = into[:size]
+        memory.copy_(host, non_blocking=True)
+    else:
+        memory = host.to(device, non_blocking=True)
+    return {
+        name: memory[places[name] : places[name] + array.nbytes].view(_TYPES[array.dtype]).view(array.shape)
+        for name, array in arrays.items()
+    }
+
+
+def size_on_device(arrays: Arrays) -> int:
+    """Bytes that `to_device` takes for arrays of these sizes."""
+    return _places(arrays)[1]
+
+
+def _places(arrays: Arrays) -> tuple[dict[str, int], int]:
+    """Where each array begins, and the bytes of all."""
+    places: dict[str, int] = {}
+    size = 0
+    for name, array in arrays.items():
+        places[name] = size
+        size += -(-array.nbytes // _ALIGNED) * _ALIGNED
+    return places, size
+
+
+class FromDevice:
+    """Tensors on their way to the host; the device goes on meanwhile.
+
+    Args:
+        tensors: small ones, of one device; what is written to them later is not seen.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._event: torch.cuda.Event | None = None
+        if not any(tensor.is_cuda for tensor in tensors.values()):
+            self._tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+            return
+        self._tensors = {}
+        for name, tensor in tensors.items():
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._tensors[name] = host.copy_(tensor, non_blocking=True)
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def wait(self) -> dict[str, npt.NDArray[Any]]:
+        """The arrays, once the device has computed them."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return {name: tensor.numpy() for name, tensor in self._tensors.items()}

@@ -1,0 +1,170 @@
+"""Steps whose tokens stay on the device: launched without waiting for any, and one copy of the results comes back.
+
+A step is *plain* if its rows sample by temperature, top-k, top-p, min-p and seed, or greedily, and nothing else is
+wanted of them. All of it then runs on the device: input tokens that steps before it sample are taken from where those
+leave them (`DeviceTokens`), so a step can be launched before the one before it has ended. Of other steps the model runs
+here, too; they are sampled with the host's help, which waits for their logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pointsman.engine.arrays import Int64Array
+from pointsman.engine.attention.paged import AttentionBackend
+from pointsman.engine.attention.triton_backend import TritonAttention
+from pointsman.engine.device import FromDevice, to_device
+from pointsman.engine.kv.pool import KVPool
+from pointsman.engine.model.decode_graphs import DecodeGraphs, DecodeRows, DeviceTokens, Recorder
+from pointsman.engine.model.forward import run_paged
+from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.sampling.race_triton import DeviceParameters, DeviceRace
+
+if TYPE_CHECKING:
+    from pointsman.core import SchedulerConfig
+    from pointsman.engine.model.runner import PreparedStep
+
+
+class DeviceSteps:
+    """Launches the steps of one engine.
+
+    Args:
+        loaded: the model.
+        pool: its KV.
+        backend: how attention is computed.
+        config: the scheduler's.
+    """
+
+    def __init__(self, loaded: LoadedModel, pool: KVPool, backend: AttentionBackend, config: SchedulerConfig) -> None:
+        self._loaded = loaded
+        self._pool = pool
+        self._backend = backend
+        self._device = pool.device
+        self._config = config
+        self._race = DeviceRace(config.max_num_seqs, loaded.vocab_size, pool.device)
+        # A row is named again when the steps in flight that name it are over, so there are a few more than requests.
+        num_rows = (1 + config.max_steps_in_flight) * config.max_num_seqs
+        self._tokens = DeviceTokens(num_rows * config.max_steps_in_flight, pool.device)
+        self._sampled = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=pool.device)
+        self._ok = torch.zeros(config.max_num_seqs, dtype=torch.uint8, device=pool.device)
+        self.graphs: DecodeGraphs | None = None
+        """Of decode steps; None: they are launched kernel by kernel."""
+
+    def record_graphs(self, recorder: Recorder, max_bytes: int, taken: Callable[[], int]) -> None:
+        """Make graphs for decode steps, if the attention can stand in them.
+
+        Args:
+            max_bytes: what they may take.
+            taken: bytes that this process has of the device.
+        """
+        if not isinstance(self._backend, TritonAttention):
+            return
+        self.graphs = DecodeGraphs(
+            self._loaded,
+            self._pool,
+            self._backend,
+            self._race,
+            self._tokens,
+            max_num_seqs=self._config.max_num_seqs,
+            max_model_len=self._config.max_model_len,
+            recorder=recorder,
+        )
+        self.graphs.record_all(max_bytes, taken)
+
+    @staticmethod
+    def is_plain(prepared: PreparedStep) -> bool:
+        """Whether `launch` takes the step."""
+        sampling = prepared.sampling_batch
+        has_more = prepared.prompt_chunks or prepared.pooled_chunks or prepared.verification is not None
+        needs_host = sampling.edits is not None or sampling.logprobs or sampling.errors
+        return not (has_more or needs_host or prepared.transfers is not None or prepared.num_rows == 0)
+
+    def launch(self, prepared: PreparedStep) -> FromDevice:
+        """Launch a plain step; its results are `tokens` [s] and `ok` [s], of the rows that sample."""
+        num_sampled = len(prepared.sampling)
+        size = self._graph_for(prepared)
+        columns = DeviceParameters.columns(prepared.sampling_batch, size or num_sampled)
+        with torch.inference_mode():
+            if size is not None and self.graphs is not None:
+                self.graphs.forward(self._decode_rows(prepared), columns, size)
+                sampled, ok = self.graphs.sample(size)
+            else:
+                links = prepared.links
+                places = {} if links is None else {"places": links.sampled}
+                logits, tensors = self._run(prepared, {**columns, **places})
+                sampled, ok = self._sampled[:num_sampled], self._ok[:num_sampled]
+                if num_sampled:
+                    parameters = DeviceParameters(**{name: tensors[name] for name in columns})
+                    self._race.choose(logits, parameters, sampled, ok)
+                    if links is not None:
+                        self._tokens.tokens.index_copy_(0, tensors["places"], sampled)
+            return FromDevice({"tokens": sampled[:num_sampled], "ok": ok[:num_sampled]})
+
+    def forward(self, prepared: PreparedStep) -> Tensor:
+        """Logits [len(logits_at), vocab_size] of a step that is sampled elsewhere; see `put`."""
+        size = self._graph_for(prepared)
+        with torch.inference_mode():
+            if size is not None and self.graphs is not None:
+                return self.graphs.forward(self._decode_rows(prepared, leaves=False), None, size)
+            return self._run(prepared, {})[0]
+
+    def put(self, places: Int64Array, token_ids: Int64Array) -> None:
+        """Leave what was sampled elsewhere for later steps."""
+        self._make_room(places)
+        tensors = to_device({"places": places, "tokens": token_ids}, self._device)
+        self._tokens.tokens.index_copy_(0, tensors["places"], tensors["tokens"])
+
+    def _make_room(self, places: Int64Array) -> None:
+        if not self._tokens.has(places):
+            self._tokens.grow(int(places.max()) + 1)
+            if self.graphs is not None:
+                self.graphs.record_again()
+
+    def _graph_for(self, prepared: PreparedStep) -> int | None:
+        """The rows of the graph that computes the step; None: there is none."""
+        if prepared.links is not None:
+            self._make_room(prepared.links.sampled)
+        num_rows = prepared.num_rows
+        is_decode = prepared.batch.num_tokens == num_rows == prepared.num_logits == len(prepared.sampling)
+        return self.graphs.size_for(num_rows) if is_decode and self.graphs is not None else None
+
+    @staticmethod
+    def _decode_rows(prepared: PreparedStep, *, leaves: bool = True) -> DecodeRows:
+        links = prepared.links
+        sources = np.full(prepared.num_rows, -1, dtype=np.int64)
+        if links is not None:
+            sources[links.unsampled] = links.sources
+        places = links.sampled if links is not None and leaves else None
+        return DecodeRows(prepared.batches, prepared.token_ids.numpy(), sources, places)
+
+    def _run(self, prepared: PreparedStep, more: Mapping[str, npt.NDArray[Any]]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The logits of a step, kernel by kernel; and `more`, on the device."""
+        links = prepared.links
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "token_ids": prepared.token_ids.numpy(),
+            "positions": prepared.batch.positions,
+            "logits_at": prepared.logits_at,
+            **more,
+        }
+        if links is not None and len(links.unsampled):
+            arrays |= {"unsampled": links.unsampled, "sources": links.sources}
+        tensors = to_device(arrays, self._device)
+        token_ids = tensors["token_ids"]
+        if "unsampled" in tensors:
+            token_ids.index_copy_(0, tensors["unsampled"], self._tokens.tokens[tensors["sources"]])
+        logits = run_paged(
+            self._loaded,
+            self._pool,
+            self._backend,
+            [self._backend.plan(batch) for batch in prepared.batches],
+            token_ids,
+            tensors["positions"],
+            None if prepared.wants_all_logits else tensors["logits_at"],
+        )
+        return logits, tensors
