@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # The models that this user has installed decide nothing, but for tests of real weights (tests/engine/real/weights.py).
 os.environ.setdefault("POINTSMAN_TEST_MODELS", os.environ.get("POINTSMAN_MODELS", ""))
 os.environ["POINTSMAN_MODELS"] = str(Path(__file__).parent / "no-models")
+
+# Triton runs kernels on the CPU here. It must know when it is imported, and no process that is started needs to.
+if find_spec("triton") is not None and "triton" not in sys.modules:
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton
+
+    triton.knobs.runtime.interpret = True
+    del os.environ["TRITON_INTERPRET"]
 
 _common = settings(
     deadline=None,  # a shared machine is slow at times, and that is no failure
