@@ -170,7 +170,7 @@ def hard_rows(draw: Any) -> tuple[list[list[float]], list[dict[str, float]]]:
 
 
 @given(hard_rows(), st.integers(0, 1000))
-@settings(max_examples=short_or_long(30, 400))
+@settings(max_examples=short_or_long(20, 400))
 def test_any_row_gets_the_token_of_the_other_forms(
     case: tuple[list[list[float]], list[dict[str, float]]], seed: int
 ) -> None:
@@ -243,11 +243,12 @@ def test_top_p_meets_its_limit_within_a_millionth() -> None:
 
 
 def test_tokens_come_with_their_probabilities() -> None:
-    """Of 6 tokens after top-k 5 and min-p: 4 are left; 3 degrees of freedom, 0.1 % point 16.3."""
+    """Of 6 tokens min-p keeps 4, with top-k and without; 3 degrees of freedom, 0.1 % point 16.3."""
     draws = short_or_long(100, 2000)
     logits = torch.tensor([0.9, -3.0, 1.5, 0.2, -0.4, 1.2])
     kept = [0, 2, 3, 5]
-    for own in ({"temperature": 1.3, "min_p": 0.25}, {"temperature": 1.3, "min_p": 0.25, "top_k": 5}):
+    kinds = [{"temperature": 1.3, "min_p": 0.25}, {"temperature": 1.3, "min_p": 0.25, "top_k": 5}]
+    for own in kinds[: short_or_long(1, 2)]:
         tokens, _ = choose(logits.repeat(draws, 1), batch_of([own] * draws, seed=3))
         counts = np.bincount(tokens, minlength=6)
         expected = torch.softmax(logits[kept].double() / 1.3, 0).numpy() * draws
