@@ -14,7 +14,8 @@ Compared with a walk through the cumulative distribution it needs a draw per tok
 in one logit then moves one boundary and not all of them, so tokens survive a change of batch composition. And because
 every token has its own clock, tokens that are cut away may simply be left out of the race.
 
-Here is the form for any device, in PyTorch; `race_kernels.py` has the same, compiled, for the CPU.
+Here is the form for any device, in PyTorch; `race_kernels.py` has the same, compiled, for the CPU, and
+`race_triton.py` for GPUs.
 """
 
 from __future__ import annotations

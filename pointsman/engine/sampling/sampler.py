@@ -10,7 +10,8 @@ The order is that of vLLM's V1 sampler:
     1. log probabilities are taken of the logits as they come (its "raw_logprobs", the default there)
     2. allowed tokens, bad words, `min_tokens`, biases, penalties, grammars            `logit_edits.py`
     3. greedy rows take the most likely token; the others go through
-       temperature, min-p, top-k, top-p, and the race of exponential clocks            `race.py`, `race_kernels.py`
+       temperature, min-p, top-k, top-p, and the race of exponential clocks            `race.py`; compiled for CPUs in
+                                                                    `race_kernels.py`, for GPUs in `race_triton.py`
 
 What is random is a function of (seed, position, token) alone, see `race.py`. Parameters live in columns, see
 `batch.py`: a step over rows that only use temperature, top-k, top-p and min-p runs no Python per row.
@@ -43,6 +44,7 @@ from pointsman.engine.sampling.race import draw, probabilities
 if TYPE_CHECKING:
     from pointsman.core.state.output import SchedulerOutput
     from pointsman.engine.grammar.process import CompiledGrammar
+    from pointsman.engine.sampling.race_triton import DeviceRace
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +68,7 @@ class Sampler:
         vocab_size: how many logits the model gives.
         seed: requests that give no seed derive theirs from it and their id.
         tokenizer: makes tokens of bad words; None: requests with bad words are refused by `check`.
-        device: where logits are.
+        device: where logits are. "cuda": Triton's kernels draw, if Triton is installed.
     """
 
     def __init__(
@@ -74,7 +76,10 @@ class Sampler:
     ) -> None:
         self.vocab_size = vocab_size
         self._tokenizer = tokenizer
-        self._draw_rows = compiled_draw() if torch.device(device).type == "cpu" else None
+        kind = torch.device(device).type
+        self._draw_rows = compiled_draw() if kind == "cpu" else None
+        self._device_race = device_race() if kind == "cuda" else None
+        self._race: DeviceRace | None = None  # made for the first step with random rows
         self._columns = SamplingColumns(seed)
         self._edited: dict[str, EditedRow] = {}  # by request id, while it has a row
         self._grammars: dict[Request, RequestGrammar] = {}  # until the request's end is reported
@@ -171,9 +176,17 @@ class Sampler:
                 return self._draw_one_by_one(logits, batch, error)
 
     def _draw(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
-        edited = logits.float() if batch.edits is None else batch.edits.apply(logits)
+        is_on_device = self._device_race is not None and len(batch.random) > 0
+        if batch.edits is not None:
+            edited = batch.edits.apply(logits)
+        elif is_on_device and logits.dtype in (torch.bfloat16, torch.float16):
+            edited = logits  # read as they are
+        else:
+            edited = logits.float()
         if self._draw_rows is not None:
             sampled = Sampled(*choose_on_cpu(edited, batch, self._draw_rows))
+        elif is_on_device:
+            sampled = Sampled(*self._race_for(edited).draw(edited, batch))
         else:
             sampled = Sampled(*choose_anywhere(edited, batch))
         if batch.errors:
@@ -181,6 +194,14 @@ class Sampler:
         if batch.logprobs:
             sampled.logprobs = self._logprobs(logits, batch, sampled)
         return sampled
+
+    def _race_for(self, logits: Tensor) -> DeviceRace:
+        """The race on the logits' device, with workspaces for so many rows; twice as many as before if they grow."""
+        assert self._device_race is not None
+        least = 0 if self._race is None else self._race.max_rows
+        if self._race is None or len(logits) > least:
+            self._race = self._device_race(max(len(logits), 2 * least), self.vocab_size, logits.device)
+        return self._race
 
     def _draw_one_by_one(self, logits: Tensor, batch: SamplingBatch, error: Exception) -> Sampled:
         """What is drawn in a row does not depend on the others, so the sound ones get the same tokens."""
@@ -230,6 +251,17 @@ def compiled_draw() -> Callable[..., None] | None:
     beat(SECONDS_TO_COMPILE)  # by its first call
     compiled: Callable[..., None] = draw_rows
     return compiled
+
+
+@cache
+def device_race() -> type[DeviceRace] | None:
+    """`race_triton.DeviceRace`; None without Triton."""
+    try:
+        from pointsman.engine.sampling.race_triton import DeviceRace
+    except ImportError as error:
+        logger.info("tokens are drawn on the GPU without Triton, which is slower: %s", error)
+        return None
+    return DeviceRace
 
 
 def choose_on_cpu(
