@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pointsman.core import Scheduler, SchedulerConfig
+from pointsman.core import Scheduler, SchedulerConfig, SchedulerOutput
 from pointsman.engine.attention.paged import AttentionBackend
 from pointsman.engine.kv.layout import KVLayout
 from pointsman.engine.kv.pool import KVPool
@@ -54,8 +54,8 @@ def prompt_lengths(config: SchedulerConfig) -> list[int]:
 
 def run_largest_step(
     loaded: LoadedModel, attention: AttentionBackend, config: SchedulerConfig, layout: KVLayout, kv_dtype: torch.dtype
-) -> int:
-    """Run the largest step; the number of its tokens.
+) -> SchedulerOutput:
+    """Run the largest step, and return it.
 
     Args:
         loaded: the model.
@@ -96,4 +96,4 @@ def run_largest_step(
         scheduler.add(request, 0.0)
     output = scheduler.schedule(0.0)
     runner.execute(output)
-    return output.total_num_scheduled_tokens
+    return output
