@@ -80,8 +80,7 @@ class CudaMemory:
 
     def release_unused(self) -> None:
         torch.cuda.synchronize(self._device)
-        with torch.cuda.device(self._device):
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:

@@ -502,4 +502,5 @@ def _read_weights(path: Path, config: Any, dtype: torch.dtype, gguf: GGUFFile | 
         raise ModelLoadError(
             f"{path}: the weights {what}, first {(missing or mismatched)[0]}; they do not belong to this config.json"
         )
+    given.clear()  # or it would keep the tensors of a GGUF file in host memory
     return model.to(device)
