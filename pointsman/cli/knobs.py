@@ -14,10 +14,12 @@ from pointsman.core import ConfigError, Scheduler, SchedulerConfig
 from pointsman.core.kv.connector import RecordedConnector
 from pointsman.core.presets import PRESETS
 from pointsman.engine.kv.events import KVEventsConfig
+from pointsman.engine.machine import has_gpu_driver
 from pointsman.engine.params.engine_args import (
-    SCHEDULER_DEFAULTS,
     SCHEDULER_NAMES,
     KVKnobs,
+    check_utilization,
+    scheduler_defaults,
     speculation_knobs,
     what_needs_one_group,
 )
@@ -71,7 +73,13 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
         preset not in PRESETS
     ):  # `SchedulerConfig` also has presets of systems to compare with, which are not for serving
         raise ConfigError(f"no preset is called {preset!r}; choose one of {', '.join(PRESETS)}")
-    defaults = {name: value for name, value in SCHEDULER_DEFAULTS.items() if name not in PRESETS[preset]}
+    # Only the engine knows whether PyTorch can use the GPU; it checks the knobs again with its defaults.
+    device = arguments.get("device", "auto")
+    on_gpu = device.startswith("cuda") or (device == "auto" and has_gpu_driver())
+    device_type = "cuda" if on_gpu else "cpu"
+    check_utilization(arguments.get("gpu_memory_utilization"), device_type)
+    scheduler = scheduler_defaults(PRESETS[preset] | own, device_type)
+    defaults = {name: value for name, value in scheduler.items() if name not in PRESETS[preset]}
     stand_ins = {"num_blocks": 1, "max_model_len": 1}  # which the model decides
     config = SchedulerConfig.preset(preset, **(stand_ins | defaults | own))
     kv_knobs = KVKnobs(**{field.name: arguments[field.name] for field in fields(KVKnobs) if field.name in arguments})

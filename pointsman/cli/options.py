@@ -108,12 +108,18 @@ KNOBS: dict[str, Any] = {
         typer.Option(metavar="DIR", help="Cache for a hub's model [default: that of huggingface_hub, in HF_HOME]."),
     ],
     "dtype": Annotated[
-        str | None, typer.Option(metavar="NAME", help="Type of the weights: float32 or bfloat16 [default: float32].")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Type of the weights: float32, bfloat16, on a GPU float16, or auto: bfloat16 on a GPU, otherwise "
+            "float32 [default: auto].",
+        ),
     ],
     "kv_cache_dtype": Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Type of the KV cache: float32, bfloat16, or auto: as the weights [default: auto]."
+            metavar="NAME",
+            help="Type of the KV cache: float32, bfloat16, on a GPU float16, or auto: as the weights [default: auto].",
         ),
     ],
     "quantization": Annotated[
@@ -126,6 +132,13 @@ KNOBS: dict[str, Any] = {
     ],
     "device": Annotated[
         str | None, typer.Option(metavar="NAME", help="cpu, cuda, or auto: a GPU if there is one [default: auto].")
+    ],
+    "enforce_eager": Annotated[
+        bool | None,
+        typer.Option(
+            "--enforce-eager/--no-enforce-eager",
+            help="Whether decode steps on a GPU run without CUDA graphs; no effect on a CPU [default: no].",
+        ),
     ],
     "attention": Annotated[
         str | None, typer.Option(metavar="NAME", help="numba, torch, or auto: the fastest [default: auto].")
@@ -189,26 +202,41 @@ KNOBS: dict[str, Any] = {
         float | None,
         typer.Option(help="Seconds without progress after which the log reports a request [default: 0: never]."),
     ],
-    "num_blocks": Annotated[int | None, typer.Option(help="KV blocks in the pool [default: at most 1 GiB].")],
+    "num_blocks": Annotated[
+        int | None,
+        typer.Option(help="KV blocks in the pool [default: at most 1 GiB; on a GPU by --gpu-memory-utilization]."),
+    ],
     "kv_cache_bytes": Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Size of the pool in bytes instead of --num-blocks, like 64MiB."),
+    ],
+    "gpu_memory_utilization": Annotated[
+        float | None,
+        typer.Option(
+            help="Share of a GPU's memory for weights, steps and the pool, where no size of the pool is given "
+            "[default: 0.9]."
+        ),
     ],
     "block_size": Annotated[int | None, typer.Option(help="Tokens per block [default: 32].")],
     "max_model_len": Annotated[
         int | None, typer.Option(help="Maximum tokens of a sequence, prompt and output [default: the model's].")
     ],
     "max_num_seqs": Annotated[
-        int | None, typer.Option(help="Maximum number of requests that run at once [default: 64].")
+        int | None, typer.Option(help="Maximum number of requests that run at once [default: 64; on a GPU 256].")
     ],
     "max_num_active_seqs": Annotated[
         int | None,
         typer.Option(help="Maximum number of requests that run at once, if lower [default: --max-num-seqs]."),
     ],
-    "max_num_batched_tokens": Annotated[int | None, typer.Option(help="Token budget of a step [default: 512].")],
+    "max_num_batched_tokens": Annotated[
+        int | None, typer.Option(help="Token budget of a step [default: 512; on a GPU 8192].")
+    ],
     "max_steps_in_flight": Annotated[
         int | None,
-        typer.Option(help="2: asynchronous scheduling, the next step is scheduled while one executes [default: 1]."),
+        typer.Option(
+            help="2: asynchronous scheduling, the next step is scheduled while one executes [default: 1; on a GPU 2 "
+            "without drafts]."
+        ),
     ],
     "num_draft_tokens": Annotated[
         int | None,
@@ -502,7 +530,8 @@ SERVER: dict[str, Any] = {
     "data_parallel_size": Annotated[
         int | None,
         typer.Option(
-            help="Number of engines, processes that share the cores and the KV memory given here [default: 1]."
+            help="Number of engines, processes that share the cores and the KV memory given here, or have a GPU each "
+            "[default: 1]."
         ),
     ],
     "max_engine_restarts": Annotated[
@@ -566,10 +595,21 @@ Panels = Mapping[str, tuple[str, ...]]
 """Titles of a help page, each with the names of its options, in order. An option is in the first panel that has it."""
 
 ENGINE_PANELS: Panels = {
-    "Model and device": ("revision", "download_dir", "dtype", "quantization", "device", "attention", "fuse", "threads"),
+    "Model and device": (
+        "revision",
+        "download_dir",
+        "dtype",
+        "quantization",
+        "device",
+        "enforce_eager",
+        "attention",
+        "fuse",
+        "threads",
+    ),
     "KV pool and prefix cache": (
         "num_blocks",
         "kv_cache_bytes",
+        "gpu_memory_utilization",
         "block_size",
         "max_model_len",
         "kv_cache_dtype",

@@ -13,6 +13,7 @@ tokens become text in the `OutputProcessor`.
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -33,13 +34,22 @@ from pointsman.engine.kv.events import KVEventsConfig, KVEventsPublisher
 from pointsman.engine.kv.layout import choose_layout
 from pointsman.engine.kv.pool import KVPool, choose_kv_dtype, choose_num_blocks
 from pointsman.engine.machine import give_back_freed_pages, keep_freed_pages
+from pointsman.engine.memory import DeviceBudget, device_memory, naming_out_of_memory, use_device
 from pointsman.engine.model.fingerprint import model_fingerprint
-from pointsman.engine.model.loader import load_with_attention
+from pointsman.engine.model.largest_step import run_largest_step
+from pointsman.engine.model.loader import device_of, load_with_attention
 from pointsman.engine.model.pooling import check_can_pool
 from pointsman.engine.model.runner import ModelRunner
 from pointsman.engine.outputs.processor import OutputProcessor
 from pointsman.engine.outputs.request_output import RequestOutput, Resumed
-from pointsman.engine.params.engine_args import KVKnobs, check_prompt_lookup, speculation_knobs, with_defaults
+from pointsman.engine.params.engine_args import (
+    DEFAULT_UTILIZATION,
+    KVKnobs,
+    check_prompt_lookup,
+    check_utilization,
+    speculation_knobs,
+    with_defaults,
+)
 from pointsman.engine.params.pooling import SILENT, PoolingParams
 from pointsman.engine.params.requests import (
     check_deadline,
@@ -64,6 +74,11 @@ if TYPE_CHECKING:
     from pointsman.engine.model.loaded import LoadedModel
 
 
+logger = logging.getLogger(__name__)
+
+SMALLER_STEPS = "lower max_num_batched_tokens or max_num_seqs, or free the device of other programs"
+SMALLER_POOL = "lower gpu_memory_utilization, kv_cache_bytes or num_blocks, so that more is left beside the KV pool"
+"""What helps where a device runs out of memory before and after the pool is made."""
 PATIENCE = 0.1
 """Seconds that a step without anything to run waits for a grammar or for KV; then it is an empty step."""
 
@@ -76,14 +91,19 @@ class Engine:
             OWNER/NAME on a hub (`sources/find.py`), or a model that is loaded already.
         revision: of a hub name: a branch, a tag or a commit; None: main.
         download_dir: of a hub name: the cache to download to; None: that of huggingface_hub.
-        num_blocks: KV blocks; or `kv_cache_bytes`, a budget that they must fit. Neither: a default that is logged.
-        dtype: "float32" or "bfloat16", of weights and KV.
+        num_blocks: KV blocks; or `kv_cache_bytes`, a budget that they must fit. Neither: a default that is logged; on a
+            GPU what `gpu_memory_utilization` leaves.
+        gpu_memory_utilization: share of a GPU's memory that the engine may take in all, above 0 and at most 1: weights,
+            the largest step, which is run once to measure it, and the KV pool (`memory.py`). None: 0.9. Not on a CPU.
+        dtype: "float32", "bfloat16", on a GPU also "float16", of weights and KV; "auto": bfloat16 on a GPU, float32
+            elsewhere. For a model that is not loaded yet.
         max_model_len: longest sequence, prompt and output together; None: what the model was made for.
         seed: of the requests that give none.
         recorder: records every call and decision of the scheduler.
         clock: seconds; the core itself never reads one.
-        kv_cache_dtype: "float32" or "bfloat16"; "auto": the model's.
-        device: "cpu", "cuda", ...; "auto": a GPU if PyTorch sees one. For a model that is not loaded yet.
+        kv_cache_dtype: "float32", "bfloat16", on a GPU also "float16"; "auto": the model's.
+        device: "cpu", "cuda", "cuda:1", ...; "auto": a GPU if PyTorch sees one. For a model that is not loaded yet.
+        enforce_eager: on a GPU, compute decode steps without CUDA graphs, as in vLLM. No effect on a CPU.
         attention: "torch", "numba", a class of backends, or "auto": the fastest; for a model that is loaded already
             also a backend object.
         fuse: whether parts of the model may be replaced by faster ones that compute the same.
@@ -123,9 +143,11 @@ class Engine:
         download_dir: str | Path | None = None,
         num_blocks: int | None = None,
         kv_cache_bytes: int | None = None,
-        dtype: str = "float32",
+        gpu_memory_utilization: float | None = None,
+        dtype: str = "auto",
         kv_cache_dtype: str = "auto",
         device: str = "auto",
+        enforce_eager: bool = False,
         max_model_len: int | None = None,
         seed: int = 0,
         recorder: Recorder | None = None,
@@ -153,7 +175,11 @@ class Engine:
             given = {name: value for name, value in lookup.items() if value is not None}
             scheduler_knobs |= speculation_knobs(speculative_config, scheduler_knobs | given)
             prompt_lookup_min, prompt_lookup_max = (scheduler_knobs.pop(name, None) for name in lookup)
-        knobs = with_defaults(scheduler_knobs)
+        place = device_of(model, device)
+        check_utilization(gpu_memory_utilization, place.type)
+        knobs = with_defaults(scheduler_knobs, place.type)
+        self.enforce_eager = enforce_eager
+        """Whether decode steps on a GPU run without CUDA graphs."""
         events_config = KVEventsConfig.of(kv_events_config)
         self.loaded, self.attention = load_with_attention(
             model,
@@ -166,10 +192,12 @@ class Engine:
             revision=revision,
             download_dir=download_dir,
         )
+        place = self.loaded.model.device  # with its index
+        use_device(place)
         set_num_threads(num_threads, self.loaded.num_parameters)
         keep_freed_pages()
         self.max_model_len = self.loaded.choose_max_model_len(max_model_len)
-        kv_dtype = choose_kv_dtype(kv_cache_dtype, self.loaded.dtype)
+        kv_dtype = choose_kv_dtype(kv_cache_dtype, self.loaded.dtype, place)
         config = SchedulerConfig(
             num_blocks=1 if num_blocks is None else num_blocks,  # in the end as many as there is memory for
             max_model_len=self.max_model_len,
@@ -182,8 +210,22 @@ class Engine:
             self.loaded.layers, self.loaded.windows, config, kv_knobs, disable_hybrid_kv_cache_manager
         )
         config = config.replace(kv_groups=kv_layout.groups)
+        memory = device_memory(place)
+        device_budget = None
+        if memory is not None and num_blocks is None and kv_cache_bytes is None:
+            largest_step = partial(run_largest_step, self.loaded, self.attention, config, kv_layout, kv_dtype)
+            with naming_out_of_memory("the largest step", SMALLER_STEPS):
+                device_budget = DeviceBudget.measure(
+                    largest_step, memory, gpu_memory_utilization or DEFAULT_UTILIZATION
+                )
+            logger.info("%s", device_budget)
         num_blocks = choose_num_blocks(
-            kv_layout, config, num_blocks=num_blocks, kv_cache_bytes=kv_cache_bytes, dtype=kv_dtype
+            kv_layout,
+            config,
+            num_blocks=num_blocks,
+            kv_cache_bytes=kv_cache_bytes,
+            dtype=kv_dtype,
+            device_budget=device_budget,
         )
         config = config.replace(num_blocks=num_blocks)
         self.kv_pool = KVPool(
@@ -191,7 +233,7 @@ class Engine:
             num_blocks=num_blocks,
             block_size=config.block_size,
             dtype=kv_dtype,
-            device=self.loaded.model.device,
+            device=place,
             layout=kv_layout,
         )
         self.kv_pool.log_capacity(config)
@@ -200,9 +242,10 @@ class Engine:
             kv_knobs, config, partial(model_fingerprint, self.loaded), self.kv_pool, self.counters, clock
         )
         self.scheduler = Scheduler(config, recorder=recorder, connector=self.kv_connector)
-        self.runner = ModelRunner(
-            self.loaded, self.kv_pool, self.scheduler, self.kv_connector, seed=seed, backend=self.attention
-        )
+        with naming_out_of_memory("preparing steps", SMALLER_POOL):
+            self.runner = ModelRunner(
+                self.loaded, self.kv_pool, self.scheduler, self.kv_connector, seed=seed, backend=self.attention
+            )
         proposer = (
             PromptLookup(self.scheduler, min_ngram, max_ngram, self.counters, self.runner.num_computed_rows)
             if config.num_draft_tokens

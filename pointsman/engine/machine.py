@@ -1,4 +1,4 @@
-"""The machine: its cores, how idle threads of the C libraries wait, and when freed memory returns to the system.
+"""The machine: its cores and GPUs, how idle threads of the C libraries wait, when freed memory returns to the system.
 
 This module imports no PyTorch, because OpenMP reads the environment when PyTorch is loaded.
 
@@ -15,6 +15,8 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -28,6 +30,10 @@ LARGEST_IN_HEAP = 32 << 20
 KEPT_AT_THE_TOP = 1 << 30
 """Bytes that may lie free at a heap's end before they go back to the system."""
 CGROUP = Path("/sys/fs/cgroup")
+GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
+"""A machine whose GPUs PyTorch calls "cuda" has one of these: NVIDIA's driver, the same within WSL, AMD's driver."""
+SECONDS_TO_COUNT = 120.0
+"""Time for a child process to import PyTorch and count GPUs."""
 
 
 def wait_briefly() -> None:
@@ -102,3 +108,38 @@ def cpu_quota(root: Path) -> float:
     except (OSError, ValueError, ZeroDivisionError):  # no such file, or "max"
         return math.inf
     return share if share > 0 else math.inf
+
+
+def has_gpu_driver() -> bool:
+    """Whether this machine may have a GPU that PyTorch can use: without one, there is no need to ask PyTorch."""
+    return any(path.exists() for path in GPU_DRIVERS)
+
+
+@cache
+def visible_gpus() -> tuple[str, ...]:
+    """The GPUs that PyTorch sees: "cuda:0", "cuda:1", ... `CUDA_VISIBLE_DEVICES` hides others and sets the order.
+
+    A child process counts, because the calling process may have no use for PyTorch.
+
+    Raises:
+        ValueError: it could not.
+    """
+    if not has_gpu_driver():
+        return ()
+    program = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+    try:
+        run = subprocess.run(
+            [sys.executable, "-c", program],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS_TO_COUNT,
+            check=True,
+        )
+        count = int(run.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        raise ValueError(
+            f"the GPUs of this machine cannot be counted ({type(error).__name__}); give --device cpu, or check that "
+            "PyTorch can be imported"
+        ) from error
+    return tuple(f"cuda:{index}" for index in range(count))

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from pointsman.engine.counters import EngineCounters
     from pointsman.engine.drafts.prompt_lookup import PromptLookup
     from pointsman.engine.kv.events import KVEventsPublisher
-    from pointsman.engine.model.runner import LaunchedStep, ModelRunner, PreparedStep, StepExecution
+    from pointsman.engine.model.prepared import PreparedStep
+    from pointsman.engine.model.runner import LaunchedStep, ModelRunner, StepExecution
     from pointsman.engine.outputs.processor import OutputProcessor
     from pointsman.engine.pausing import Pausing
 

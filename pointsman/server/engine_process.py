@@ -33,10 +33,11 @@ from pointsman.core.recording import Recorder
 from pointsman.engine.aio.engine_thread import Add as ThreadAdd
 from pointsman.engine.aio.engine_thread import Call, EngineThread
 from pointsman.engine.aio.engine_thread import Stop as ThreadStop
-from pointsman.engine.engine import Engine
+from pointsman.engine.engine import SMALLER_POOL, Engine
 from pointsman.engine.errors import EngineDeadError, GrammarError, first_line
 from pointsman.engine.grammar.process import GrammarServer
 from pointsman.engine.machine import keep_freed_pages
+from pointsman.engine.memory import naming_out_of_memory
 from pointsman.engine.params.engine_args import with_prefill_gap
 from pointsman.engine.pausing import PauseChoice
 from pointsman.engine.pulse import PulseReading
@@ -331,7 +332,8 @@ def main(descriptor: int) -> int:
             engine = Engine(recorder=recorder, clock=clock_with(start.clock_offset), **arguments)
             engine.kv_pool.take_memory()
             if start.warm_up:
-                warm_up(engine, grammars)
+                with naming_out_of_memory("the warm-up", SMALLER_POOL):
+                    warm_up(engine, grammars)
         except (ValueError, OSError) as error:  # the model, a knob, or the recording's file
             sock.sendall(pack(Failed(str(error), is_usage_error=True)))
             return 2

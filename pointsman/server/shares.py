@@ -1,6 +1,7 @@
-"""What each of several engines gets of the machine: cores, threads, KV blocks, and a name for what it writes.
+"""What each of several engines gets of the machine: cores, threads, a GPU, KV blocks, and a name for what it writes.
 
-What the operator says is for the server as a whole. Everything here is decided before an engine is started.
+What the operator says is for the server as a whole, but for the memory of GPUs: each engine has a GPU of its own, so
+sizes of its KV pool are per engine there, as in vLLM. Everything here is decided before an engine is started.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from pointsman.engine.kv.events import KVEventsConfig
-from pointsman.engine.machine import num_cores, own_cores
+from pointsman.engine.machine import num_cores, own_cores, visible_gpus
 from pointsman.engine.text.tokenizer import model_directory, weights_size
 
 SHARED_SIZES = ("num_blocks", "kv_cache_bytes", "kv_offload_bytes")
 """Arguments of `Engine` that are shared out."""
+HOST_SIZES = ("kv_offload_bytes",)
+"""Those that are shared out among engines on GPUs."""
 MEMORY_INFO = Path("/proc/meminfo")
 MAX_PORT = 65535
 _PORT = re.compile(r"^(tcp://.*:)([0-9]+)$")
@@ -50,8 +53,8 @@ def share_out(options: Mapping[str, Any], num_engines: int, record: str | None =
         record: a file for the first one's recording; the others have .1, .2, ... behind its name.
 
     Raises:
-        ValueError: there are not that many cores, threads or blocks, or there is not the memory, or a port for KV
-            events is taken.
+        ValueError: there are not that many cores, threads, GPUs or blocks, or there is not the memory, or a port for
+            KV events is taken.
     """
     if num_engines < 1:
         raise ValueError(f"data_parallel_size is {num_engines}; it must be at least 1, one engine")
@@ -64,6 +67,7 @@ def share_out(options: Mapping[str, Any], num_engines: int, record: str | None =
             f"data_parallel_size is {num_engines} and this machine has {at_once} core(s) for it; each engine needs "
             f"one, so lower it to {at_once} at most"
         )
+    devices = choose_devices(options, num_engines)
     own = dict(options)
     threads = own.get("num_threads")
     if threads is not None:
@@ -75,7 +79,7 @@ def share_out(options: Mapping[str, Any], num_engines: int, record: str | None =
         own["num_threads"] = threads // num_engines
     elif at_once < len(cores):  # a quota on the time of all processors, which no engine knows to be shared
         own["num_threads"] = at_once // num_engines
-    for name in SHARED_SIZES:
+    for name in HOST_SIZES if devices else SHARED_SIZES:
         if (size := own.get(name)) is not None:
             if size < num_engines:
                 raise ValueError(
@@ -83,11 +87,13 @@ def share_out(options: Mapping[str, Any], num_engines: int, record: str | None =
                     f"{num_engines} at least, or lower data_parallel_size"
                 )
             own[name] = size // num_engines
-    check_memory(options, num_engines)
+    check_memory(options, num_engines, on_gpus=bool(devices))
     events = own.get("kv_events_config")
     shares = []
     for index in range(num_engines):
         mine = own if events is None else {**own, "kv_events_config": offset_ports(events, index)}
+        if devices:
+            mine = {**mine, "device": devices[index]}
         path = record if record is None or index == 0 else f"{record}.{index}"
         # Neighbours together: they share caches.
         bound = cores[index * len(cores) // num_engines : (index + 1) * len(cores) // num_engines]
@@ -96,9 +102,41 @@ def share_out(options: Mapping[str, Any], num_engines: int, record: str | None =
     return shares
 
 
-def check_memory(options: Mapping[str, Any], num_engines: int) -> None:
-    """Refuse what certainly does not fit: the weights of each engine as they lie on the disk, and the KV that was asked
-    for.
+def choose_devices(options: Mapping[str, Any], num_engines: int) -> list[str]:
+    """The GPU of each of several engines, in the order in which PyTorch lists them; empty: they run on the CPU.
+
+    Raises:
+        ValueError: there are fewer GPUs than engines, or one GPU is given for all engines.
+    """
+    device = str(options.get("device") or "auto")
+    if device.startswith("cuda:"):
+        raise ValueError(
+            f"device is {device} and data_parallel_size {num_engines}; each engine needs a GPU of its own: give device "
+            "cuda, and choose among the GPUs by CUDA_VISIBLE_DEVICES, or lower data_parallel_size to 1"
+        )
+    if device not in ("auto", "cuda"):
+        return []
+    devices = visible_gpus()
+    if not devices and device == "auto":
+        return []
+    if num_engines > len(devices):
+        remedy = f"lower it to {len(devices)} at most" if devices else "give device cpu"
+        raise ValueError(
+            f"data_parallel_size is {num_engines} and PyTorch sees {len(devices)} GPU(s) "
+            f"({', '.join(devices) or 'none'}); each engine needs one, so {remedy}, or let CUDA_VISIBLE_DEVICES show "
+            "more"
+        )
+    return list(devices[:num_engines])
+
+
+def check_memory(options: Mapping[str, Any], num_engines: int, *, on_gpus: bool = False) -> None:
+    """Refuse what certainly does not fit into the host's memory: the weights of each engine as they lie on the disk,
+    and the KV that was asked for.
+
+    Args:
+        options: keyword arguments of `Engine`, for all engines together.
+        num_engines: of the server.
+        on_gpus: whether weights and KV pools lie in the memory of GPUs.
 
     Raises:
         ValueError: it is more than the machine has free.
@@ -108,9 +146,10 @@ def check_memory(options: Mapping[str, Any], num_engines: int) -> None:
         return
     model = options.get("model")
     weights = 0
-    if model is None or isinstance(model, (str, Path)):
+    if not on_gpus and (model is None or isinstance(model, (str, Path))):
         weights = weights_size(model_directory(model))
-    given = [name for name in ("kv_cache_bytes", "kv_offload_bytes") if options.get(name)]
+    sizes = HOST_SIZES if on_gpus else ("kv_cache_bytes", "kv_offload_bytes")
+    given = [name for name in sizes if options.get(name)]
     kv = sum(options[name] for name in given)
     needed = num_engines * weights + kv
     if needed > free:

@@ -99,7 +99,11 @@ def _model(info: EngineInfo, config: ServerConfig) -> str:
 
 
 def _engines(infos: Sequence[EngineInfo]) -> str:
-    named = ", ".join(f"engine {index} is process {info.pid}" for index, info in enumerate(infos))
+    on_gpus = len({info.device for info in infos}) > 1
+    named = ", ".join(
+        f"engine {index} is process {info.pid}{f' on {info.device}' if on_gpus else ''}"
+        for index, info in enumerate(infos)
+    )
     return f"{len(infos)}, each with what the next two lines say: {named}"
 
 

@@ -7,12 +7,42 @@ from typing import Any
 
 import pytest
 
+from pointsman.cli import knobs as knobs_module
 from pointsman.cli.knobs import engine_arguments
 from pointsman.core.presets import PRESETS
 from tests.cli.conftest import Finished
 from tests.cli.test_bad_input import check_refused
 
 Run = Callable[..., Finished]
+
+
+@pytest.fixture(autouse=True)
+def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the machine of the tests has."""
+    monkeypatch.setattr(knobs_module, "has_gpu_driver", lambda: False)
+
+
+def test_knobs_are_checked_with_the_defaults_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = {"max_num_seqs": 513}
+    for on_gpu in ({"device": "cuda"}, {"device": "cuda:1"}):
+        assert engine_arguments(many | on_gpu) == many | on_gpu
+    with pytest.raises(ValueError, match="max_num_batched_tokens is 512, less than max_num_seqs 513"):
+        engine_arguments(many)
+    monkeypatch.setattr(knobs_module, "has_gpu_driver", lambda: True)
+    assert engine_arguments(many) == many
+    with pytest.raises(ValueError, match="max_num_batched_tokens is 512, less than max_num_seqs 513"):
+        engine_arguments(many | {"device": "cpu"})
+    presets = {"max_num_batched_tokens": 200}
+    assert engine_arguments(presets) == presets, "the default number of requests fits it"
+
+
+def test_a_share_of_a_gpus_memory_is_checked_before_a_model_is_loaded() -> None:
+    share = {"gpu_memory_utilization": 0.5, "device": "cuda"}
+    assert engine_arguments(share) == share
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization is 1\.5; .* above 0 and at most 1"):
+        engine_arguments({"gpu_memory_utilization": 1.5})
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization is 0\.5 and device is cpu, .*; give kv_cache_bytes"):
+        engine_arguments({"gpu_memory_utilization": 0.5})
 
 
 def test_only_what_was_given_is_passed_on() -> None:

@@ -1,14 +1,18 @@
-"""How threads wait, and where freed memory goes: settings of C libraries, and only where the user has not set them."""
+"""How threads wait, and where freed memory goes: settings of C libraries, and only where the user has not set them; and
+which GPUs there are."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from pointsman.engine.machine import SPINS, wait_briefly
+from pointsman.engine import machine
+from pointsman.engine.machine import SPINS, visible_gpus, wait_briefly
 
 PAGE_FAULTS = """
 import resource, sys
@@ -85,3 +89,35 @@ def test_how_threads_wait_stays(
     wait_briefly()
     got = {name: os.environ.pop(name) for name in OPENMP_VARIABLES if name in os.environ}
     assert got == after
+
+
+@pytest.fixture
+def uncounted() -> Iterator[None]:
+    """GPUs are counted anew, here and afterwards."""
+    visible_gpus.cache_clear()
+    yield
+    visible_gpus.cache_clear()
+
+
+def test_without_a_driver_nothing_is_asked_for_gpus(uncounted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "GPU_DRIVERS", (Path("/nowhere"),))
+    monkeypatch.setattr(machine.sys, "executable", "/nowhere/python")
+    assert visible_gpus() == ()
+
+
+def test_gpus_are_those_that_pytorch_counts(uncounted: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A package of the name stands for PyTorch on a machine with three GPUs, of which two are visible."""
+    code = "import os\nclass cuda:\n    is_available = lambda: True\n"
+    code += "    device_count = lambda: len(os.environ['CUDA_VISIBLE_DEVICES'].split(','))\n"
+    (tmp_path / "torch.py").write_text(code)
+    monkeypatch.setattr(machine, "GPU_DRIVERS", (tmp_path,))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
+    assert visible_gpus() == ("cuda:0", "cuda:1")
+
+
+def test_gpus_that_cannot_be_counted_are_an_error(uncounted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "GPU_DRIVERS", (Path("/"),))
+    monkeypatch.setattr(machine.sys, "executable", "/nowhere/python")
+    with pytest.raises(ValueError, match=r"cannot be counted .*; give --device cpu, or check that PyTorch"):
+        visible_gpus()

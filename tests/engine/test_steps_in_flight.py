@@ -15,7 +15,8 @@ from pointsman.engine import LLM, Engine, EngineStepError, RequestOutput, Sampli
 from pointsman.engine.attention.paged import PagedBatch
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import wrap_model
-from pointsman.engine.model.runner import PreparedStep, StepExecution
+from pointsman.engine.model.prepared import PreparedStep
+from pointsman.engine.model.runner import StepExecution
 from tests.engine.engine_loop import drain, free_blocks
 from tests.engine.plain_requests import FEATURES
 from tests.engine.text_tokenizers import byte_tokenizer

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pointsman.core import replay
 from pointsman.engine.grammar.process import GrammarServer
@@ -87,6 +88,17 @@ def test_a_model_that_fails_when_it_is_warmed_up_is_reported(warm_up: bool, monk
         assert code == 0 and isinstance(message, EngineInfo)
     assert len(servers) == warm_up
     assert not any(server.is_running for server in servers), "no process outlives its engine"
+
+
+def test_a_gpu_that_is_full_when_it_warms_up_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr("pointsman.engine.model.runner.run_model", fail)
+    code, message = start(warm_up=True)
+    assert code == 2 and isinstance(message, Failed) and message.is_usage_error
+    assert "the warm-up needs more memory than the device has free" in message.message
+    assert "Tried to allocate 2.00 GiB" in message.message and "lower gpu_memory_utilization" in message.message
 
 
 def test_what_fails_for_some_requests_is_served_around(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from pointsman.engine.aio.readers import Readers
 from pointsman.engine.errors import EngineDeadError, EngineStepError
 from pointsman.engine.kv.worker import EXIT_PATIENCE  # its thread ends after the one here, which may wait for it
 from pointsman.engine.machine import give_back_freed_pages
+from pointsman.engine.memory import use_device
 from pointsman.engine.pulse import Pulse
 from pointsman.engine.stats import StatsLogger
 from pointsman.engine.threads import release_helper_threads
@@ -238,6 +239,7 @@ class EngineThread:
     def _run(self) -> None:
         self.pulse.install()
         try:
+            use_device(self._engine.loaded.model.device)
             while not self._is_over():
                 self._handle_messages()
                 if self._has_work() and not self._is_over():

@@ -18,6 +18,7 @@ its part does in the first: block b of the scheduler is block p * b there.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,10 +28,11 @@ from torch import Tensor
 from pointsman.core import SchedulerConfig
 from pointsman.core.state.layout import text_of
 from pointsman.engine.kv.layout import KVLayout, LayerShape
+from pointsman.engine.memory import GIB, DeviceBudget
 
 logger = logging.getLogger(__name__)
 
-KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 """What the pool may take when neither a byte budget nor a block count is given."""
 
@@ -76,9 +78,10 @@ class KVPool:
                 for s in self.layout.slots
             ]
         except (MemoryError, torch.OutOfMemoryError):
+            share = "" if torch.device(device).type == "cpu" else ", or gpu_memory_utilization if neither is given"
             raise ValueError(
                 f"a KV pool of {num_blocks} blocks needs {self.num_bytes / 2**30:,.1f} GiB, which cannot be had; lower "
-                "num_blocks or kv_cache_bytes"
+                f"num_blocks or kv_cache_bytes{share}"
             ) from None
         self._view_slots()
 
@@ -153,17 +156,31 @@ def _lazy_zeros(count: int, dtype: torch.dtype, device: torch.device | str) -> T
     return torch.from_numpy(np.zeros(count * dtype.itemsize, dtype=np.uint8)).view(dtype)
 
 
-def choose_kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
+def choose_kv_dtype(name: str, model_dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The element type of the pool; "auto" is the model's own.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown name, or a type that the device does not compute.
     """
     if name == "auto":
         return model_dtype
     if name not in KV_DTYPES:
         raise ValueError(f"kv_cache_dtype is {name!r}; choose one of auto, {', '.join(KV_DTYPES)}")
+    check_float16("kv_cache_dtype", name, device)
     return KV_DTYPES[name]
+
+
+def check_float16(argument: str, name: str, device: torch.device) -> None:
+    """Refuse float16 where there is no GPU: a CPU computes it slowly, and the compiled kernels have no such type.
+
+    Args:
+        argument: whose value `name` is.
+
+    Raises:
+        ValueError: it is float16, on a CPU.
+    """
+    if name == "float16" and device.type == "cpu":
+        raise ValueError(f"{argument} is 'float16', which needs a GPU, and device is cpu; use float32 or bfloat16")
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -184,16 +201,20 @@ def choose_num_blocks(
     num_blocks: int | None,
     kv_cache_bytes: int | None,
     dtype: torch.dtype,
+    device_budget: DeviceBudget | None = None,
 ) -> int:
-    """The block count: as given, or what the byte budget holds, or the default budget.
+    """The block count: as given, or what the byte budget holds, or that of the device, or the default budget.
 
-    The default takes no more than `max_num_seqs` requests of full length could ever use.
+    The default takes no more than `max_num_seqs` requests of full length could ever use. A device's budget is taken
+    whole: what requests do not use keeps prefixes.
 
     Args:
         config: whose number of blocks is not read.
+        device_budget: of a GPU; None: there is none, or it was not measured because a size is given.
 
     Raises:
-        ValueError: both a count and a budget are given, or the budget is smaller than one block.
+        ValueError: both a count and a budget are given, or the budget is smaller than one block; or that of the device
+            is smaller than one request of full length.
     """
     if num_blocks is not None:
         if kv_cache_bytes is not None:
@@ -203,6 +224,10 @@ def choose_num_blocks(
         return num_blocks
     block_bytes = bytes_per_block(layout.slots, config.block_size, dtype)
     full_length = config.most_blocks(config.max_model_len)
+    if kv_cache_bytes is None and device_budget is not None:
+        if device_budget.kv_bytes < block_bytes * full_length:
+            raise ValueError(_too_little(device_budget, config, block_bytes))
+        return device_budget.kv_bytes // block_bytes
     if kv_cache_bytes is None:
         most_useful = full_length + (config.max_num_seqs - 1) * config.decode_blocks(config.max_model_len)
         return max(1, min(most_useful, DEFAULT_KV_CACHE_BYTES // block_bytes))
@@ -212,6 +237,19 @@ def choose_num_blocks(
             f"length {config.max_model_len} takes {block_bytes * full_length}"
         )
     return kv_cache_bytes // block_bytes
+
+
+def _too_little(budget: DeviceBudget, config: SchedulerConfig, block_bytes: int) -> str:
+    """Why a GPU has no memory for a request of full length, and what helps."""
+    needed = block_bytes * config.most_blocks(config.max_model_len)
+    num_blocks = max(0, budget.kv_bytes) // block_bytes
+    fitting = bisect_right(range(1, config.max_model_len + 1), num_blocks, key=config.most_blocks)
+    shorter = f"lower max_model_len to {fitting:,} at most, " if fitting else ""
+    return (
+        f"{budget}; that leaves {max(0, budget.kv_bytes) / GIB:,.2f} GiB for KV, and a request of max_model_len "
+        f"{config.max_model_len:,} tokens takes {needed / GIB:,.2f} GiB: raise gpu_memory_utilization, {shorter}"
+        "lower max_num_batched_tokens or max_num_seqs, or use a dtype of fewer bits for weights or KV"
+    )
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

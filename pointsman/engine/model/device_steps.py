@@ -28,7 +28,7 @@ from pointsman.engine.sampling.race_triton import DeviceParameters, DeviceRace
 
 if TYPE_CHECKING:
     from pointsman.core import SchedulerConfig
-    from pointsman.engine.model.runner import PreparedStep
+    from pointsman.engine.model.prepared import PreparedStep
 
 
 class DeviceSteps:

@@ -20,6 +20,8 @@ from pointsman.engine.attention.backends import AttentionChoice, choose_attentio
 from pointsman.engine.attention.paged import ATTENTION_NAME, AttentionBackend
 from pointsman.engine.errors import ModelLoadError, UnsupportedModel, first_line
 from pointsman.engine.gguf import is_gguf
+from pointsman.engine.kv.pool import check_float16
+from pointsman.engine.memory import naming_out_of_memory, use_device
 from pointsman.engine.model.check import attach, check_config, fix_longrope, probe_layers
 from pointsman.engine.model.linear import store_weights
 from pointsman.engine.model.loaded import LoadedModel
@@ -46,12 +48,14 @@ MAX_TENSORS = 2**18
 """Of all files; the largest models have some ten thousand."""
 MANY_BUFFERED = 2**24
 """Constants, such as masks, that any model may have."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TOO_LARGE = "free it of other programs, or give a smaller model, a dtype of 16 bits or another device"
+"""What helps where a model does not fit a device."""
 
 
 def load_model(
     model: str | Path | None = "demo",
-    dtype: str = "float32",
+    dtype: str = "auto",
     *,
     device: str = "auto",
     max_model_len: int | None = None,
@@ -66,19 +70,20 @@ def load_model(
     Args:
         model: a directory with config.json, *.safetensors and, for text prompts, a tokenizer; a GGUF file; or another
             form that `find_model` takes, such as a hub name OWNER/NAME.
-        dtype: "float32" or "bfloat16".
+        dtype: "float32", "bfloat16", on a GPU also "float16"; "auto": bfloat16 on a GPU, float32 elsewhere.
         device: "cpu", "cuda", "cuda:1", ...; "auto" is a GPU if PyTorch sees one.
         max_model_len, attention, fuse, quantization: see `wrap_model`.
         revision, download_dir: of a hub name, see `find_model`.
 
     Raises:
-        ModelLoadError: the model cannot be found or read; one line says what is missing or broken.
+        ModelLoadError: the model cannot be found or read, or does not fit the device; one line says what is missing or
+            broken.
         UnsupportedModel: it was read, but the paged path would not compute it correctly.
-        ValueError: an unknown dtype, device or attention.
+        ValueError: an unknown dtype, device or attention, or a dtype that the device does not compute.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
     place = choose_device(device)
+    element = choose_dtype(dtype, place)
+    use_device(place)
     path = find_model(model, revision=revision, download_dir=download_dir, check=read_settings)
     gguf = _read_gguf(path) if is_gguf(path) else None
     config, generation = read_settings(path, gguf)
@@ -91,12 +96,38 @@ def load_model(
         "attention": attention,
         "quantization": quantization,
     }
-    with _naming(path):
+    with _naming(path), naming_out_of_memory(f"loading the model on {place}", TOO_LARGE, ModelLoadError):
         try:
-            return wrap_model(_read_weights(path, config, DTYPES[dtype], gguf).to(place), fuse=fuse, **options)
+            return wrap_model(_read_weights(path, config, element, gguf, place), fuse=fuse, **options)
         except FusionFailed as error:
             logger.warning("%s; loading it again with its own layers, which are slower", error)
-        return wrap_model(_read_weights(path, config, DTYPES[dtype], gguf).to(place), fuse=False, **options)
+        return wrap_model(_read_weights(path, config, element, gguf, place), fuse=False, **options)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The type of a model's weights; "auto" is bfloat16 on a GPU and float32 elsewhere.
+
+    Raises:
+        ValueError: an unknown name, or a type that the device does not compute.
+    """
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in DTYPES:
+        raise ValueError(f"dtype is {name!r}; choose one of auto, {', '.join(DTYPES)}")
+    check_float16("dtype", name, device)
+    return DTYPES[name]
+
+
+def device_of(model: str | Path | LoadedModel | None, device: str) -> torch.device:
+    """Where a model is, if it is loaded, or will be loaded.
+
+    Raises:
+        ValueError: no such device here.
+    """
+    if isinstance(model, LoadedModel):
+        found: torch.device = model.model.device
+        return found
+    return choose_device(device)
 
 
 def read_settings(path: Path, gguf: GGUFFile | None = None) -> tuple[Any, GenerationSettings]:
@@ -416,7 +447,14 @@ class _Weights(NamedTuple):
     num_elements: int
 
 
-def _read_weights(path: Path, config: Any, dtype: torch.dtype, gguf: GGUFFile | None) -> Any:
+def _read_weights(path: Path, config: Any, dtype: torch.dtype, gguf: GGUFFile | None, device: torch.device) -> Any:
+    """The model on its device.
+
+    transformers maps safetensors files into memory and converts only what has another type than `dtype`. The tensors
+    then move to a GPU one after the other, each given up as it moves. So a file in the type of the model takes no host
+    memory but the page cache, any other one copy. (A `device_map` would need the package accelerate, and so would a
+    device context around `from_pretrained`.)
+    """
     given: dict[str, Any] = {"pretrained_model_name_or_path": path}
     loads: Any = AutoModelForCausalLM
     if gguf is not None:
@@ -464,4 +502,5 @@ def _read_weights(path: Path, config: Any, dtype: torch.dtype, gguf: GGUFFile | 
         raise ModelLoadError(
             f"{path}: the weights {what}, first {(missing or mismatched)[0]}; they do not belong to this config.json"
         )
-    return model
+    given.clear()  # or it would keep the tensors of a GGUF file in host memory
+    return model.to(device)

@@ -3,6 +3,7 @@
 | arguments | checked by |
 | --- | --- |
 | fields of `SchedulerConfig` | `with_defaults`; of an engine that streams, after `with_prefill_gap` |
+| `gpu_memory_utilization` | `check_utilization` |
 | `kv_offload_bytes`, `kv_store`, `kv_store_role`, `kv_store_bytes` | `KVKnobs.check` |
 | `disable_hybrid_kv_cache_manager` | `what_needs_one_group` |
 | `speculative_config`, in vLLM's form | `speculation_knobs`: the arguments that it stands for |
@@ -24,6 +25,14 @@ from pointsman.core import ConfigError, SchedulerConfig
 
 SCHEDULER_DEFAULTS: Mapping[str, Any] = {"block_size": 32, "max_num_seqs": 64, "max_num_batched_tokens": 512}
 """Where an engine's defaults differ from those of `SchedulerConfig`: for small models on a CPU."""
+GPU_DEFAULTS: Mapping[str, Any] = {
+    **SCHEDULER_DEFAULTS,
+    "max_num_seqs": 256,
+    "max_num_batched_tokens": 8192,
+    "max_steps_in_flight": 2,
+}
+"""The same on a GPU. The sizes of a step are vLLM's for a server on an H100; while the device computes a step, the host
+schedules the next."""
 
 PREFILL_GAP = "prefill-gap"
 """The token limit of an engine that streams: prompts are cut so that requests which decode see no long gap."""
@@ -50,8 +59,11 @@ SCHEDULER_NAMES = frozenset(field.name for field in fields(SchedulerConfig)) - _
 """What an engine takes, by name."""
 
 
-def with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(given: Mapping[str, Any], device_type: str = "cpu") -> dict[str, Any]:
     """Fields of `SchedulerConfig`: the knobs that were given, and an engine's defaults.
+
+    Args:
+        device_type: "cuda": those of a GPU.
 
     Raises:
         TypeError: the scheduler has no such knob.
@@ -62,7 +74,50 @@ def with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"{name} is {value!r}, but {_NOT_TAKEN[name]}; leave it out")
         if name not in SCHEDULER_NAMES:
             raise TypeError(f"Engine has no argument {name!r}, and SchedulerConfig has no such field")
-    return {**SCHEDULER_DEFAULTS, **given}
+    return {**scheduler_defaults(given, device_type), **given}
+
+
+def scheduler_defaults(given: Mapping[str, Any], device_type: str) -> dict[str, Any]:
+    """An engine's defaults beside the knobs that were given.
+
+    On a GPU, drafts keep the default at one step in flight, which they need. A token budget below the default
+    `max_num_seqs` lowers that default, as in vLLM.
+    """
+    if device_type != "cuda":
+        return dict(SCHEDULER_DEFAULTS)
+    defaults = dict(GPU_DEFAULTS)
+    if given.get("num_draft_tokens"):
+        defaults["max_steps_in_flight"] = 1
+    budget = given.get("max_num_batched_tokens")
+    if isinstance(budget, int) and 0 < budget < defaults["max_num_seqs"]:
+        defaults["max_num_seqs"] = budget
+    return defaults
+
+
+DEFAULT_UTILIZATION = 0.9
+"""`gpu_memory_utilization` where none is given, as in vLLM."""
+
+
+def check_utilization(value: object, device_type: str) -> None:
+    """Refuse a `gpu_memory_utilization` that is out of range, or that was given and the device has no use for.
+
+    Args:
+        value: None: not given.
+
+    Raises:
+        ConfigError: it is such a one.
+    """
+    if value is None:
+        return
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
+        raise ConfigError(
+            f"gpu_memory_utilization is {value!r}; give a share of the GPU's memory above 0 and at most 1, like 0.9"
+        )
+    if device_type != "cuda":
+        raise ConfigError(
+            f"gpu_memory_utilization is {value} and device is {device_type}, whose memory is not measured; give "
+            "kv_cache_bytes or num_blocks, or leave it out"
+        )
 
 
 def with_prefill_gap(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import Future
 from typing import Any
@@ -11,6 +12,19 @@ import pytest
 from pointsman.engine import Engine, SamplingParams
 from pointsman.engine.aio import engine_thread
 from pointsman.engine.aio.engine_thread import Call, EngineThread, Stop
+
+
+def test_the_thread_computes_on_the_gpu_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every thread begins with the first GPU as its current device."""
+    used: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        engine_thread, "use_device", lambda device: used.append((str(device), threading.current_thread().name))
+    )
+    thread = EngineThread(Engine("demo", num_blocks=16, max_model_len=64), max_step_retries=0, log_stats_interval=None)
+    thread.start()
+    thread.send(Stop(drain=False))
+    thread.join(10)
+    assert used == [("cpu", "pointsman-engine")]
 
 
 def test_freed_memory_is_given_back_though_questions_keep_coming(monkeypatch: pytest.MonkeyPatch) -> None:

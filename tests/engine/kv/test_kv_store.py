@@ -29,7 +29,7 @@ from pointsman.engine.kv.store import ABANDONED_AFTER, BadBlock, BlockFolder, KV
 from pointsman.engine.model.fingerprint import model_fingerprint
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import wrap_model
-from pointsman.engine.model.runner import PreparedStep
+from pointsman.engine.model.prepared import PreparedStep
 from tests.engine.kv_requests import (
     PARAMS,
     TIGHT,

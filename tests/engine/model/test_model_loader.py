@@ -10,8 +10,11 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, T5Config
 
+from pointsman.engine import Engine
 from pointsman.engine.errors import ModelLoadError, UnsupportedModel
-from pointsman.engine.model.loader import load_model
+from pointsman.engine.kv.pool import choose_kv_dtype
+from pointsman.engine.model import loader
+from pointsman.engine.model.loader import choose_dtype, load_model
 from tests.engine.tiny_models import COMMON, FAMILIES, ORIGINAL_LONGROPE, REFUSED, build
 
 
@@ -55,8 +58,36 @@ def test_loads_a_directory(saved: Path) -> None:
 
 def test_loads_in_bfloat16(saved: Path) -> None:
     assert load_model(saved, "bfloat16").dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="dtype is 'int3'; choose one of float32, bfloat16"):
+    with pytest.raises(ValueError, match="dtype is 'int3'; choose one of auto, float32, bfloat16, float16"):
         load_model(saved, "int3")
+
+
+def test_auto_is_bfloat16_on_a_gpu_and_float32_elsewhere(saved: Path) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 1)
+    assert load_model(saved).dtype == choose_dtype("auto", cpu) == torch.float32
+    assert choose_dtype("auto", gpu) == torch.bfloat16
+    assert choose_dtype("float32", gpu) == torch.float32
+
+
+def test_float16_needs_a_gpu(saved: Path) -> None:
+    assert choose_dtype("float16", torch.device("cuda")) == torch.float16
+    assert choose_kv_dtype("float16", torch.bfloat16, torch.device("cuda")) == torch.float16
+    remedy = "is 'float16', which needs a GPU, and device is cpu; use float32 or bfloat16$"
+    with pytest.raises(ValueError, match=f"^dtype {remedy}"):
+        load_model(saved, "float16", device="cpu")
+    with pytest.raises(ValueError, match=f"^kv_cache_dtype {remedy}"):
+        Engine(load_model(saved, device="cpu"), kv_cache_dtype="float16")
+
+
+def test_a_model_that_does_not_fit_the_device_is_named(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. If reserved but unallocated ...")
+
+    monkeypatch.setattr(loader, "wrap_model", full)
+    text = error_of(saved)
+    assert str(saved) in text and "loading the model on cpu needs more memory than the device has free" in text
+    assert "Tried to allocate 2.00 GiB" in text and "reserved" not in text
+    assert text.endswith("or give a smaller model, a dtype of 16 bits or another device")
 
 
 def test_no_directory(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from pointsman.engine.kv.pool import KVPool
 from pointsman.engine.model.forward import run_model
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import wrap_model
-from pointsman.engine.model.runner import NOT_FINITE, ModelRunner, PreparedStep, StepExecution
+from pointsman.engine.model.prepared import PreparedStep
+from pointsman.engine.model.runner import NOT_FINITE, ModelRunner, StepExecution
 from pointsman.engine.params.sampling import SamplingParams
 from pointsman.engine.sampling.logprobs import TokenLogprobs
 from tests.engine.plain_requests import FEATURES, request_for

@@ -9,7 +9,13 @@ from pointsman.core.presets import SYSTEMS
 from pointsman.engine import Engine, SamplingParams
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import wrap_model
-from pointsman.engine.params.engine_args import SCHEDULER_DEFAULTS, SCHEDULER_NAMES, with_defaults
+from pointsman.engine.params.engine_args import (
+    GPU_DEFAULTS,
+    SCHEDULER_DEFAULTS,
+    SCHEDULER_NAMES,
+    check_utilization,
+    with_defaults,
+)
 from tests.engine.tiny_models import FAMILIES, build
 
 
@@ -21,6 +27,41 @@ def test_what_is_given_wins_over_the_defaults() -> None:
         "order": "priority",
     }
     assert set(SCHEDULER_DEFAULTS) <= SCHEDULER_NAMES
+
+
+def test_a_gpu_has_larger_steps_and_two_in_flight() -> None:
+    defaults = with_defaults({}, "cuda")
+    assert defaults == GPU_DEFAULTS
+    sizes = ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_steps_in_flight")
+    assert [defaults[name] for name in sizes] == [32, 256, 8192, 2]
+    assert "max_steps_in_flight" not in with_defaults({}, "cpu")
+    assert set(GPU_DEFAULTS) <= SCHEDULER_NAMES
+
+
+def test_defaults_of_a_gpu_fit_what_is_given() -> None:
+    assert with_defaults({"num_draft_tokens": 4}, "cuda")["max_steps_in_flight"] == 1, "drafts need one step in flight"
+    assert with_defaults({"num_draft_tokens": 0}, "cuda")["max_steps_in_flight"] == 2
+    assert with_defaults({"max_num_batched_tokens": 128}, "cuda")["max_num_seqs"] == 128
+    given = {"max_num_batched_tokens": 128, "max_num_seqs": 300, "max_steps_in_flight": 1}
+    assert with_defaults(given, "cuda") == {**GPU_DEFAULTS, **given}, "what is given is never changed"
+    for knobs in ({}, {"num_draft_tokens": 4}, {"max_num_batched_tokens": 100}):
+        SchedulerConfig(num_blocks=9, max_model_len=64, **with_defaults(knobs, "cuda"))
+
+
+@pytest.mark.parametrize("value", [0, -0.5, 1.01, float("nan"), True, "0.9"])
+def test_a_share_of_memory_out_of_range_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"^gpu_memory_utilization is .*; give a share .* above 0 and at most 1"):
+        check_utilization(value, "cuda")
+
+
+def test_a_share_of_memory_is_for_gpus() -> None:
+    for value in (None, 0.9, 1):
+        check_utilization(value, "cuda")
+    check_utilization(None, "cpu")
+    with pytest.raises(
+        ConfigError, match=r"gpu_memory_utilization is 0\.5 and device is cpu.*; give kv_cache_bytes or"
+    ):
+        Engine("demo", device="cpu", gpu_memory_utilization=0.5)
 
 
 @pytest.mark.parametrize("name", ["num_reserved_blocks", "enable_kv_cache_events", "max_loras", "encoder_budget"])

@@ -1,0 +1,82 @@
+"""What each of several engines gets where the machine has GPUs, up to the options of the engine processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pointsman.server import shares
+from pointsman.server.shares import check_memory, share_out
+
+GPUS = ("cuda:0", "cuda:1")
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four cores and two GPUs."""
+    monkeypatch.setattr(shares, "own_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(shares, "num_cores", lambda: 4)
+    monkeypatch.setattr(shares, "visible_gpus", lambda: GPUS)
+
+
+@pytest.mark.parametrize("given", [{}, {"device": "auto"}, {"device": "cuda"}])
+def test_each_engine_has_a_gpu_of_its_own(given: dict[str, str]) -> None:
+    found = share_out({"model": "demo", **given}, 2, "f")
+    assert [share.options for share in found] == [{"model": "demo", "device": device} for device in GPUS]
+    assert [share.cores for share in found] == [[0, 1], [2, 3]]
+    assert [share.record for share in found] == ["f", "f.1"]
+
+
+def test_memory_of_gpus_is_not_shared_out_and_that_of_the_host_is() -> None:
+    options = {"model": "demo", "gpu_memory_utilization": 0.8, "kv_offload_bytes": 101}
+    for size in ({"num_blocks": 7}, {"kv_cache_bytes": 1 << 60}, {}):  # 1 EiB is no matter of the host's memory
+        for share, device in zip(share_out({**options, **size}, 2), GPUS, strict=True):
+            assert share.options == {**options, **size, "kv_offload_bytes": 50, "device": device}
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_more_engines_than_gpus_are_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError) as caught:
+        share_out({"model": "demo", "device": device}, 3)
+    assert str(caught.value) == (
+        "data_parallel_size is 3 and PyTorch sees 2 GPU(s) (cuda:0, cuda:1); each engine needs one, so lower it to 2 "
+        "at most, or let CUDA_VISIBLE_DEVICES show more"
+    )
+    monkeypatch.setattr(shares, "visible_gpus", tuple)
+    with pytest.raises(ValueError, match=r"sees 0 GPU\(s\) \(none\); each engine needs one, so give device cpu, or"):
+        share_out({"model": "demo", "device": "cuda"}, 3)
+
+
+def test_one_gpu_for_several_engines_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"device is cuda:1 and data_parallel_size 2; .*: give device cuda, and choose"
+    ):
+        share_out({"model": "demo", "device": "cuda:1"}, 2)
+    assert share_out({"model": "demo", "device": "cuda:1"}, 1)[0].options["device"] == "cuda:1"
+
+
+def test_without_a_gpu_or_with_device_cpu_cores_and_memory_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"model": "demo", "num_blocks": 8}
+    for given in ({"device": "cpu"}, {}):
+        if not given:
+            monkeypatch.setattr(shares, "visible_gpus", tuple)
+        for share in share_out({**options, **given}, 2):
+            assert share.options == {**options, **given, "num_blocks": 4}
+
+
+def test_one_engine_gets_what_was_said() -> None:
+    assert share_out({"model": "demo"}, 1)[0].options == {"model": "demo"}, "the engine chooses its device"
+
+
+def test_what_the_host_lacks_for_engines_on_gpus_is_kv_that_is_offloaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "meminfo").write_text("MemAvailable:        1 kB\n")
+    monkeypatch.setattr(shares, "MEMORY_INFO", tmp_path / "meminfo")
+    options = {"model": "demo", "kv_cache_bytes": 1 << 30}
+    with pytest.raises(ValueError, match="weights of each engine"):
+        check_memory(options, 2)
+    check_memory(options, 2, on_gpus=True)
+    with pytest.raises(ValueError, match="lower kv_offload_bytes"):
+        check_memory({**options, "kv_offload_bytes": 1 << 20}, 2, on_gpus=True)
