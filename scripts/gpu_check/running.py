@@ -44,7 +44,7 @@ PARTS = (
         "a", "kernels", "kernels against float64 and PyTorch", "gpu_check.parts.kernels:run", 80,
         {"TRITON_INTERPRET": "1"},
     ),
-    Part("b", "tokens", "tokens of the demo model against a CPU's", "gpu_check.parts.tokens:run", 45),
+    Part("b", "tokens", "tokens of the demo model against a CPU's", "gpu_check.parts.tokens:run", 60),
     Part("c", "decode", "decode steps against the bandwidth", "gpu_check.parts.decode:run", 120),
     Part("g", "preemption", "preemption, prefixes, aborts, KV contents", "gpu_check.parts.preemption:run", 45),
     Part("d", "prefill", "prompts against a matrix product", "gpu_check.parts.prefill:run", 50),
@@ -120,7 +120,7 @@ class PartProcess:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has failed already
             self._process.stdin.write(f"{seconds}\n".encode())
-            self._process.stdin.close()
+            self._process.stdin.flush()  # it stays open: its end is that of this process
         try:
             status = "passed" if self._process.wait(seconds) == 0 else "failed"
         except subprocess.TimeoutExpired:
