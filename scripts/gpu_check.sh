@@ -9,7 +9,8 @@
 # typer, rich, safetensors, tokenizers, scipy, uvloop, prometheus_client and pyyaml, these wheels belong in a folder
 # `.whl` beside this script or at the root of the checkout, for part f (the server) alone:
 #
-#     fastapi starlette pydantic pydantic_core annotated_types typing_inspection annotated_doc uvicorn httptools h11
+#     fastapi starlette pydantic pydantic_core annotated_types typing_inspection annotated_doc opentelemetry_api
+#     uvicorn httptools h11
 #
 # All other parts run without them. xgrammar, gguf and httpx2 are not needed: nothing here compiles grammars, reads GGUF
 # files or chats.

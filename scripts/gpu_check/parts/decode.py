@@ -65,18 +65,18 @@ def _time_all(
     longest = context + MAX_OUTPUT
     per_request = blocks_of(context + num_steps + context // 8)  # those that came first have decoded meanwhile
     num_blocks = blocks_that_fit(shape, setting.device, sizes[-1] * per_request + 2 * per_request)
-    engine = make_engine(
-        loaded,
-        num_blocks,
-        max_model_len=longest,
-        max_num_seqs=sizes[-1],
-        max_num_batched_tokens=64 if tiny else MAX_NUM_BATCHED_TOKENS,
-        full_sequence_must_fit=False,
-        enforce_eager=enforce_eager,
-    )
     prompts = random_prompts(shape, [context - num_steps // 2] * sizes[-1], seed=1)
     graphs = GraphTimes()
-    with graphs.watching():
+    with graphs.watching():  # before the engine is made: it may keep what replays its graphs
+        engine = make_engine(
+            loaded,
+            num_blocks,
+            max_model_len=longest,
+            max_num_seqs=sizes[-1],
+            max_num_batched_tokens=64 if tiny else MAX_NUM_BATCHED_TOKENS,
+            full_sequence_must_fit=False,
+            enforce_eager=enforce_eager,
+        )
         for size in sizes:
             if (size + 1) * per_request > num_blocks:
                 findings.skip(

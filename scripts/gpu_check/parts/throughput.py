@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 from gpu_check.models import (
@@ -154,6 +153,8 @@ def _serve(engine: Engine, job: Job) -> int:
 
 def _continuous(setting: Setting, model: Any, job: Job, warm: Job, box: float) -> Rate:
     """Its manager rather than `generate_batch`, which has one length for all requests."""
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig  # its place changes with versions
+
     sizes: dict[str, Any] = {}  # on a GPU it chooses its own, by the memory that is free
     if not setting.on_gpu:
         sizes = {"num_blocks": 64, "max_batch_tokens": 256, "max_requests_per_batch": len(job.prompts)}
