@@ -32,6 +32,7 @@ from gpu_check.roofline import (
     measure_product,
     prompt_flops,
     prompt_share,
+    seconds_of,
 )
 from gpu_check.running import PARTS, Options, Part, PartProcess, Result, run_parts
 from gpu_check.steps import GraphTimes
@@ -348,6 +349,47 @@ def test_no_graph_is_replayed_on_a_cpu() -> None:
     with graphs.watching():
         assert torch.cuda.CUDAGraph.replay is not replay
     assert torch.cuda.CUDAGraph.replay is replay and graphs.take() is None
+
+
+class StandInEvent:
+    """A CUDA event on a clock that counts: each record is three milliseconds after the one before."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        StandInEvent.now += 3.0
+        self.at = StandInEvent.now
+
+    def synchronize(self) -> None:
+        """All work is done."""
+
+    def elapsed_time(self, other: StandInEvent) -> float:
+        return other.at - self.at
+
+
+def test_replays_are_timed_between_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed: list[str] = []
+    monkeypatch.setattr(torch.cuda, "Event", StandInEvent)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replayed.append(graph))
+    replay, graphs = torch.cuda.CUDAGraph.replay, GraphTimes()
+    with pytest.raises(KeyError), graphs.watching():
+        torch.cuda.CUDAGraph.replay("one")
+        assert graphs.take() == pytest.approx(0.003)
+        torch.cuda.CUDAGraph.replay("two")
+        torch.cuda.CUDAGraph.replay("three")
+        assert graphs.take() == pytest.approx(0.006) and graphs.num_taken == 3
+        raise KeyError("what a part raises")
+    assert replayed == ["one", "two", "three"] and torch.cuda.CUDAGraph.replay is replay
+
+
+def test_work_on_a_gpu_is_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", StandInEvent)
+    calls: list[int] = []
+    assert seconds_of(lambda: calls.append(1), "cuda", repeats=4, warmups=2) == pytest.approx(0.003)
+    assert len(calls) == 6
 
 
 # ----------------------------------------------------------------------------------------------------------- kernels
