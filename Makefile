@@ -27,7 +27,7 @@ SHARD ?=
 PARTS := core sim engine server vllm page
 TESTS_core := tests/core tests/property tests/traces tests/test_routing.py tests/test_forms.py tests/test_files.py
 TESTS_sim := tests/sim
-TESTS_engine := tests/engine
+TESTS_engine := tests/engine tests/test_gpu_check.py
 TESTS_server := tests/examples tests/server tests/cli tests/release tests/test_benchmarks.py tests/test_docs.py \
     tests/test_forking.py tests/test_fork_server.py tests/test_broken_files.py
 TESTS_vllm := tests/integrations
