@@ -34,7 +34,7 @@ from pointsman.engine.kv.events import KVEventsConfig, KVEventsPublisher
 from pointsman.engine.kv.layout import choose_layout
 from pointsman.engine.kv.pool import KVPool, choose_kv_dtype, choose_num_blocks
 from pointsman.engine.machine import give_back_freed_pages, keep_freed_pages
-from pointsman.engine.memory import DeviceBudget, device_memory, naming_out_of_memory, use_device
+from pointsman.engine.memory import GRAPH_SHARE, DeviceBudget, device_memory, naming_out_of_memory, use_device
 from pointsman.engine.model.fingerprint import model_fingerprint
 from pointsman.engine.model.largest_step import run_largest_step
 from pointsman.engine.model.loader import device_of, load_with_attention
@@ -211,12 +211,13 @@ class Engine:
         )
         config = config.replace(kv_groups=kv_layout.groups)
         memory = device_memory(place)
+        graph_bytes = 0 if memory is None or enforce_eager else int(memory.total * GRAPH_SHARE)
         device_budget = None
         if memory is not None and num_blocks is None and kv_cache_bytes is None:
             largest_step = partial(run_largest_step, self.loaded, self.attention, config, kv_layout, kv_dtype)
             with naming_out_of_memory("the largest step", SMALLER_STEPS):
                 device_budget = DeviceBudget.measure(
-                    largest_step, memory, gpu_memory_utilization or DEFAULT_UTILIZATION
+                    largest_step, memory, gpu_memory_utilization or DEFAULT_UTILIZATION, graph_bytes
                 )
             logger.info("%s", device_budget)
         num_blocks = choose_num_blocks(
@@ -246,6 +247,8 @@ class Engine:
             self.runner = ModelRunner(
                 self.loaded, self.kv_pool, self.scheduler, self.kv_connector, seed=seed, backend=self.attention
             )
+            if memory is not None and not enforce_eager:
+                self.runner.record_graphs(graph_bytes, lambda: memory.reserved)
         proposer = (
             PromptLookup(self.scheduler, min_ngram, max_ngram, self.counters, self.runner.num_computed_rows)
             if config.num_draft_tokens

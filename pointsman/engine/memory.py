@@ -3,7 +3,8 @@
     total * utilization, at most what other processes leave
         peak of the largest step      weights, activations, logits, the sampler's workspace
         budget                        the KV pool
-    the rest                          CUDA graphs, kernels' code, fragmentation; other processes
+        CUDA graphs
+    the rest                          kernels' code, fragmentation; other processes
 
 The peak is measured, not estimated: `measure_peak` runs the largest step once (`model/largest_step.py`). `DeviceMemory`
 is all that is asked of a device, so the arithmetic is tested without one. The share is per engine, as in vLLM: two
@@ -21,6 +22,8 @@ from typing import Protocol
 import torch
 
 GIB = 1 << 30
+GRAPH_SHARE = 0.02
+"""Of a GPU's memory, what CUDA graphs may take."""
 
 
 class DeviceMemory(Protocol):
@@ -125,30 +128,35 @@ class DeviceBudget:
     """Of the largest step, weights included."""
     utilization: float
     """`gpu_memory_utilization`."""
+    graphs: int = 0
+    """What CUDA graphs may take."""
 
     @classmethod
-    def measure(cls, run: Callable[[], object], memory: DeviceMemory, utilization: float) -> DeviceBudget:
+    def measure(
+        cls, run: Callable[[], object], memory: DeviceMemory, utilization: float, graphs: int = 0
+    ) -> DeviceBudget:
         """Measure the largest step.
 
         Args:
             run: runs it.
             memory: of the device.
             utilization: share of the device that the engine may take in all, above 0 and at most 1.
+            graphs: bytes that CUDA graphs may take.
         """
         peak = measure_peak(run, memory)
         total = memory.total
-        return cls(total, max(0, total - memory.free - memory.reserved), peak, utilization)
+        return cls(total, max(0, total - memory.free - memory.reserved), peak, utilization, graphs)
 
     @property
     def kv_bytes(self) -> int:
         """What the KV pool may take; negative: the largest step alone takes more than the engine may."""
-        return kv_budget(self.total, self.used_by_others, self.peak, self.utilization)
+        return kv_budget(self.total, self.used_by_others, self.peak + self.graphs, self.utilization)
 
     def __str__(self) -> str:
         return (
             f"gpu_memory_utilization is {self.utilization:g} of {self.total / GIB:,.2f} GiB, other processes and the "
             f"CUDA context have {self.used_by_others / GIB:,.2f} GiB, weights and the largest step take "
-            f"{self.peak / GIB:,.2f} GiB"
+            f"{self.peak / GIB:,.2f} GiB, CUDA graphs at most {self.graphs / GIB:,.2f} GiB"
         )
 
 

@@ -21,7 +21,7 @@ from pointsman.engine.attention.paged import AttentionBackend
 from pointsman.engine.attention.triton_backend import TritonAttention
 from pointsman.engine.device import FromDevice, to_device
 from pointsman.engine.kv.pool import KVPool
-from pointsman.engine.model.decode_graphs import DecodeGraphs, DecodeRows, DeviceTokens, Recorder
+from pointsman.engine.model.decode_graphs import CudaRecorder, DecodeGraphs, DecodeRows, DeviceTokens, Recorder
 from pointsman.engine.model.forward import run_paged
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.sampling.race_triton import DeviceParameters, DeviceRace
@@ -56,13 +56,8 @@ class DeviceSteps:
         self.graphs: DecodeGraphs | None = None
         """Of decode steps; None: they are launched kernel by kernel."""
 
-    def record_graphs(self, recorder: Recorder, max_bytes: int, taken: Callable[[], int]) -> None:
-        """Make graphs for decode steps, if the attention can stand in them.
-
-        Args:
-            max_bytes: what they may take.
-            taken: bytes that this process has of the device.
-        """
+    def record_graphs(self, max_bytes: int, taken: Callable[[], int], recorder: Recorder | None) -> None:
+        """Make graphs for decode steps, if the attention can stand in them; see `ModelRunner.record_graphs`."""
         if not isinstance(self._backend, TritonAttention):
             return
         self.graphs = DecodeGraphs(
@@ -73,7 +68,7 @@ class DeviceSteps:
             self._tokens,
             max_num_seqs=self._config.max_num_seqs,
             max_model_len=self._config.max_model_len,
-            recorder=recorder,
+            recorder=recorder or CudaRecorder(),
         )
         self.graphs.record_all(max_bytes, taken)
 

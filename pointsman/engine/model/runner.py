@@ -126,16 +126,16 @@ class ModelRunner:
             return None
         return DeviceSteps(self.loaded, self.pool, self.backend, self.scheduler.config)
 
-    def record_graphs(self, recorder: Recorder, max_bytes: int, taken: Callable[[], int]) -> None:
+    def record_graphs(self, max_bytes: int, taken: Callable[[], int], recorder: Recorder | None = None) -> None:
         """Make CUDA graphs of decode steps (`decode_graphs.py`), if the attention can stand in them.
 
         Args:
-            recorder: makes them.
             max_bytes: what they may take.
             taken: bytes that this process has of the device.
+            recorder: makes them; None: a `CudaRecorder`.
         """
         if self._device_steps is not None:
-            self._device_steps.record_graphs(recorder, max_bytes, taken)
+            self._device_steps.record_graphs(max_bytes, taken, recorder)
 
     def num_computed_rows(self, num_tokens: int) -> int:
         """The number of rows that the model's products have in a step of `num_tokens` tokens."""

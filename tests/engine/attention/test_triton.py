@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,14 @@ from pointsman.engine.attention.triton_backend import MAX_PARTS, TritonAttention
 from pointsman.engine.kernels.triton_layers import TritonLayers
 from pointsman.engine.kv.layout import LayerShape
 from pointsman.engine.kv.pool import KVPool, blocks_for
+from tests.triton_interpreter import quick_calls
+
+
+@pytest.fixture(autouse=True)
+def interpreter() -> Iterator[None]:
+    with quick_calls():
+        yield
+
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Of an output that is a mean of normal numbers, computed in float32 and rounded to the type."""

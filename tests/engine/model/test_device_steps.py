@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +15,13 @@ from pointsman.engine.model.loader import wrap_model
 from tests.engine.engine_loop import drain, free_blocks
 from tests.engine.text_tokenizers import byte_tokenizer
 from tests.engine.tiny_models import FAMILIES, build
+from tests.triton_interpreter import quick_calls
+
+
+@pytest.fixture(autouse=True)
+def interpreter() -> Iterator[None]:
+    with quick_calls():
+        yield
 
 
 class Again:
@@ -47,7 +54,7 @@ def make(
     knobs = {"num_blocks": 48, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, **knobs}
     engine = Engine(loaded, attention=attention, max_steps_in_flight=steps, **knobs)
     if graphs is not None:
-        engine.runner.record_graphs(graphs, 1 << 30, lambda: 0)
+        engine.runner.record_graphs(1 << 30, lambda: 0, graphs)
         graphs.num_replays = 0
     return engine
 
