@@ -63,17 +63,19 @@ def choose_attention(
     if choice == "torch":
         return TorchAttention(layers, device)
     if choice == "triton" or (choice == "auto" and device.type == "cuda"):
-        return _triton(layers, device, is_asked_for=choice == "triton")
+        return _triton(layers, device, dtype, is_asked_for=choice == "triton")
     if device.type != "cpu" and choice == "auto":
         return TorchAttention(layers, device)
     return _numba(layers, device, dtype, is_asked_for=choice == "numba")
 
 
-def _triton(layers: Sequence[LayerShape], device: torch.device, *, is_asked_for: bool) -> AttentionBackend:
+def _triton(
+    layers: Sequence[LayerShape], device: torch.device, dtype: torch.dtype, *, is_asked_for: bool
+) -> AttentionBackend:
     try:
         from pointsman.engine.attention.triton_backend import TritonAttention
 
-        return TritonAttention(layers, device)
+        return TritonAttention(layers, device, dtype)
     except (ImportError, ValueError) as error:
         if is_asked_for:
             raise ValueError(f"attention is 'triton', which cannot run here: {first_line(error)}") from error

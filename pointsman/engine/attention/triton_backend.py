@@ -32,7 +32,9 @@ MAX_PARTS = 64
 PROGRAMS_PER_PROCESSOR = 8
 """Of the decode kernel, so that a multiprocessor always has one that does not wait for memory."""
 LARGEST_HEAD = 256
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LEAST_ROWS, MOST_ROWS = 64, 128
+"""Queries times their heads in a tile of the prefill kernel, for short chunks and for long ones. More rows share what
+is read of keys and values; see `most_rows`."""
 
 
 def is_interpreted() -> bool:
@@ -62,7 +64,9 @@ class TritonPlan:
     decode_lens: Tensor
     """[d] and the tokens to which it attends, itself included; 0: padding."""
     tiles: Mapping[int, Tensor]
-    """By the size of the queries' group: [m, 4] tiles of the others, see `prefill_kernel`."""
+    """By the size of the queries' group: [m, 4] tiles of the others, see `prefill_kernel`,"""
+    tile_rows: int
+    """and how many rows of queries and heads they have, where a group has no more."""
     num_tokens: int
 
 
@@ -86,6 +90,7 @@ class TritonAttention:
     Args:
         layers: the model's layers.
         device: a GPU; or a CPU, where Triton interprets.
+        dtype: of the model, which decides how prompts are cut.
 
     Raises:
         ValueError: it cannot run on this device, or a layer has heads that are too large.
@@ -95,7 +100,12 @@ class TritonAttention:
     leaves_out_rows = False
     kernels = TritonLayers()
 
-    def __init__(self, layers: Sequence[LayerShape], device: torch.device | str = "cuda") -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        device: torch.device | str = "cuda",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.device = torch.device(device)
         if self.device.type != "cuda" and not is_interpreted():
             raise ValueError(f"the Triton attention backend runs on a GPU, not on {device}; use numba or torch")
@@ -103,11 +113,14 @@ class TritonAttention:
         if largest > LARGEST_HEAD:
             raise ValueError(f"a layer has heads of {largest}; the Triton kernels take at most {LARGEST_HEAD}")
         self.layers = tuple(layers)
+        self._most_rows = most_rows(largest * dtype.itemsize)
         self._groups = sorted({shape.num_heads // shape.num_kv_heads for shape in layers})
 
     def plan(self, batch: PagedBatch) -> TritonPlan:
         """Copies what kernels read of the step; does not wait for the device."""
         decodes = np.nonzero(batch.query_lens == 1)[0]
+        longest = int(batch.query_lens.max(initial=1)) * self._groups[-1]
+        tile_rows = self._most_rows if longest > LEAST_ROWS else LEAST_ROWS
         arrays = {
             "slots": (batch.slot_blocks * batch.block_size + batch.slot_offsets).astype(np.int32),
             "tails": batch.tails.astype(np.int32),
@@ -118,7 +131,8 @@ class TritonAttention:
             "tables": batch.block_tables.astype(np.int32),
         }
         if len(decodes) < len(batch.query_lens):
-            arrays |= {f"tiles of {group}": cut_tiles(batch, _tile_rows(group) // group) for group in self._groups}
+            for group in self._groups:
+                arrays[f"tiles of {group}"] = cut_tiles(batch, max(tile_rows, padded(group)) // group)
         tensors = to_device(arrays, self.device)
         return TritonPlan(
             block_size=batch.block_size,
@@ -131,6 +145,7 @@ class TritonAttention:
             decode_tokens=tensors["decode_tokens"],
             decode_lens=tensors["decode_lens"],
             tiles={group: tensors[f"tiles of {group}"] for group in self._groups if f"tiles of {group}" in tensors},
+            tile_rows=tile_rows,
             num_tokens=batch.num_tokens,
         )
 
@@ -191,12 +206,12 @@ class TritonAttention:
             "padded_k": padded(k_dim),
             "padded_v": padded(v_dim),
         }
-        large = max(k_dim, v_dim) * query.element_size() > 256  # bytes of a key, of which a tile must be kept
+        head_bytes = max(k_dim, v_dim) * query.element_size()
         if len(plan.decode_rows):
-            self._decode(plan, query, keys, values, sinks, output, shared, tile=32 if large else 64)
+            self._decode(plan, query, keys, values, sinks, output, shared, decode_options(head_bytes))
         tiles = plan.tiles.get(group)
         if tiles is not None and len(tiles):
-            tile_rows = _tile_rows(group)
+            tile_rows = max(plan.tile_rows, padded(group))
             kernels.prefill_kernel[(len(tiles), num_kv_heads)](
                 query,
                 keys,
@@ -208,9 +223,7 @@ class TritonAttention:
                 sinks,
                 **shared,
                 tile_rows=tile_rows,
-                tile=32 if large else 64,
-                num_warps=8 if tile_rows >= 128 else 4,
-                num_stages=2 if large else 3,
+                **prefill_options(head_bytes, query.element_size(), tile_rows),
             )
         return output
 
@@ -223,7 +236,7 @@ class TritonAttention:
         sinks: Tensor | None,
         output: Tensor,
         shared: dict[str, Any],
-        tile: int,
+        options: dict[str, int],
     ) -> None:
         num_rows, num_heads, v_dim = len(plan.decode_rows), query.shape[1], shared["v_dim"]
         num_kv_heads, group = shared["num_kv_heads"], shared["group"]
@@ -248,9 +261,7 @@ class TritonAttention:
             **shared,
             num_parts=num_parts,
             padded_group=padded(group),
-            tile=tile,
-            num_warps=4,
-            num_stages=3,
+            **options,
         )
         if num_parts > 1:
             kernels.merge_kernel[(num_rows, num_heads)](
@@ -319,6 +330,22 @@ def _run_heads(
     )
 
 
+def most_rows(head_bytes: int) -> int:
+    """The rows of a long chunk's tiles. Keys of more than 256 bytes a head leave no registers for `MOST_ROWS`."""
+    return MOST_ROWS if head_bytes <= 256 else LEAST_ROWS
+
+
+def decode_options(head_bytes: int) -> dict[str, int]:
+    """The tile of keys of the decode kernel, and how it is launched, for keys of so many bytes a head."""
+    return {"tile": 32 if head_bytes > 256 else 64, "num_warps": 4, "num_stages": 3}
+
+
+def prefill_options(head_bytes: int, element_size: int, tile_rows: int) -> dict[str, int]:
+    """The same for the prefill kernel. Products of float32 are not those of matrix units, and take more registers."""
+    num_warps = 8 if tile_rows >= 128 or element_size > 2 else 4
+    return {"tile": 32 if head_bytes > 256 else 64, "num_warps": num_warps, "num_stages": 2 if head_bytes > 256 else 3}
+
+
 def parts_for(num_programs: int, num_processors: int) -> int:
     """The parts that the KV of a row is cut into, from the programs that there are without; a power of two."""
     wanted = max(1, -(-num_processors * PROGRAMS_PER_PROCESSOR // num_programs))
@@ -331,8 +358,3 @@ def num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2  # interpreted: so that tests see rows in one part and in several
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _tile_rows(group: int) -> int:
-    """Queries times their heads in a tile of the prefill kernel."""
-    return max(64, padded(group)) if group > 1 else 64

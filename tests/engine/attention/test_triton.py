@@ -96,7 +96,7 @@ class Step:
         return backend.attend(backend.plan(self.batch), query, self.pool.keys[0], self.pool.values[0], **given)
 
     def triton(self) -> TritonAttention:
-        return TritonAttention([self.shape], "cpu")
+        return TritonAttention([self.shape], "cpu", self.query.dtype)
 
     def torch(self) -> TorchAttention:
         return TorchAttention([self.shape])
