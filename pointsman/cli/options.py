@@ -141,7 +141,8 @@ KNOBS: dict[str, Any] = {
         ),
     ],
     "attention": Annotated[
-        str | None, typer.Option(metavar="NAME", help="numba, torch, or auto: the fastest [default: auto].")
+        str | None,
+        typer.Option(metavar="NAME", help="numba, triton (on a GPU), torch, or auto: the fastest [default: auto]."),
     ],
     "fuse": Annotated[
         bool | None,

@@ -104,8 +104,8 @@ class Engine:
         kv_cache_dtype: "float32", "bfloat16", on a GPU also "float16"; "auto": the model's.
         device: "cpu", "cuda", "cuda:1", ...; "auto": a GPU if PyTorch sees one. For a model that is not loaded yet.
         enforce_eager: on a GPU, compute decode steps without CUDA graphs, as in vLLM. No effect on a CPU.
-        attention: "torch", "numba", a class of backends, or "auto": the fastest; for a model that is loaded already
-            also a backend object.
+        attention: "torch", "numba" (on a CPU), "triton" (on a GPU), a class of backends, or "auto": the fastest; for a
+            model that is loaded already also a backend object.
         fuse: whether parts of the model may be replaced by faster ones that compute the same.
         quantization: "int8" for linear layers in 8 bits: faster, and other outputs; "int4" for those of a GGUF file in
             its own 4 bits, too (see `model/linear.py`).

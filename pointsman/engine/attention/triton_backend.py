@@ -356,5 +356,5 @@ def parts_for(num_programs: int, num_processors: int) -> int:
 def num_processors(device: torch.device) -> int:
     """Multiprocessors of a GPU."""
     if device.type != "cuda":
-        return 2  # interpreted: so that tests see rows in one part and in several
+        return 2  # interpreted
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

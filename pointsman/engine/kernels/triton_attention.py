@@ -198,10 +198,11 @@ def merge_kernel(
         sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
         top = tl.maximum(top, sink)
     has_kv = tops > float("-inf")
-    factors = tl.where(has_kv, tl.exp2(tops - top), 0.0)
+    base = tl.where(top > float("-inf"), top, 0.0)  # padding has no KV
+    factors = tl.exp2(tops - base)
     total = tl.sum(factors * totals, 0)
     if has_sinks:
-        total += tl.exp2(sink - top)
+        total += tl.exp2(sink - base)
     parts = tl.load(
         part_outputs + place[:, None] * v_dim + e[None, :], mask=has_kv[:, None] & (e < v_dim)[None, :], other=0.0
     )

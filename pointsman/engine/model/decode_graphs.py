@@ -87,14 +87,19 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         """See `Recorder`."""
         run()  # compiles kernels, and lets libraries choose theirs
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            run()
+        with torch.cuda.stream(self._stream):  # `torch.cuda.graph` would also empty caches, once a graph
+            graph.capture_begin(pool=self._pool)
+            try:
+                run()
+            finally:
+                graph.capture_end()
         return graph.replay
 
 

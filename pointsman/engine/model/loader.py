@@ -174,9 +174,10 @@ def wrap_model(
         generation: what else ends texts, and the defaults of requests; None: the model's own `generation_config`.
         max_model_len: longest sequence that will be asked for; None: what the model was made for. Only a model with
             a "longrope" embedding needs to know it when it is loaded (see `fix_longrope`).
-        attention: "torch", "numba" (compiled, for CPUs), a class of backends, or "auto": the fastest available.
+        attention: "torch", "numba" (compiled, for CPUs), "triton" (for GPUs), a class of backends, or "auto": the
+            fastest available.
         fuse: replace parts of the model by faster ones that were seen to compute the same (see `fusion.py`), where the
-            attention is "numba". The model is then good for this only.
+            attention is "numba" or "triton". The model is then good for this only.
         quantization: "int8" or "int4": linear layers in 8 or 4 bits (see `linear.py`), for fused models in float32.
             Outputs differ.
 

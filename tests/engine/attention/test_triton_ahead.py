@@ -98,5 +98,5 @@ def test_kernels_compile_and_hardly_spill(arch: int) -> None:
     for one, resources in zip(kernels, compile_all(kernels, arch), strict=True):
         print(f"sm_{arch}", one.name, one.constexprs.get("k_dim", ""), resources)
         is_fast = "*fp32" not in one.signature.values() or one.name != "prefill_kernel"
-        assert not is_fast or resources.spill_stores <= (0 if arch == 90 else 100), one
+        assert not is_fast or resources.spill_stores <= (0 if arch == 90 else 128), one
         assert resources.shared_bytes <= 160 << 10
