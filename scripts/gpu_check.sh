@@ -12,6 +12,11 @@
 #     fastapi starlette pydantic pydantic_core annotated_types typing_inspection annotated_doc opentelemetry_api
 #     uvicorn httptools h11
 #
+# For a machine with Python 3.12, on one with a network (pydantic_core in the version that pydantic asks for):
+#
+#     pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
+#         --platform manylinux2014_x86_64 -c constraints.txt -d .whl fastapi starlette ...
+#
 # All other parts run without them. xgrammar, gguf and httpx2 are not needed: nothing here compiles grammars, reads GGUF
 # files or chats.
 set -euo pipefail

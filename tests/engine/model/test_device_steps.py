@@ -236,3 +236,15 @@ def test_logits_that_are_not_finite_end_their_request_alone(with_graphs: bool) -
     done = drain(engine)
     assert done["bad"].outputs[0].finish_reason == "error" and NOT_FINITE in str(done["bad"].outputs[0].finish_detail)
     assert len(done["good"].token_ids) == 3
+
+
+@pytest.mark.long
+def test_fused_layers_give_the_same_tokens(loaded: LoadedModel) -> None:
+    """Every part of a layer is replaced after its trial, as on a GPU."""
+    config = FAMILIES["qwen3"]()
+    config.num_hidden_layers = config.num_key_value_heads = 1
+    fused = wrap_model(build(config, seed=1), tokenizer=byte_tokenizer(), attention=TritonAttention)
+    assert fused.fused["FusedLayer"] == 1 and fused.drops_tokens_early
+    graphs = Again()
+    assert texts(make(fused, "auto", steps=2, graphs=graphs), SAMPLING) == texts(make(loaded, "torch"), SAMPLING)
+    assert graphs.num_replays > 5
