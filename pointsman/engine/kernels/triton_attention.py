@@ -37,33 +37,67 @@ def _dot(a, b, total):
 
 
 @jit
-def _scores(
+def _attend_tile(
     q,
-    k,
+    keys,
+    values,
+    table,
+    places,
+    is_read,
+    is_seen,
+    head,
+    top,
+    total,
+    mixed,
     scale: tl.constexpr,
     softcap: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    k_dim: tl.constexpr,
+    v_dim: tl.constexpr,
+    block_size: tl.constexpr,
+    padded_k: tl.constexpr,
+    padded_v: tl.constexpr,
 ):
-    """[M, N] scores to the base 2 of q [M, K] and k [K, N]."""
-    scores = _dot(q, k, tl.zeros([q.shape[0], k.shape[1]], tl.float32))
+    """What a softmax over one tile of keys more makes of its maximum (to the base 2), its sum, and its output.
+
+    Args:
+        q: [M, padded_k] queries.
+        table: where the row's block table begins.
+        places: [N] tokens of the row; is_read: [N] which of them exist; is_seen: [M, N] to which a query attends.
+        top, total: [M]; mixed: [M, padded_v], not divided by the sum.
+    """
+    d, e = tl.arange(0, padded_k), tl.arange(0, padded_v)
+    blocks = tl.load(table + places // block_size, mask=is_read, other=0).to(tl.int64)
+    slots = (blocks * num_kv_heads + head) * block_size + places % block_size
+    k = tl.load(keys + slots[None, :] * k_dim + d[:, None], mask=is_read[None, :] & (d < k_dim)[:, None], other=0.0)
+    scores = _dot(q, k.to(q.dtype), tl.zeros([q.shape[0], places.shape[0]], tl.float32))
     if softcap > 0:
         # tanh(x) = 1 - 2 / (exp(2x) + 1), which is right at both infinities
         scores = scores * (2.0 * scale / softcap)
         scores = (1.0 - 2.0 / (tl.exp(scores) + 1.0)) * (softcap * LOG2_E)
     else:
         scores = scores * (scale * LOG2_E)
-    return scores
+    scores = tl.where(is_seen, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    # A query whose window begins behind this tile has seen nothing yet: minus infinity less itself is NaN.
+    base = tl.where(new_top > float("-inf"), new_top, 0.0)
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(top - base)
+    v = tl.load(values + slots[:, None] * v_dim + e[None, :], mask=is_read[:, None] & (e < v_dim)[None, :], other=0.0)
+    mixed = _dot(weights.to(q.dtype), v.to(q.dtype), mixed * shrink[:, None])
+    return new_top, total * shrink + tl.sum(weights, 1), mixed
 
 
 @jit
-def _slots(
-    tables,
-    tokens,
-    is_read,
-    block_size: tl.constexpr,
-):
-    """Blocks and places in them of tokens [N] of a row, given where its table begins."""
-    blocks = tl.load(tables + tokens // block_size, mask=is_read, other=0).to(tl.int64)
-    return blocks, tokens % block_size
+def _divided(top, total, mixed, sinks, heads, is_row, has_sinks: tl.constexpr):
+    """Outputs [M, padded_v], with the sinks of their heads [M] in the sum; zeros where a row attends to nothing."""
+    if has_sinks:
+        sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+        new_top = tl.maximum(top, sink)
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.exp2(sink - new_top)
+        mixed = mixed * shrink[:, None]
+    return mixed / tl.where(total > 0, total, 1.0)[:, None]
 
 
 @jit
@@ -137,31 +171,13 @@ def decode_kernel(
     for start in range(first, last, tile):
         places = start + n
         is_read = places < last
-        blocks, offsets = _slots(table, places, is_read, block_size)
-        slots = (blocks * num_kv_heads + head) * block_size + offsets
-        k = tl.load(
-            keys + slots[None, :] * k_dim + d[:, None], mask=is_read[None, :] & (d < k_dim)[:, None], other=0.0
-        ).to(q.dtype)
-        scores = _scores(q, k, scale, softcap)
-        scores = tl.where(is_read[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        v = tl.load(
-            values + slots[:, None] * v_dim + e[None, :], mask=is_read[:, None] & (e < v_dim)[None, :], other=0.0
-        ).to(q.dtype)
-        total = total * shrink + tl.sum(weights, 1)
-        mixed = _dot(weights.to(q.dtype), v, mixed * shrink[:, None])
-        top = new_top
+        top, total, mixed = _attend_tile(
+            q, keys, values, table, places, is_read, is_read[None, :], head, top, total, mixed,
+            scale, softcap, num_kv_heads, k_dim, v_dim, block_size, padded_k, padded_v,
+        )  # fmt: skip
     is_out = is_head[:, None] & (e < v_dim)[None, :]
     if num_parts == 1:
-        if has_sinks:
-            sink = tl.load(sinks + heads, mask=is_head, other=0.0).to(tl.float32) * LOG2_E
-            new_top = tl.maximum(top, sink)
-            shrink = tl.exp2(top - new_top)
-            total = total * shrink + tl.exp2(sink - new_top)
-            mixed = mixed * shrink[:, None]
-        mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+        mixed = _divided(top, total, mixed, sinks, heads, is_head, has_sinks)
         out = output + (token * (num_kv_heads * group) + heads[:, None]) * v_dim + e[None, :]
         tl.store(out, mixed.to(output.dtype.element_ty), mask=is_out)
     else:
@@ -268,34 +284,13 @@ def prefill_kernel(
     length = position + count
     for start in range(begin, length, tile):
         places = start + n
-        is_read = places < length
-        blocks, offsets = _slots(table, places, is_read, block_size)
-        slots = (blocks * num_kv_heads + head) * block_size + offsets
-        k = tl.load(
-            keys + slots[None, :] * k_dim + d[:, None], mask=is_read[None, :] & (d < k_dim)[:, None], other=0.0
-        ).to(q.dtype)
-        scores = _scores(q, k, scale, softcap)
         is_seen = places[None, :] <= (position + behind)[:, None]
         if window > 0:
             is_seen = is_seen & (places[None, :] > (position + behind - window)[:, None])
-        scores = tl.where(is_seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        # A query whose window begins behind this tile has seen nothing yet: minus infinity less itself is NaN.
-        base = tl.where(new_top > float("-inf"), new_top, 0.0)
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(top - base)
-        v = tl.load(
-            values + slots[:, None] * v_dim + e[None, :], mask=is_read[:, None] & (e < v_dim)[None, :], other=0.0
-        ).to(q.dtype)
-        total = total * shrink + tl.sum(weights, 1)
-        mixed = _dot(weights.to(q.dtype), v, mixed * shrink[:, None])
-        top = new_top
-    if has_sinks:
-        sink = tl.load(sinks + heads).to(tl.float32) * LOG2_E
-        new_top = tl.maximum(top, sink)
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.exp2(sink - new_top)
-        mixed = mixed * shrink[:, None]
-    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+        top, total, mixed = _attend_tile(
+            q, keys, values, table, places, places < length, is_seen, head, top, total, mixed,
+            scale, softcap, num_kv_heads, k_dim, v_dim, block_size, padded_k, padded_v,
+        )  # fmt: skip
+    mixed = _divided(top, total, mixed, sinks, heads, is_row, has_sinks)
     out = output + ((token + behind[:, None]) * (num_kv_heads * group) + heads[:, None]) * v_dim + e[None, :]
     tl.store(out, mixed.to(output.dtype.element_ty), mask=is_row[:, None] & (e < v_dim)[None, :])
