@@ -1,11 +1,13 @@
 """Part g: a pool that is too small, cached prefixes, aborts, two steps in flight: tokens, invariants, KV contents.
 
 The demo model in float32. Outputs must equal those of a large pool with one step in flight; the scheduler's invariants
-hold after every step; KV in the pool equals that of a new engine, which computes each sequence as one prompt.
+hold after every step; KV in the pool equals that of a new engine, which computes each sequence as one prompt; on a GPU
+the host waits for nothing in a step but its results.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -54,6 +56,7 @@ def run(setting: Setting) -> None:
     _cached(setting, engine, prompts, params, want)
     _aborted(setting, engine, prompts, params, want)
     _contents(setting, engine, prompts, params)
+    _waits(setting, engine(AMPLE), prompts, params)
 
 
 class Run:
@@ -148,6 +151,25 @@ def _aborted(setting: Setting, engine: Any, prompts: Any, params: Any, want: Any
             run.engine.scheduler.check_invariants()
     run.check_empty()
     run.compare([output for name, output in done.items() if name not in aborted], want, aborted=len(aborted))
+
+
+def _waits(setting: Setting, engine: Engine, prompts: Any, params: Any) -> None:
+    """Requests that only sample make the host wait for one event a step, and for nothing else."""
+    if not setting.on_gpu:
+        setting.findings.skip("operators that make the host wait", "PyTorch counts them on a GPU")
+        return
+    run = Run(setting, engine, "waits")
+    run.serve(prompts, params)  # what the first steps load and compile
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run.serve(prompts, params)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [str(one.message) for one in caught if "synchroniz" in str(one.message)]
+    setting.findings.figure("operators that make the host wait, in plain steps", len(waits))
+    setting.findings.check(not waits, f"waits: {len(waits)} operators made the host wait, first: {waits[:1]}")
 
 
 def _contents(setting: Setting, engine: Any, prompts: Any, params: Any) -> None:
