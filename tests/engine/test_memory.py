@@ -117,7 +117,7 @@ def engine_on(memory: Memory, monkeypatch: pytest.MonkeyPatch, loaded: LoadedMod
     """An engine on the CPU that takes the figures of `memory` for those of its device."""
     monkeypatch.setattr(engine_module, "device_memory", lambda device: memory)
     monkeypatch.setattr(engine_module, "check_utilization", lambda *_: None)
-    return Engine(loaded, max_model_len=64, block_size=16, **options)
+    return Engine(loaded, max_model_len=64, block_size=16, **{"enforce_eager": True, **options})
 
 
 def tokens_of(engine: Engine) -> list[int]:
@@ -129,15 +129,18 @@ def tokens_of(engine: Engine) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("given", "share"), [({}, 0.9), ({"gpu_memory_utilization": 0.2}, 0.2)])
+@pytest.mark.parametrize(
+    ("given", "share", "graphs"),
+    [({}, 0.9, 0), ({"gpu_memory_utilization": 0.2}, 0.2, 0), ({"enforce_eager": False}, 0.9, int(0.02 * GIB))],
+)
 def test_the_pool_takes_what_a_measured_step_leaves(
-    monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, given: dict[str, float], share: float
+    monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, given: dict[str, float], share: float, graphs: int
 ) -> None:
     memory = Memory()
     engine = engine_on(memory, monkeypatch, loaded, **given)
     assert memory.calls.count("reset_peak") == 1
     block = bytes_per_block(loaded.layers, 16, torch.float32)
-    assert engine.scheduler.config.num_blocks == (int(share * GIB) - 50 * MIB) // block
+    assert engine.scheduler.config.num_blocks == (int(share * GIB) - 50 * MIB - graphs) // block
     assert engine.kv_pool.num_bytes <= share * GIB - 50 * MIB
     plain = Engine(loaded, max_model_len=64, block_size=16, num_blocks=9)
     assert tokens_of(engine) == tokens_of(plain), "the step that was measured leaves nothing behind"

@@ -154,7 +154,7 @@ def test_a_model_without_a_tokenizer_is_warmed_up(caplog: LogCaptureFixture) -> 
 def test_a_model_that_fails_is_an_error(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(loaded)
     with monkeypatch.context() as patch:
-        patch.setattr("pointsman.engine.model.runner.run_model", fail)
+        patch.setattr("pointsman.engine.model.forward.run_model", fail)
         with pytest.raises(EngineStepError, match="no such operation"):
             warm_up(engine)
     assert outputs(engine) == outputs(make(loaded)), "the engine is as it was"

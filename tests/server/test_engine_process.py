@@ -79,7 +79,7 @@ def test_a_model_that_fails_when_it_is_warmed_up_is_reported(warm_up: bool, monk
         raise RuntimeError("no such operation")
 
     monkeypatch.setattr(engine_process, "GrammarServer", begin)
-    monkeypatch.setattr("pointsman.engine.model.runner.run_model", fail)
+    monkeypatch.setattr("pointsman.engine.model.forward.run_model", fail)
     code, message = start(warm_up=warm_up)
     if warm_up:
         assert code == 1 and isinstance(message, Failed) and not message.is_usage_error
@@ -94,7 +94,7 @@ def test_a_gpu_that_is_full_when_it_warms_up_is_reported(monkeypatch: pytest.Mon
     def fail(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr("pointsman.engine.model.runner.run_model", fail)
+    monkeypatch.setattr("pointsman.engine.model.forward.run_model", fail)
     code, message = start(warm_up=True)
     assert code == 2 and isinstance(message, Failed) and message.is_usage_error
     assert "the warm-up needs more memory than the device has free" in message.message
