@@ -34,6 +34,7 @@ from pointsman.engine.errors import first_line
 from pointsman.engine.kv.pool import KVPool
 from pointsman.engine.model.forward import run_paged
 from pointsman.engine.model.loaded import LoadedModel
+from pointsman.engine.sampling.batch import SamplingBatch
 from pointsman.engine.sampling.race_triton import DeviceParameters, DeviceRace
 
 logger = logging.getLogger(__name__)
@@ -119,7 +120,6 @@ class DecodeRows:
 
 @dataclass(slots=True)
 class _Recorded:
-    inputs: dict[str, Tensor]
     forward: Callable[[], None]
     sample: Callable[[], None]
 
@@ -170,9 +170,6 @@ class DecodeGraphs:
         """Tokens of the last step that was sampled here, by row,"""
         self.ok = torch.zeros(largest, dtype=torch.uint8, device=self._device)
         """and whether each has a finite maximum."""
-
-    def __len__(self) -> int:
-        return len(self._recorded)
 
     def record_all(self, max_bytes: int, taken: Callable[[], int]) -> None:
         """Record the graphs, the largest first, until they have taken so much memory.
@@ -258,7 +255,7 @@ class DecodeGraphs:
             "tails": column(batch.tails, np.int32),
             "lens": column(batch.kv_lens, np.int32),
             "table_width": np.array([width], dtype=np.int32),
-            **(parameters if parameters is not None else _greedy(size)),
+            **(parameters if parameters is not None else DeviceParameters.columns(_no_rows(), size)),
         }
         tables = np.zeros((self._num_groups, size, width), dtype=np.int32)
         for group, of_group in enumerate(rows.batches):
@@ -304,18 +301,13 @@ class DecodeGraphs:
             tokens.index_copy_(0, inputs["places"], self.sampled[:size])
 
         with torch.inference_mode():
-            return _Recorded(inputs, self._recorder.record(forward), self._recorder.record(sample))
+            return _Recorded(self._recorder.record(forward), self._recorder.record(sample))
 
 
-def _greedy(size: int) -> dict[str, npt.NDArray[Any]]:
-    """Parameters of rows that are greedy."""
-    return {
-        "temperature": np.zeros(size, dtype=np.float32),
-        "top_k": np.zeros(size, dtype=np.int32),
-        "top_p": np.ones(size, dtype=np.float64),
-        "min_p": np.zeros(size, dtype=np.float32),
-        "keys": np.zeros(size, dtype=np.int64),
-    }
+def _no_rows() -> SamplingBatch:
+    """Parameters of no rows."""
+    ints, floats = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float64)
+    return SamplingBatch(0, ints, floats.astype(np.float32), ints, floats, floats, ints.astype(np.uint64))
 
 
 def _padding(width: int, num_groups: int) -> DecodeRows:

@@ -43,6 +43,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pointsman.engine.arrays import BoolArray, Int64Array
+from pointsman.engine.device import to_device
 from pointsman.engine.sampling.batch import SamplingBatch
 from pointsman.engine.sampling.race import MULTIPLIERS, SHIFTS, TOKEN_STEP
 
@@ -208,7 +209,7 @@ class DeviceRace:
         """
         num_rows = len(logits)
         columns = DeviceParameters.columns(batch, num_rows)
-        parameters = DeviceParameters(**{name: torch.from_numpy(x).to(logits.device) for name, x in columns.items()})
+        parameters = DeviceParameters(**to_device(columns, logits.device))
         tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
         ok = torch.empty(num_rows, dtype=torch.uint8, device=logits.device)
         self.choose(logits, parameters, tokens, ok)
