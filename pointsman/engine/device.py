@@ -1,8 +1,8 @@
-"""What travels between the host and the model's device: one copy there before a step, one back after it.
+"""What travels between the host and the model's device: arrays to it before a step, the step's results back.
 
-A copy to a GPU does not make the host wait if its source is pinned memory. Each number of an array apart would cost a
-copy, so a step's arrays travel together, in one piece of memory. Their places in it depend on their sizes alone: what
-has the same sizes can be copied over what was there before, for a CUDA graph that reads it.
+A copy to a GPU does not make the host wait if its source is pinned memory. Arrays travel together, in one piece of
+memory, because each copy costs the host some microseconds. Their places in the piece depend on their sizes alone: arrays
+of the same sizes can be copied over earlier ones, for a CUDA graph that reads them.
 """
 
 from __future__ import annotations
