@@ -1,8 +1,8 @@
 """What travels between the host and the model's device: arrays to it before a step, the step's results back.
 
 A copy to a GPU does not make the host wait if its source is pinned memory. Arrays travel together, in one piece of
-memory, because each copy costs the host some microseconds. Their places in the piece depend on their sizes alone: arrays
-of the same sizes can be copied over earlier ones, for a CUDA graph that reads them.
+memory, because each copy costs the host some microseconds. Their places in the piece depend on their sizes alone, so
+arrays of the same sizes can be copied over earlier ones, for a CUDA graph that reads them.
 """
 
 from __future__ import annotations
