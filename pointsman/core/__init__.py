@@ -49,7 +49,6 @@ from pointsman.core.state.status import (
     RequestEventType,
     RequestStatus,
 )
-from pointsman.core.step.opening import Opening
 
 __all__ = [
     "Adapter",
@@ -68,7 +67,6 @@ __all__ = [
     "KVGroup",
     "Listener",
     "Load",
-    "Opening",
     "ParkReason",
     "PauseMode",
     "PointsmanError",

@@ -44,14 +44,11 @@ from pointsman.core.state.events import Call, Events, Listener, Need, send
 from pointsman.core.state.inputs import EncoderInput
 from pointsman.core.state.numbers import MAX_INT, checked_priority
 from pointsman.core.state.output import Integers, SchedulerOutput, StepResult, StepUpdate
-from pointsman.core.state.reason import Reason
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import FinishReason, ParkReason, Pause, PauseMode, PreemptionCause, RequestStatus
 from pointsman.core.step.assembly import NEW, Start, assemble
 from pointsman.core.step.emit import input_token_ids
 from pointsman.core.step.in_flight import StepRecord
-from pointsman.core.step.opening import Opening
-from pointsman.core.step.past_finishes import Finishes
 from pointsman.core.step.plain import PlainSteps
 from pointsman.core.step.request_table import End
 from pointsman.core.step.rewind import take_back
@@ -104,9 +101,7 @@ class Scheduler:
         "_max_seen_active_seqs",
         "_next_step_id",
         "_open_eviction",
-        "_openings",
         "_parts",
-        "_past_finishes",
         "_plain_steps",
         "_recorder",
         "_run_parts",
@@ -161,7 +156,6 @@ class Scheduler:
         self._update, self._encoder, self._load_followers = parts.update, parts.encoder, parts.gates.load_followers
         self._fast_forward, self._view, self._budget = parts.fast_forward, parts.view, parts.budget
         self._guards = tuple(policy for policy in parts.policies if isinstance(policy, Guard))
-        self._openings, self._past_finishes = parts.openings, parts.past_finishes
         self._fast_forward.checks_horizons = self._check_horizons
         self._open_eviction: Callable[[], None] | None = getattr(parts.kv.eviction, "open_step", None)
         self._max_seen_active_seqs = config.num_seats
@@ -404,60 +398,6 @@ class Scheduler:
             arguments = {"first_step_id": first, "times": times, "token_ids": token_ids, "run": run}
             send(self._events.called, Call("advance", run.times[-1], {**arguments, "last_token_ids": last_token_ids}))
         return update
-
-    def opening(self) -> Opening | None:
-        """What the next step does, looked at and not done, if that is sure and simple: it admits waiting requests or
-        goes on with a prompt, beside rows that decode, and nothing follows the decisions. None: it must be scheduled,
-        or is a plain decode. An opening is void once any call has changed the scheduler.
-
-        From it a host that needs no output knows how long the step takes, and may do it with the decodes behind it.
-        """
-        return self._openings.find(self._next_step_id)
-
-    def advance_past_finishes(
-        self,
-        times: Sequence[float] | npt.NDArray[np.float64],
-        token_ids: Integers,
-        last_token_ids: Integers,
-        lengths: Integers,
-        opening: Opening | None = None,
-    ) -> tuple[int, list[Finishes]]:
-        """As `advance`, for a host that knows in which step a request stops: does as many of the steps as are sure to
-        be plain decodes, whatever finishes among them. None is while a request waits, or where something follows the
-        decisions: a listener, a recording, a policy that observes, the log of `log_request_events`.
-
-        The steps end sooner where blocks might run out, where a request reaches its token limit before the end of its
-        length, and before one ends a part of its prompt.
-
-        Args:
-            times: [steps + 1] seconds, as for `advance`.
-            lengths: [rows] the number of steps, from the first of these on, until each running request stops, in
-                admission order; at least 1, and more than there are steps if it goes on.
-            token_ids: [rows] what each request samples in every step before that; stops no request.
-            last_token_ids: [rows] what stops it then.
-            opening: is the first step. Rows are those that sample in it, running ones first, then admitted ones.
-
-        Returns:
-            The number of steps that were done, and for each of them in which requests finished: which, and how full the
-            pool is then.
-
-        Raises:
-            StepOrderError: there is no step, or the opening is void. Nothing has changed.
-            StepResultError: the tokens or lengths do not fit, or a token stops its request, or a last one does not.
-                Nothing has changed.
-        """
-        first = self._next_step_id
-        num_steps, num_sampled, finishes = self._past_finishes.advance(
-            first, times, token_ids, last_token_ids, lengths, opening
-        )
-        self._next_step_id += num_steps
-        if opening is None:
-            self._statistics.count_decodes(num_steps, num_sampled)
-        else:
-            num_scheduled = opening.num_tokens + num_sampled - opening.num_samples
-            blocked_by = Reason.BUDGET if opening.is_budget_spent else None
-            self._statistics.count_opened(num_steps, num_scheduled, num_sampled, blocked_by)
-        return num_steps, finishes
 
     # ------------------------------------------------------------------ parts of the step
 

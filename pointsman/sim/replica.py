@@ -7,10 +7,8 @@
 With host memory (`host_memory.py`) a step begins with its copies, which add to its time.
 
 A step that decides anything is scheduled when it begins and updated when it ends. Between such steps every running
-request decodes, and `Scheduler.advance` does all of them at once. Where nothing outside asks or acts when a request
-finishes (`passes_finishes`), it is known until when nothing happens, and `Scheduler.advance_past_finishes` does the
-steps until then as they are planned, with the one before them if it is sure what that admits (`Scheduler.opening`). The
-end of an output is known here alone: a request ends with an end-of-sequence token that the scheduler cannot foresee.
+request decodes, and `Scheduler.advance` does all of them at once, up to the first request that ends. The end of an
+output is known here alone: a request ends with an end-of-sequence token that the scheduler cannot foresee.
 
 With asynchronous scheduling (`max_steps_in_flight=2`) a step is scheduled when the one before it begins, as vLLM does:
 what arrives meanwhile, or is known only at its end, counts one step later. Such steps are simulated one by one.
@@ -29,7 +27,6 @@ import numpy.typing as npt
 from pointsman.core import (
     Copies,
     Listener,
-    Opening,
     Request,
     RequestRefused,
     Scheduler,
@@ -78,17 +75,6 @@ class _Decodes(NamedTuple):
             return self
         num_steps = int(self.times[1:].searchsorted(time)) + 1
         return self._replace(end=self.times.item(num_steps), times=self.times[: num_steps + 1])
-
-
-class _Done(NamedTuple):
-    """Planned, and done: steps until a time before which nothing else happens."""
-
-    end: float
-    finished: list[int]
-    """Numbers of the requests that finish in them."""
-    alone: tuple[int, int, float] | None
-    """Of a single step that decided something: rows, tokens, and KV usage, for its entry in the timeline, which waits
-    for arrivals during the step; None: all entries are made."""
 
 
 class _Known(NamedTuple):
@@ -151,12 +137,10 @@ class Replica:
         self._events = self.timeline.events
         self._ones = np.ones(_ROWS, dtype=np.int64)
         self._is_stepping = is_stepping
-        self.passes_finishes = False
-        """Whether a run of decodes may go on where requests finish: nothing outside asks or acts before it is over."""
         self._decode_seconds = LEAST_SECONDS  # of the last planned decode
         self._seed, self._vocab_size = seed, vocab_size
         self._has_content = config.enable_prefix_caching
-        self._planned: _Decodes | _Step | _Done | None = None
+        self._planned: _Decodes | _Step | None = None
         self._arrived: list[tuple[Request, float]] = []  # during planned decodes
         self.refused: list[tuple[int, str]] = []
         """Requests that can never run, by number, and why; the simulation takes them."""
@@ -166,7 +150,6 @@ class Replica:
         self._last_token = np.zeros(_ROWS, dtype=np.int64)  # the number of tokens with which it ends
         self._filler = np.zeros(_ROWS, dtype=np.int32)  # the token id of its output
         self._number = np.zeros(_ROWS, dtype=np.int64)  # of the request, in `timings`
-        self._stops = np.full(_ROWS, EOS_TOKEN, dtype=np.int32)  # what each samples then
         self._known: dict[Request, _Known] = {}  # of each unfinished request
 
     @property
@@ -222,7 +205,7 @@ class Replica:
     def plan(self, until: float = math.inf) -> float | None:
         """When the next event ends; None: nothing is to be done until a request arrives.
 
-        `until`: a time that a run of decodes which passes finishes need not go beyond.
+        `until`: a time that a run of decodes need not go beyond.
         """
         planned = self._planned
         if planned is None:
@@ -237,12 +220,6 @@ class Replica:
         self.now = planned.end
         if isinstance(planned, _Step):
             return self._finish_step(planned.output)
-        if isinstance(planned, _Done):
-            if planned.alone is not None:
-                num_rows, num_tokens, usage = planned.alone
-                event = Event(planned.end, 1, num_rows, num_tokens, self.scheduler.num_queued, usage)
-                self._events.append(event)
-            return planned.finished
         finished = self._finish_decodes(planned)
         if self._arrived:
             for request, time in self._arrived:
@@ -250,17 +227,13 @@ class Replica:
             self._arrived.clear()
         return finished
 
-    def _plan_next(self, until: float) -> _Decodes | _Step | _Done | None:
+    def _plan_next(self, until: float) -> _Decodes | _Step | None:
         scheduler = self.scheduler
         if self._max_in_flight > 1:
             return self._plan_ahead()
         if not scheduler.has_unfinished_requests():
             return None
         if not self._is_stepping:
-            if self.passes_finishes:
-                done = self._run_until(until)
-                if done is not None:
-                    return done
             rows = scheduler.running_rows
             # Most often a request has arrived that the next step admits: then nothing else need be looked up.
             if len(rows) and (not scheduler.num_queued or scheduler.horizon(1)):
@@ -364,127 +337,6 @@ class Replica:
         waiting, usage = scheduler.num_queued, scheduler.kv_cache_usage
         self._events.append(Event(self.now, num_steps, num_rows, num_steps * num_rows, waiting, usage))
         return self._finished(update.finished) if update.finished else _NONE
-
-    # ------------------------------------------------------------------ what runs past finishes do
-
-    def _run_until(self, until: float) -> _Done | None:
-        """Do the steps that are sure, up to the one in which the time `until` falls; None: none is."""
-        scheduler = self.scheduler
-        opening = scheduler.opening()
-        if opening is not None:
-            seconds = self._step_time.of_step(new_tuple(StepLoad, opening[:5]))
-            self._place_opened(opening)
-            rows, known = opening.rows[: opening.num_samples], opening.num_known_tokens
-            context = opening.num_context_tokens
-        elif scheduler.num_queued:
-            return None
-        else:
-            seconds = None
-            rows, known = scheduler.running_rows, scheduler.running_num_tokens
-            context = int(np.add.reduce(known))
-        lengths = self._last_token[rows] - known
-        goes_on = opening is None or opening.may_go_on
-        times, stretches = self._times(seconds, goes_on, lengths, known, context, until)
-        num_rows = len(rows)
-        if num_rows > len(self._stops):
-            self._stops = np.full(2 * num_rows, EOS_TOKEN, dtype=np.int32)
-        num_steps, finishes = scheduler.advance_past_finishes(
-            times, self._filler[rows], self._stops[:num_rows], lengths, opening
-        )
-        if not num_steps:
-            return None
-        end = times.item(num_steps)
-        if num_steps > 1 or opening is None:
-            self._decode_seconds = max(end - times.item(num_steps - 1), LEAST_SECONDS)
-        usages, finished = dict[int, float](), list[Request]()
-        for step, requests, usage in finishes:
-            usages[step] = usage
-            finished += requests
-        opened, alone = 0, None
-        if opening is not None:
-            opened, usage = 1, usages.get(1, opening.kv_cache_usage)
-            if num_steps == 1:
-                alone = opening.num_rows, opening.num_tokens, usage
-            else:
-                event = (times.item(1), 1, opening.num_rows, opening.num_tokens, 0, usage)
-                self._events.append(new_tuple(Event, event))
-        numbers = left = self._number[rows]
-        begin = 0
-        for stretch_end in stretches:
-            stop = min(stretch_end, num_steps)
-            count = len(left)
-            if count:
-                self._timings.tokens(left, times[begin : stop + 1])
-            size = stop - (begin if begin > opened else opened)
-            if size:
-                usage = usages.get(stop, scheduler.kv_cache_usage)
-                self._events.append(new_tuple(Event, (times.item(stop), size, count, size * count, 0, usage)))
-            begin = stop
-            if stop == num_steps:
-                break
-            left = numbers[lengths > stop]
-        return new_tuple(_Done, (end, self._finished(finished), alone))
-
-    def _times(
-        self,
-        seconds: float | None,
-        goes_on: bool,
-        lengths: Int64Array,
-        known: Int64Array,
-        context: int,
-        until: float,
-    ) -> tuple[FloatArray, list[int]]:
-        """[steps + 1] the times of the steps up to that in which `until` falls, or about, and the steps after which
-        other requests go on: those in which some finish, and the last.
-
-        Args:
-            seconds: of the first step; None: it is a decode as the others.
-            goes_on: whether there are others.
-            lengths: [rows] the number of steps after which each request finishes.
-            known: [rows] its tokens.
-            context: their sum.
-        """
-        start, done, num_steps = self.now, 0, 0
-        if seconds is not None:
-            done = num_steps = 1
-            start += seconds
-            goes_on = goes_on and start < until
-        if goes_on:
-            num_steps += self._num_steps_until(until - start)
-        times = np.empty(num_steps + 1)
-        times[0], times[done] = self.now, start
-        finishing: list[tuple[int, int]] = []
-        if num_steps > 1 and lengths.item(lengths.argmin()) < num_steps:
-            finishing = [(lengths.item(index), index) for index in (lengths < num_steps).nonzero()[0].tolist()]
-            finishing.sort()
-        count, ends = len(lengths), list[int]()
-        for end, index in finishing:
-            if end > done:
-                self._fill(times, done, end, count, context)
-                done = end
-            if times.item(done) >= until:
-                break
-            if not ends or end > ends[-1]:
-                ends.append(end)
-            count -= 1
-            context -= known.item(index)
-        else:
-            if count and num_steps > done:
-                self._fill(times, done, num_steps, count, context)
-                done = num_steps
-        if times.item(done) > until:
-            done = int(times[1 : done + 1].searchsorted(until)) + 1
-        ends.append(done)
-        return times[: done + 1], ends
-
-    def _place_opened(self, opening: Opening) -> None:
-        """Note what is known of the requests that the opening admits, by the rows that they get. If it is not done, the
-        next step admits the same."""
-        rows, num_continued = opening.rows, opening.num_continued
-        for index, request in enumerate(opening.admitted):
-            known = self._known[request]
-            self._place(rows.item(num_continued + index), known)
-            self._timings.admitted(known.number, self.now, opening.grants[index].num_cached_tokens)
 
     def _place_admitted(self, output: SchedulerOutput) -> None:
         """Note what is known of the requests that got a row."""

@@ -19,7 +19,7 @@ from pointsman.sim.outcome import Timeline, Timings
 from pointsman.sim.replica import Replica
 from pointsman.sim.request import SimRequest
 from pointsman.sim.step_time import StepTime
-from pointsman.sim.workload import OpenLoop, Workload
+from pointsman.sim.workload import Workload
 
 Progress = Callable[[int, float], None]
 """Called now and then with the number of finished requests, and the virtual time."""
@@ -145,8 +145,6 @@ class Simulation:
     def _run(self, until: float, progress: Progress | None) -> None:
         replicas, num_events = self.replicas, 0
         only = replicas[0] if len(replicas) == 1 else None
-        if only is not None:  # no routing asks what is unfinished, and nothing arrives because of a finish
-            only.passes_finishes = isinstance(self._workload, OpenLoop) and until == math.inf
         arrival = self._next_arrival()
         while True:
             first: Replica | None

@@ -15,15 +15,61 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pointsman.core import Request, SchedulerOutput, StepResult
+from pointsman.core import (
+    ParkReason,
+    PauseMode,
+    Request,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+    StepResult,
+)
+from pointsman.core.presets import PRESETS, SYSTEMS
 from pointsman.core.state.output import OutputFields
 from pointsman.core.step.plain import PlainSteps
 from tests.by_name import find
 from tests.by_name import replace as replace_method
-from tests.core.step.test_past_finishes import Pair
 from tests.forms import short_or_long
-from tests.property.test_openings import BASE, VARIANTS
+from tests.property.twin import state_of
 
+EOS, OTHER_STOP = 5, 6
+CASES: dict[str, dict[str, Any]] = {
+    "blank": {"enable_prefix_caching": False},
+    "cached": {},
+    "evictions": {"num_blocks": 72},
+    "duplicates": {"num_blocks": 72, "share_within_step": False},
+    "retention": {"num_blocks": 72, "eviction": "retention:share=0.5"},
+    "few seats": {"max_num_seqs": 3, "order": "priority"},
+    "long outputs": {"num_blocks": 400, "max_model_len": 1500},
+    "prefill-first": {"batching": "prefill-first", "shortage": "look-ahead"},
+    "little room": {"max_model_len": 200},
+    "events": {"enable_kv_cache_events": True, "num_blocks": 72},
+}
+BIG = {"max_num_seqs", "max_num_batched_tokens", "max_num_active_seqs"}  # of presets: here nothing is that large
+FULL_POOL = {"num_blocks": 60, "full_sequence_must_fit": False}
+VARIANTS: dict[str, dict[str, Any]] = {
+    **CASES,
+    "cached within a step": {"max_num_batched_tokens": 24},
+    **{f"as {name}": {k: v for k, v in knobs.items() if k not in BIG} for name, knobs in (PRESETS | SYSTEMS).items()},
+    "few blocks": FULL_POOL,
+    "fair": {"order": "fair:weights=t0/2"},
+    "shortest-prefill": {"order": "shortest-prefill:ageing=2"},
+    "static": {"batching": "static"},
+    "no chunks": {"enable_chunked_prefill": False},
+    "long prompts in parts": {"long_prefill_token_threshold": 3},
+    "one partial prefill": {"max_num_partial_prefills": 1, "max_num_batched_tokens": 11},
+    "mean reserve": {**FULL_POOL, "decode_reserve": "mean"},
+    "growth": {**FULL_POOL, "reserves": ("growth:scale=4",)},
+    "bypass": {**FULL_POOL, "reserves": ("bypass:bound=3",)},
+    "least cost": {**FULL_POOL, "victim": "least-cost"},
+    "reuse": {**FULL_POOL, "eviction": "reuse:share=0.4"},
+    "steps within a target": {"token_limits": ("target-itl:seconds=3,least=2",)},
+    "prompts within a gap": {"token_limits": ("prefill-gap:seconds=3,least=2",)},
+    "prompts within a gap, few blocks": {**FULL_POOL, "token_limits": ("prefill-gap:seconds=3,least=2",)},
+    "drafts": {"num_draft_tokens": 2},
+    "logged": {"log_request_events": True},
+}
+BASE = {"max_num_batched_tokens": 24}
 FEW_BLOCKS = {"num_blocks": 40, "max_num_seqs": 30, "max_num_batched_tokens": 60, "enable_prefix_caching": False}
 IN_FLIGHT: dict[str, dict[str, Any]] = {
     "two in flight": {"max_steps_in_flight": 2},
@@ -36,19 +82,96 @@ MOST_STEPS = 5_000
 Fault = Callable[[pytest.MonkeyPatch], None]
 
 
+class Pair:
+    """Two schedulers; `general` is where the tokens of the requests are looked up."""
+
+    def __init__(self, seed: int, **overrides: Any) -> None:
+        values = {
+            "num_blocks": 80,
+            "block_size": 2,
+            "max_model_len": 64,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 64,
+            "num_reserved_blocks": 1,
+        }
+        self.config = SchedulerConfig(**{**values, **overrides})
+        self.general, self.steady = Scheduler(self.config), Scheduler(self.config)
+        self.rng = np.random.default_rng(seed)
+        self.now = 0.0
+        self.lengths: dict[str, int] = {}  # of outputs
+
+    def add(self) -> None:
+        rng, name = self.rng, f"r{len(self.lengths)}"
+        prompt = [int(rng.integers(10, 13)) for _ in range(int(rng.integers(1, 12)))]
+        most = int(rng.integers(1, min(self.config.max_model_len - 12, 600)))
+        self.lengths[name] = most if rng.random() < 0.3 else int(rng.integers(1, most + 1))
+        stops = (EOS,) if rng.random() < 0.8 else (EOS, OTHER_STOP)
+        fields: dict[str, Any] = {"priority": int(rng.integers(3)), "eos_token_ids": stops}
+        fields |= {"retention": float(rng.integers(1, 50)), "tenant": f"t{rng.integers(2)}"}
+        for scheduler in (self.general, self.steady):
+            scheduler.add(Request(name, prompt, arrival_time=self.now, max_tokens=most, **fields), self.now)
+
+    def token(self, request: Request, number: int) -> int:
+        """Its `number`th output token: what stops it, or a token of its own."""
+        ends = number >= self.lengths[request.request_id]
+        return EOS if ends and request.max_tokens > number else 100 + int(request.request_id[1:])
+
+    def disturb(self) -> None:
+        """A call from outside, of both."""
+        rng = self.rng
+        names = [*self.steady._parts.table.requests]
+        name = names[int(rng.integers(len(names)))] if names else "none"
+        limit = int(rng.integers(1, self.config.max_num_seqs + 1))
+        mode = PauseMode.ALL if rng.random() < 0.5 else PauseMode.ADMISSIONS
+        number, priority = int(rng.integers(8)), int(rng.integers(3))
+        for scheduler in (self.general, self.steady):
+            request = scheduler.get_request(name)
+            if number == 0:
+                scheduler.abort(name, self.now)
+            elif number == 1:
+                scheduler.set_max_num_active_seqs(limit, self.now)
+            elif number == 2:
+                scheduler.pause(self.now, mode)
+            elif number == 3:
+                scheduler.resume(self.now)
+            elif number == 4:
+                scheduler.reset_prefix_cache(self.now)
+            elif request is not None and number == 5:
+                scheduler.set_priority(name, priority, self.now)
+            elif request is not None and request.status.is_parked:
+                scheduler.ready(name, self.now)
+            elif request is not None:
+                scheduler.park(name, ParkReason.GRAMMAR, self.now)
+
+    def settle(self) -> None:
+        """Nothing holds a request up."""
+        for scheduler in (self.general, self.steady):
+            scheduler.resume(self.now)
+            scheduler.set_max_num_active_seqs(None, self.now)
+            for name in [*scheduler._parts.table.parked]:
+                scheduler.ready(name, self.now)
+
+    def compare(self) -> None:
+        self.steady.check_invariants()
+        one, other = state_of(self.general), state_of(self.steady)
+        for name, value in one.items():
+            assert value == other[name], name
+        assert self.general.take_kv_events() == self.steady.take_kv_events()
+
+
 class Beside(Pair):
-    """`stepping` knows no plain steps, `advancing` does."""
+    """`general` knows no plain steps, `steady` does."""
 
     def __init__(self, seed: int, **overrides: Any) -> None:
         super().__init__(seed, **overrides)
-        self.stepping._parts = replace(self.stepping._parts, plain_steps=None)
-        self.stepping._choose_parts()
+        self.general._parts = replace(self.general._parts, plain_steps=None)
+        self.general._choose_parts()
         self.in_flight: deque[tuple[SchedulerOutput, SchedulerOutput]] = deque()
 
     def step(self) -> None:
         """The next step of both, and the end of the oldest one in flight, or of none."""
         if len(self.in_flight) < self.config.max_steps_in_flight:
-            outputs = self.stepping.schedule(self.now), self.advancing.schedule(self.now)
+            outputs = self.general.schedule(self.now), self.steady.schedule(self.now)
             compare_outputs(*outputs)
             self.in_flight.append(outputs)
         if len(self.in_flight) == self.config.max_steps_in_flight or self.rng.random() < 0.5:
@@ -62,13 +185,13 @@ class Beside(Pair):
             for request, samples in zip(outputs[0].requests, outputs[0].samples, strict=True)
             if samples
         ]
-        for scheduler, output in zip((self.stepping, self.advancing), outputs, strict=True):
+        for scheduler, output in zip((self.general, self.steady), outputs, strict=True):
             scheduler.update(output, StepResult(tokens), self.now + 1)
 
     def compare(self) -> None:
         if not self.in_flight:
             super().compare()
-        one, other = self.stepping, self.advancing
+        one, other = self.general, self.steady
         assert one.stats() == other.stats()
         for name in one._parts.table.requests:
             if one.get_request(name) is not None:
@@ -103,10 +226,10 @@ def drive(seed: int, variant: dict[str, Any], num_rounds: int = 25) -> Beside:
         pair.compare()
     pair.settle()
     for _ in range(MOST_STEPS):
-        if not (pair.advancing.has_unfinished_requests() or pair.in_flight):
+        if not (pair.steady.has_unfinished_requests() or pair.in_flight):
             break
         pair.step()
-    assert not pair.advancing.has_unfinished_requests()
+    assert not pair.steady.has_unfinished_requests()
     pair.compare()
     return pair
 
@@ -146,12 +269,12 @@ def test_steps_are_plain_while_the_queue_is_blocked(monkeypatch: pytest.MonkeyPa
     ids=["static", "drafts", "bypass"],
 )
 def test_no_plain_steps_where_a_step_has_further_parts(variant: dict[str, Any]) -> None:
-    assert Beside(0, **variant).advancing._parts.plain_steps is None
+    assert Beside(0, **variant).steady._parts.plain_steps is None
 
 
 def test_no_plain_steps_in_a_pause() -> None:
     pair = drive(2, {})
-    for scheduler in (pair.stepping, pair.advancing):
+    for scheduler in (pair.general, pair.steady):
         scheduler.add(Request("last", [1, 2], arrival_time=0.0, max_tokens=4), pair.now)
         output = scheduler.schedule(pair.now)
         scheduler.update(output, StepResult([7]), pair.now)

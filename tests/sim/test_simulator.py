@@ -122,34 +122,6 @@ def test_decodes_at_once_change_nothing(name: str) -> None:
         assert len(fast.timelines[0].events) < len(slow.timelines[0].events)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_runs_past_finishes_change_nothing(name: str) -> None:
-    """Of an open loop: nothing arrives because of a finish, so that a run need not end with it."""
-    settings = config(**CONFIGS[name])
-    for seed in seeds(1, 14):
-        load = OpenLoop([_traced(time, request) for time, request in workload(seed, 40)._arrivals], rate=0.2)
-        fast = simulate(load, settings, STEP_TIME)
-        slow = simulate(load, settings, STEP_TIME, is_stepping=True)
-        same(fast, slow)
-        events, singles = fast.timelines[0].events, slow.timelines[0].events
-        ends = np.cumsum([event.num_steps for event in events]) - 1
-        for event, single in zip(events, [singles[end] for end in ends.tolist()], strict=True):
-            assert event.end == pytest.approx(single.end, rel=1e-12)
-            assert (event.num_rows, event.kv_cache_usage) == (single.num_rows, single.kv_cache_usage)
-
-
-def _traced(time: float, request: SimRequest) -> TraceRequest:
-    return TraceRequest(
-        time,
-        request.num_prompt_tokens,
-        request.num_output_tokens,
-        request.block_hash_ids,
-        request.hash_block_size,
-        max_tokens=request.max_tokens,
-        priority=request.priority,
-    )
-
-
 @pytest.mark.parametrize("rule", ROUTINGS)
 def test_in_a_fleet_too(rule: str) -> None:
     for seed in seeds(2, 14):

@@ -8,10 +8,8 @@ undone if that step fails.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +24,7 @@ from pointsman.core.kv.prefix_tree import Place, PrefixCache, Root, Span
 from pointsman.core.kv.retained import RetainingPool
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.interfaces import Eviction
-from pointsman.core.state.numbers import INT32, INT64, ONE
+from pointsman.core.state.numbers import INT32, INT64
 from pointsman.core.state.output import Save
 from pointsman.core.state.request import Request
 from pointsman.core.state.sealed import new_tuple
@@ -41,12 +39,6 @@ Publication = tuple[Request, Int64Array, list[Span]]
 FINAL = -1  # of a block that no step in flight computes: a step before all others
 FEW_ROWS = 3  # for which a loop takes less time than NumPy
 NO_EPOCH = -1  # of a request whose prefix left the tree while it ran
-
-
-class Grow(Protocol):
-    """See `KVCacheManager.grow_in_turn`."""
-
-    def __call__(self, before: int, more: int = 0) -> Int64Array: ...
 
 
 class KVCacheManager(KVCache):
@@ -167,15 +159,10 @@ class KVCacheManager(KVCache):
             if self.shared is not None:
                 self.shared.append((request, len(cached)))
         new = self.take(num_new_blocks)
-        self.begin(request, match)
-        return np.concatenate([cached, new]) if len(cached) else new
-
-    def begin(self, request: Request, match: Match) -> None:
-        """Of `admit`, what is left for a request whose blocks are acquired: it publishes behind what it found."""
-        state = request._state
-        state.num_published_blocks = len(match.blocks)
+        state.num_published_blocks = len(cached)
         state.prefix_node = match.node
         state.prefix_epoch = self.prefix.epoch if self.prefix is not None else 0
+        return np.concatenate([cached, new]) if len(cached) else new
 
     def num_slots(self, request: Request, blocks: Int64Array) -> int:
         return len(blocks) * self.block_size
@@ -247,60 +234,6 @@ class KVCacheManager(KVCache):
         blocks = self.take(len(order)).astype(INT32)
         batch.flat_table[places] = blocks
         return blocks, lacking.repeat(counts)[order], steps
-
-    def grow_in_turn(
-        self,
-        batch: Batch,
-        rows: Int64Array,
-        num_tokens: Int64Array,
-        lengths: Int64Array,
-        num_steps: int,
-    ) -> Grow:
-        """As `grow_for_steps`, where row i, which has `num_tokens[i]` and lacks the last of them, decodes in the first
-        `lengths[i]` of the steps, or all rows in the first `lengths`, and blocks are released between them.
-
-        Returns:
-            What allocates the blocks of all steps before a given one; to be called with rising numbers. The first call
-            may ask for so many more, for tables of the caller's, which are allocated after those of the first step and
-            returned.
-        """
-        slots = batch.num_slots[rows]
-        room = slots - num_tokens
-        room += ONE
-        lacking = (room < lengths).nonzero()[0]
-        if not len(lacking):
-            return self._take_more
-        steps, short_rows, slots = room[lacking], rows[lacking], slots[lacking]
-        if num_steps <= self.block_size:  # a block for each
-            places = batch.table_starts[short_rows] + slots // self._size
-            batch.num_slots[short_rows] = slots + self._size
-            order = steps.argsort(kind="stable")
-            places, steps = places[order], steps[order]
-        else:
-            short = (lengths[lacking] if lengths.ndim else lengths) - steps
-            _, _, places, steps = self._places_in_order(batch, short_rows, slots, steps, short)
-        numbers, done = steps.tolist(), 0
-
-        def grow(before: int, more: int = 0) -> Int64Array:
-            nonlocal done
-            end = bisect_left(numbers, before, done)
-            count = end - done
-            if not count:
-                return self._take_more(before, more)
-            blocks = own = self.take(count + more)
-            if more:
-                at = bisect_left(numbers, 1, 0, end)
-                own = np.concatenate([blocks[:at], blocks[at + more :]]) if at else blocks[more:]
-                blocks = blocks[at : at + more]
-            batch.flat_table[places[done:end]] = own.astype(INT32)  # a scatter that converts takes longer
-            done = end
-            return blocks
-
-        return grow
-
-    def _take_more(self, before: int, more: int = 0) -> Int64Array:
-        """`Grow` of rows that lack no block."""
-        return self.take(more) if more else NO_BLOCKS
 
     def _places_in_order(
         self, batch: Batch, rows: Int64Array, slots: Int64Array, steps: Int64Array, short: Int64Array

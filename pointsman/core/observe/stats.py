@@ -191,23 +191,12 @@ class Statistics(Listener):
         self.num_generated_tokens += len(update.token_ids)
 
     def on_steps(self, run: StepRun) -> None:
-        self.count_decodes(run.num_steps, run.num_steps * len(run.requests))
-        if run.blocked_by is not None:
-            self.deferrals[run.blocked_by.position] += run.num_steps
-
-    def count_decodes(self, num_steps: int, num_tokens: int) -> None:
-        """Steps that only decoded, and what they generated."""
-        self.num_steps += num_steps
+        num_tokens = run.num_steps * len(run.requests)
+        self.num_steps += run.num_steps
         self.num_scheduled_tokens += num_tokens
         self.num_generated_tokens += num_tokens
-
-    def count_opened(self, num_steps: int, num_scheduled: int, num_generated: int, blocked_by: Reason | None) -> None:
-        """As `count_decodes`, where the first step computed more than it sampled."""
-        self.num_steps += num_steps
-        self.num_scheduled_tokens += num_scheduled
-        self.num_generated_tokens += num_generated
-        if blocked_by is not None:
-            self.deferrals[blocked_by.position] += 1
+        if run.blocked_by is not None:
+            self.deferrals[run.blocked_by.position] += run.num_steps
 
     def on_failed(self, num_steps: int, now: float) -> None:
         self.num_failed_steps += num_steps

@@ -16,7 +16,6 @@ Layout, with R rows (grown by doubling) and W = blocks of the longest request:
     recent_tokens        int32 [R, S]  the newest tokens; S is `RECENT`, and more with drafts
     recent_offset        int64 [R]     the token at position p of a row is at place recent_offset + p of all recent ones
     recent_limit         int64 [R]     at that number of tokens, a further step's tokens might not fit
-    recent_fill          int32 [R]     the token that its recent places behind the newest token hold; NO_TOKEN: any
 
 A row keeps its number while its request runs; `members` lists the running rows in admission order, with constant
 columns gathered once, and is replaced, never changed, when the membership changes: an output may keep the arrays.
@@ -76,7 +75,6 @@ _COLUMNS = (
     "recent_tokens",
     "recent_offset",
     "recent_limit",
-    "recent_fill",
 )
 
 _GATHERED = frozenset({"token_limit", "eos_token_id", "_stop_tokens", "ones", "trues", "zeros"})
@@ -223,7 +221,6 @@ class Batch:
         self.recent_tokens: Int32Array = np.zeros((rows, self._num_recent), dtype=np.int32)
         self.recent_offset: Int64Array = np.zeros(rows, dtype=np.int64)
         self.recent_limit: Int64Array = np.zeros(rows, dtype=np.int64)
-        self.recent_fill: Int32Array = np.zeros(rows, dtype=np.int32)
         self.acceptance = Acceptance(accepted_drafts)
         self._make_views()
         self._free_rows = list(range(rows - 1, -1, -1))
@@ -287,10 +284,6 @@ class Batch:
             self.least_left = left
         state.batch, state.row = self, row
         return row
-
-    def next_rows(self, count: int) -> list[int] | None:
-        """The rows that the next requests get; None: some are yet to be made."""
-        return self._free_rows[: -count - 1 : -1] if count <= len(self._free_rows) else None
 
     def join(self, rows: list[int], requests: list[Request]) -> None:
         """Placed rows run from now on, after those already running."""
@@ -462,62 +455,6 @@ class Batch:
                 self._make_room(requests, rows, num_tokens)
         self.least_left -= num_steps
 
-    def repeat(
-        self,
-        requests: Sequence[Request],
-        rows: Int64Array,
-        token_ids: Int32Array,
-        new: list[int],
-        before: Int64Array,
-        after: Int64Array,
-        num_steps: int,
-        last: Sequence[tuple[int, int]],
-    ) -> None:
-        """Row i, which has `before[i]` tokens, gets `token_ids[i]` again and again until it has `after[i]`, at most
-        `num_steps` more. `last` are pairs of an index i and the token that row i gets as its last one. Nothing of these
-        rows is in flight.
-
-        The places behind a row's newest token are filled with its token once, and then hold it already. `new` are the
-        indices of rows where `recent_fill` is not the token.
-        """
-        if num_steps >= self._least_room:
-            self._flush_rows(requests, rows, before)
-            self._least_room = most = self._num_recent - self.max_drafts - 1
-            if num_steps >= most:
-                self._repeat_long(requests, rows, token_ids, before, after, last)
-                self.least_left -= num_steps
-                return
-            new = list(range(len(rows)))
-        for index in new:
-            row = rows.item(index)
-            start = self.recent_offset.item(row) + before.item(index) - row * self._num_recent
-            self.recent_tokens[row, start:] = self.recent_fill[row] = token_ids[index]
-        for index, token in last:
-            self._flat_recent[self.recent_offset.item(rows.item(index)) + after.item(index) - 1] = token
-        self.num_tokens[rows] = after
-        self._least_room -= num_steps
-        self.least_left -= num_steps
-
-    def _repeat_long(
-        self,
-        requests: Sequence[Request],
-        rows: Int64Array,
-        token_ids: Int32Array,
-        before: Int64Array,
-        after: Int64Array,
-        last: Sequence[tuple[int, int]],
-    ) -> None:
-        """As `repeat`, of rows that are flushed: their tokens go where these are."""
-        newest = token_ids.copy()
-        for index, token in last:
-            newest[index] = token
-        for index, count in enumerate((after - before).tolist()):
-            piece = np.full(count, token_ids[index])
-            piece[-1:] = newest[index]
-            requests[index]._state.take(piece)
-        self.num_tokens[rows] = after
-        self._keep_recent(rows, after, newest)
-
     def append_runs(self, requests: Sequence[Request], rows: Int64Array, runs: Runs, num_tokens: Int64Array) -> None:
         """The tokens of run i for `rows[i]` (distinct rows), which then has `num_tokens[i]`.
 
@@ -575,7 +512,6 @@ class Batch:
         self.recent_offset[rows] = starts - (num_tokens - 1)
         self.num_flushes += 1
         self.recent_limit[rows] = num_tokens - 1 + self._num_recent - self.max_drafts
-        self.recent_fill[rows] = NO_TOKEN
 
     def recent(self, row: int, start: int) -> Int32Array:
         """Tokens `start` to the end of a row's sequence, which are not flushed; valid until the next append."""

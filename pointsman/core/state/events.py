@@ -225,7 +225,6 @@ class Events:
         "failed",
         "find_holder",
         "finished",
-        "is_unwatched",
         "listeners",
         "load_finished",
         "load_started",
@@ -254,9 +253,6 @@ class Events:
 
     def _connect(self) -> None:
         listeners = self.listeners
-        watched = (name for name in _OF_DECODES if _overridden(listeners[1:], name))
-        self.is_unwatched = next(watched, None) is None
-        """Whether nothing but the first listener, the scheduler's own statistics, follows decodes and finishes."""
         self.wants_blocks = any(listener.wants_blocks for listener in listeners)
         self.called: _Methods[Call] = _overridden(listeners, "on_call")
         self.added: _RequestMethods = _overridden(listeners, "on_added")
@@ -279,9 +275,6 @@ class Events:
         self.updated: tuple[Callable[[SchedulerOutput, StepUpdate, float], None], ...] = _overridden(
             listeners, "on_update"
         )
-
-
-_OF_DECODES = ("on_call", "on_step", "on_update", "on_steps", "on_finished")
 
 
 def send(methods: _Methods[_Event], event: _Event) -> None:

@@ -538,16 +538,6 @@ class Admission:
         shortage = blocked.shortage
         head._state.deferral = blocked.deferral if shortage is None else shortage.deferral(num_free)
 
-    def stand_still_for_budget(self, now: float) -> None:
-        """As `stand_still`, where the last step has admitted requests, or computed a prompt, with the whole budget, and
-        more wait."""
-        table = self._table
-        self._view.now = now
-        table.skipped = []
-        table.blocker = head = table.queue.peek()
-        self._batch_forms = True
-        self._note(head, Deferral(Reason.BUDGET, 1), now)
-
     def _key(self, budget: int, num_running: int, num_owed_blocks: int) -> tuple[Any, ...]:
         """What the verdict on a blocked head depends on, beside the free blocks."""
         kv = self._kv

@@ -33,8 +33,6 @@ from pointsman.core.step.emit import Emission
 from pointsman.core.step.fast_forward import FastForward
 from pointsman.core.step.in_flight import StepsInFlight
 from pointsman.core.step.loading import Loading, make_loading
-from pointsman.core.step.opening import Openings
-from pointsman.core.step.past_finishes import PastFinishes
 from pointsman.core.step.plain import PlainSteps
 from pointsman.core.step.prompt_parts import PromptParts
 from pointsman.core.step.request_table import RequestTable
@@ -81,8 +79,6 @@ class Parts:
     fast_forward: FastForward
     plain_steps: PlainSteps | None
     """Does plain steps at once; None: in this configuration a step has parts that these lack."""
-    openings: Openings
-    past_finishes: PastFinishes
     view: SchedulerView
     """What the policies read."""
     budget: StepBudget
@@ -176,11 +172,6 @@ def assemble(
     plain_steps = None
     if own is not None and _has_plain_steps(config, own, running, admission, displacement, encoder, transfers):
         plain_steps = PlainSteps(batch, own, table, steps, running, admission, emission)
-    has_others = any(part is not None for part in (displacement, encoder, transfers, swap))
-    openings = Openings(
-        config, batch, kv, table, steps, running, admission, emission, view, events, has_others=has_others
-    )
-    past_finishes = PastFinishes(fast_forward, openings, batch, kv, table, drafts, admission, emission, events)
     return Parts(
         batch,
         kv,
@@ -200,8 +191,6 @@ def assemble(
         update,
         fast_forward,
         plain_steps,
-        openings,
-        past_finishes,
         view,
         budget,
         policies,

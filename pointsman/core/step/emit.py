@@ -132,14 +132,6 @@ class Emission:
             members = self._batch.members
             self._keep(step_id, len(members), num_computed_tokens, members.ones, members.trues)
 
-    def keep_opening(
-        self, step_id: int, num_continued: int, num_computed_tokens: Int64Array, num_scheduled_tokens: Int64Array
-    ) -> None:
-        """As `keep`, of a step of all running rows that admitted those after the first `num_continued`, and left a
-        request waiting. The arguments are by row."""
-        samples = num_computed_tokens + num_scheduled_tokens == self._batch.num_tokens[self._batch.members.rows]
-        self._keep(step_id, num_continued, num_computed_tokens, num_scheduled_tokens, samples)
-
     def _keep(
         self,
         step_id: int,

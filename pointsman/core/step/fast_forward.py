@@ -91,10 +91,10 @@ class FastForward:
 
     def _look_ahead(self, limit: int) -> tuple[int, Standstill | None]:
         """The horizon, and why the queue is blocked until then; None: it is empty, or the horizon is 0."""
-        limit, free, blocked = self.bound(limit)
+        limit, free, blocked = self._bound(limit)
         if limit > 0 and self._batch.may_end(limit):
             limit = self._batch.least_left
-        return self.within_blocks(limit, free), blocked
+        return self._within_blocks(limit, free), blocked
 
     def _look_again(self, num_steps: int) -> tuple[int, Standstill | None]:
         """As the host did with `horizon` before. What a policy failed in since then, it fails in the next step."""
@@ -103,7 +103,7 @@ class FastForward:
         except PolicyError:
             return self._seen
 
-    def bound(self, limit: int) -> tuple[int, int, Standstill | None]:
+    def _bound(self, limit: int) -> tuple[int, int, Standstill | None]:
         """The horizon before token limits and blocks cut it, the free blocks that it may take, and why the queue is
         blocked until then."""
         batch, queue, admission = self._batch, self._table.queue, self._admission
@@ -146,23 +146,18 @@ class FastForward:
             free = min(free, self._kv.pool.num_blank)
         return max(limit, 0), free, blocked
 
-    def within_blocks(self, limit: int, free: int) -> int:
+    def _within_blocks(self, limit: int, free: int) -> int:
         """How many of `limit` steps take at most `free` blocks."""
         batch, rows = self._batch, self._batch.members.rows
         if len(rows) * (limit // self._block_size + 1) <= free:
             return limit
-        return self.within_room(limit, free, batch.num_slots[rows] - batch.num_computed_tokens[rows], None)
-
-    def within_room(self, limit: int, free: int, room: Int64Array, lengths: Int64Array | None) -> int:
-        """How many of `limit` steps take at most `free` blocks, where each row lacks none in the first `room` of them;
-        `lengths`: in how many each decodes, None: in all."""
         size = self._block_size
-        if free == 0 and lengths is None:
+        room = batch.num_slots[rows] - batch.num_computed_tokens[rows]
+        if free == 0:
             return min(limit, room.item(room.argmin()))
 
         def needed(num_steps: int) -> int:
-            short = np.maximum((num_steps if lengths is None else np.minimum(num_steps, lengths)) - room, 0)
-            return int(((short + (size - 1)) // size).sum())
+            return int(((np.maximum(num_steps - room, 0) + (size - 1)) // size).sum())
 
         if needed(limit) <= free:
             return limit
@@ -328,30 +323,14 @@ def token_array(name: str, values: Any) -> Int32Array:
     Raises:
         StepResultError: they are no token ids.
     """
-    given = int32_array(name, values)
-    if given.size:
-        check_token(name, given.item(given.argmin()))
-    return given
-
-
-def int32_array(name: str, values: Any) -> Int32Array:
-    """The values as int32, negative ones still among them.
-
-    Raises:
-        StepResultError: they are no integers, or larger ones.
-    """
     given: npt.NDArray[Any] = values if isinstance(values, np.ndarray) else np.asarray(values)
-    if given.dtype is INT32:
-        return given
-    if given.size and not np.issubdtype(given.dtype, np.integer):
-        raise StepResultError(f"{name} has type {given.dtype}; it must be integers")
-    wide = given.astype(INT64)
-    if wide.size and wide.max() > MAX_INT:
-        raise StepResultError(f"{name} has token id {wide.max()}; ids must be between 0 and {MAX_INT}")
-    return np.maximum(wide, -1).astype(INT32)
-
-
-def check_token(name: str, token: int) -> None:
-    """Raises StepResultError: it is negative, and no token id."""
-    if token < 0:
-        raise StepResultError(f"{name} has token id {token}; ids must be between 0 and {MAX_INT}")
+    if given.dtype is not INT32:
+        if given.size and not np.issubdtype(given.dtype, np.integer):
+            raise StepResultError(f"{name} has type {given.dtype}; it must be integers")
+        wide = given.astype(INT64)
+        if wide.size and wide.max() > MAX_INT:
+            raise StepResultError(f"{name} has token id {wide.max()}; ids must be between 0 and {MAX_INT}")
+        given = np.maximum(wide, -1).astype(INT32)
+    if given.size and (least := given.item(given.argmin())) < 0:
+        raise StepResultError(f"{name} has token id {least}; ids must be between 0 and {MAX_INT}")
+    return given

@@ -312,17 +312,6 @@ class RequestTable:
             self.release_rows([end.request for end in running if end.reason is FinishReason.ERROR], publish=False)
         self._settle(ends)
 
-    def release_in_turn(self, requests: list[Request]) -> None:
-        """The first part of `finish`, for running requests that stop by themselves while no step is in flight: release
-        their blocks. They keep their rows until `close`, so that several of these calls can share one of that."""
-        self._release_blocks(requests, True, is_finished=True)
-
-    def close(self, ends: list[End], requests: list[Request]) -> None:
-        """The second part: release their rows, and finish them, in the order of `release_in_turn`. `requests` are those
-        of `ends`."""
-        self._batch.leave(requests, None)
-        self._settle(ends)
-
     def _settle(self, ends: list[End]) -> None:
         """Requests finish that have no row any more."""
         now, swap, methods = self.now, self._swap, self._events.finished
