@@ -49,7 +49,6 @@ from pointsman.core.state.status import FinishReason, ParkReason, Pause, PauseMo
 from pointsman.core.step.assembly import NEW, Start, assemble
 from pointsman.core.step.emit import input_token_ids
 from pointsman.core.step.in_flight import StepRecord
-from pointsman.core.step.plain import PlainSteps
 from pointsman.core.step.request_table import End
 from pointsman.core.step.rewind import take_back
 from pointsman.core.step.running import InOrder
@@ -102,7 +101,6 @@ class Scheduler:
         "_next_step_id",
         "_open_eviction",
         "_parts",
-        "_plain_steps",
         "_recorder",
         "_run_parts",
         "_running",
@@ -180,17 +178,14 @@ class Scheduler:
                 self._budget.open_step(self._view)
             if self._open_eviction is not None:
                 self._open_eviction()
-            # Most steps are plain, and done in one go (`step/plain.py`).
-            if self._plain_steps is None or not self._plain_steps.decide(step):
-                self._run_parts(step)  # displace, advance, publish, admit, emit: see `_mixed_step`
+            output = self._run_parts(step)  # displace, advance, publish, admit, emit: see `_mixed_step`
         except PolicyError as error:
             self._void([step])
             self._note_policy_failure(error, now)
             raise
         for guard in self._guards:
             guard.step_succeeded()
-        output = step.output
-        assert output is not None
+        step.emitted(output, self._batch.members, self._kv.take_returned())
         self._steps.records.append(step)
         self._next_step_id += 1
         for method in self._events.stepped:
@@ -220,7 +215,7 @@ class Scheduler:
         if self._events.called:
             send(self._events.called, Call("schedule_failed", now, {"error": str(error)}))
 
-    def _mixed_step(self, step: StepRecord) -> None:
+    def _mixed_step(self, step: StepRecord) -> SchedulerOutput:
         """The five parts of a step, prompts and decoding in one ("mixed" and "static")."""
         if self._kv.gives_back and len(self._table.queue):
             self._kv.give_back(self._batch)
@@ -228,7 +223,8 @@ class Scheduler:
         if self._displacement is not None:
             self._displace(step)
         # 2. Advance: the running requests, under limits, budget and blocks, preempting if need be (`step/running.py`).
-        step.advance = advance = self._running.advance(len(self._steps.records) > 0, self._table.preempt)
+        advance = self._running.advance(len(self._steps.records) > 0, self._table.preempt)
+        step.advanced(advance)
         # 3. Publish: their prompt blocks, so that the requests admitted next can share them (`kv/manager.py`).
         for request in advance.unpublished:
             self._kv.publish_prompt(self._batch, request)
@@ -237,30 +233,31 @@ class Scheduler:
         if self._kv.unpublished:
             self._kv.publish_deferred(self._batch)
         # 5. Emit: the output (`step/emit.py`).
-        self._emission.emit(step)
+        return self._emission.emit(step)
 
-    def _prefill_first_step(self, step: StepRecord) -> None:
+    def _prefill_first_step(self, step: StepRecord) -> SchedulerOutput:
         """A step is for prompts or for decoding: the rows that decode advance only if there is nothing else to do."""
         running, table = self._running, self._table
         assert isinstance(running, InOrder), "checked by the configuration"
         if self._kv.gives_back and len(table.queue):
             self._kv.give_back(self._batch)
-        step.advance = prefills = running.advance_prefills(table.preempt)
+        prefills = running.advance_prefills(table.preempt)
+        step.advanced(prefills)
         for request in prefills.unpublished:
             self._kv.publish_prompt(self._batch, request)
         self._admission.admit(step)
         if not prefills.total and not step.admitted:
             in_flight = len(self._steps.records) > 0
-            step.advance = running.advance_decodes(in_flight, table.preempt, was_preempted=prefills.preempted)
+            step.advanced(running.advance_decodes(in_flight, table.preempt, was_preempted=prefills.preempted))
         if self._kv.unpublished:
             self._kv.publish_deferred(self._batch)
-        self._emission.emit(step)
+        return self._emission.emit(step)
 
-    def _paused_step(self, step: StepRecord) -> None:
+    def _paused_step(self, step: StepRecord) -> SchedulerOutput:
         """No row advances; the admission notes why the head of the queue waits."""
-        step.advance = self._running.rest()
+        step.advanced(self._running.rest())
         self._admission.admit(step)
-        self._emission.emit(step)
+        return self._emission.emit(step)
 
     def update(self, output: SchedulerOutput, result: StepResult, now: float) -> StepUpdate:
         """Apply the model's result: append tokens, finish requests that stop, free their blocks.
@@ -419,10 +416,8 @@ class Scheduler:
 
     def _choose_parts(self) -> None:
         """The parts of a step, by `batching`, and by whether there is a pause."""
-        self._plain_steps: PlainSteps | None = None
-        self._run_parts: Callable[[StepRecord], None] = self._paused_step
+        self._run_parts: Callable[[StepRecord], SchedulerOutput] = self._paused_step
         if self.pause_mode is not PauseMode.ALL:
-            self._plain_steps = self._parts.plain_steps
             is_mixed = self._config.batching != "prefill-first"
             self._run_parts = self._mixed_step if is_mixed else self._prefill_first_step
 

@@ -337,6 +337,14 @@ class KVCache(ABC):
         """What does not hold of its blocks between two calls, see `observe/invariants.py`; None: nothing is known."""
         return None
 
+    def take_returned(self) -> Sequence[Int64Array]:
+        """Blocks that requests released since the last call, one array for each; none if they are not tracked."""
+        returned = self.returned
+        if not returned:
+            return ()
+        self.returned = []
+        return returned
+
     def take_saves(self) -> Sequence[Save]:
         """Evictions since the last call, for an output."""
         return ()

@@ -25,7 +25,6 @@ class SchedulerView:
         "budget",
         "match",
         "now",
-        "num_before",
         "num_missing_blocks",
         "num_owed_blocks",
         "num_running",
@@ -38,8 +37,6 @@ class SchedulerView:
         self._queue = queue
         self.now = 0.0
         self.budget = 0
-        self.num_before = 0
-        """Queued requests that count as gone: those before one that is asked about at its place."""
         self.num_running = 0
         self.num_owed_blocks = 0
         self.num_missing_blocks = 0
@@ -47,9 +44,29 @@ class SchedulerView:
         self.match = Match(NO_BLOCKS, None, 0)
         """The cached prefix of the checked request."""
 
+    # ------------------------------------------------------------------ kept up to date
+
+    def pass_time(self, now: float) -> None:
+        """The time of the newest call."""
+        self.now = now
+
+    def open_check(self, budget: int, num_running: int, num_owed_blocks: int) -> None:
+        """A waiting request is checked: see the fields of these names."""
+        self.budget, self.num_running, self.num_owed_blocks = budget, num_running, num_owed_blocks
+
+    def found(self, match: Match, num_shared_blocks: int) -> None:
+        """The cached prefix of the checked request, of which others hold so many blocks."""
+        self.match, self.num_shared_blocks = match, num_shared_blocks
+
+    def lacks(self, num_missing_blocks: int) -> None:
+        """Running rows need so many blocks beyond the free ones."""
+        self.num_missing_blocks = num_missing_blocks
+
+    # ------------------------------------------------------------------ read by policies
+
     @property
     def num_waiting(self) -> int:
-        return len(self._queue) - self.num_before
+        return len(self._queue)
 
     @property
     def num_prefilling(self) -> int:

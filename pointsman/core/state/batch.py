@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.state.acceptance import Acceptance
-from pointsman.core.state.numbers import BOOL, MAX_INT, ONE, TWO, ZERO, set_writeable
+from pointsman.core.state.numbers import BOOL, MAX_INT, ONE, ZERO, set_writeable
 from pointsman.core.state.request import Request, RequestState
 from pointsman.core.state.runs import Runs
 
@@ -89,11 +89,11 @@ class Members:
 
     __slots__ = (
         "_batch",
+        "_num_flushes",
+        "_places",
         "_stop_tokens",
         "eos_token_id",
-        "num_flushes",
         "ones",
-        "places_behind",
         "requests",
         "rows",
         "serials",
@@ -111,10 +111,8 @@ class Members:
         set_writeable(rows, False)
         set_writeable(self.serials, False)
         self._batch = batch
-        self.num_flushes = -1
-        self.places_behind = rows
-        """Where the token behind position p of each row is among the recent tokens, less p; of the batch's
-        `num_flushes`."""
+        self._num_flushes = -1
+        self._places = rows  # see `places_less_tokens`, since that number of flushes
         self.span: slice | None = None
         """If these are all running rows: a slice of the columns that holds them, and others, which are free. None: they
         are too few, or too few of the slice."""
@@ -137,6 +135,12 @@ class Members:
 
     def __len__(self) -> int:
         return len(self.requests)
+
+    def places_less_tokens(self, batch: Batch) -> Int64Array:
+        """[members] where the newest token of each row is among the recent ones, less its number of tokens."""
+        if self._num_flushes != batch.num_flushes:
+            self._num_flushes, self._places = batch.num_flushes, batch.recent_offset[self.rows] - ONE
+        return self._places
 
     def without(self, batch: Batch, requests: list[Request]) -> Members:
         """These without some whose rows have just been released, which need not be among them."""
@@ -351,7 +355,7 @@ class Batch:
         self.zeros: Int64Array = np.zeros(rows, dtype=np.int64)
         self.trues: BoolArray = np.ones(rows, dtype=np.bool_)
         self.table_starts: Int64Array = np.arange(rows) * self.max_blocks
-        self.count_up: Int64Array = np.arange(rows * (1 + self.max_drafts))
+        self.count_up: Int64Array = np.arange(1 + rows * (1 + self.max_drafts))
         for constant in (self.ones, self.zeros, self.trues, self.table_starts, self.count_up):
             constant.flags.writeable = False
 
@@ -374,103 +378,63 @@ class Batch:
 
     # ------------------------------------------------------------------ tokens
 
-    def append(
-        self, requests: Sequence[Request], rows: Int64Array, token_ids: Int32Array, *, is_last: bool
-    ) -> Int64Array:
-        """One sampled token for each row (distinct rows). Returns the rows' new `num_tokens`.
-
-        `is_last`: no further sample of them is in flight.
-        """
-        num_tokens = self.num_tokens[rows]
-        self._flat_recent[self.recent_offset[rows] + num_tokens] = token_ids
-        num_tokens += ONE
-        self.num_tokens[rows] = num_tokens
-        self.num_pending[rows] = ZERO if is_last else self.num_pending[rows] - ONE
-        self.least_left -= 1
-        self._least_room -= 1
-        if self._least_room <= 0:
-            self._make_room(requests, rows, num_tokens)
-        return num_tokens
-
-    def compute_one(self, num_computed_tokens: Int64Array, *, is_first: bool) -> None:
-        """All running rows, which have computed so many tokens, compute and sample one more. `is_first`: no other
-        sample of them is in flight."""
-        rows, span = self.members.rows, self.members.span
-        if span is None:
-            self.num_computed_tokens[rows] = num_computed_tokens + ONE
-            self.num_pending[rows] = ONE if is_first else self.num_pending[rows] + ONE
-            return
-        column = self.num_computed_tokens[span]
-        column += ONE
-        if is_first:
-            self.num_pending[span] = ONE
-        else:
-            column = self.num_pending[span]
-            column += ONE
-
-    def append_to_all(self, token_ids: Int32Array, newest: Int64Array | None, *, is_last: bool) -> None:
-        """As `append`, for all running rows. `newest`: [members] the position of the newest token of each, if known."""
+    def schedule(
+        self, rows: Int64Array, computed: Int64Array, counts: Int64Array, samples: BoolArray, *, is_first: bool
+    ) -> None:
+        """Distinct running rows, which have computed so many tokens, compute `counts` more; those that are marked
+        sample. `is_first`: no other sample of them is in flight."""
         members = self.members
-        rows, span = members.rows, members.span
-        if newest is None:
-            newest = self.num_tokens[rows] - ONE
-        if members.num_flushes != self.num_flushes:
-            members.num_flushes, members.places_behind = self.num_flushes, self.recent_offset[rows] + ONE
-        self._flat_recent[members.places_behind + newest] = token_ids
-        if span is None:
-            self.num_tokens[rows] = newest + TWO
-            self.num_pending[rows] = ZERO if is_last else self.num_pending[rows] - ONE
+        span = members.span if rows is members.rows else None
+        if span is None or counts is not members.ones:
+            self.num_computed_tokens[rows] = computed + counts
         else:
+            column = self.num_computed_tokens[span]
+            column += ONE
+        if samples is not members.trues:
+            self.num_pending[rows] += samples
+            return
+        where: Int64Array | slice = rows if span is None else span
+        if is_first:
+            self.num_pending[where] = ONE
+        else:
+            self.num_pending[where] += ONE
+
+    @property
+    def room(self) -> int:
+        """Tokens, at least one, that every running row can append before its recent tokens must be flushed."""
+        return self._least_room
+
+    def append(self, live: Members, runs: Runs, num_tokens: Int64Array, longest: int, *, is_last: bool) -> None:
+        """The tokens of run i for row i of `live`, some or all of the running rows, which then has `num_tokens[i]`.
+
+        The longest run has at most `longest` tokens: those of one step, or `room`. `is_last`: no further sample of
+        these rows is in flight.
+        """
+        rows, counts = live.rows, runs.counts
+        span = live.span if live is self.members else None
+        places = live.places_less_tokens(self) + num_tokens
+        if counts is live.ones:
+            self._flat_recent[places] = runs.token_ids
+        else:
+            places -= runs.ends
+            places += ONE
+            places = places.repeat(counts)
+            places += self.count_up[: len(places)] if len(places) < len(self.count_up) else np.arange(len(places))
+            self._flat_recent[places] = runs.token_ids
+        if span is not None and counts is live.ones:
             column = self.num_tokens[span]
             column += ONE
-            if is_last:
-                self.num_pending[span] = ZERO
-            else:
-                column = self.num_pending[span]
-                column -= ONE
-        self.least_left -= 1
-        self._least_room -= 1
-        if self._least_room <= 0:
-            self._make_room(members.requests, rows, self.num_tokens[rows])
-
-    def append_steps(
-        self, requests: Sequence[Request], rows: Int64Array, token_ids: Int32Array, last: Int32Array, num_steps: int
-    ) -> None:
-        """The tokens of `num_steps` steps, one for each row and step: [rows], the same in each, or [steps, rows]; those
-        of the last step are `last` [rows]. Nothing of these rows is in flight."""
-        num_tokens = self.num_tokens[rows]
-        done = 0
-        while done < num_steps:
-            piece = min(num_steps - done, self._least_room)
-            places = (self.recent_offset[rows] + num_tokens)[:, None] + np.arange(piece)
-            one_by_one = token_ids[:, None] if token_ids.ndim == 1 else token_ids[done : done + piece].T
-            self._flat_recent[places] = one_by_one
-            num_tokens += piece
+        else:
             self.num_tokens[rows] = num_tokens
-            self._least_room -= piece
-            done += piece
-            if done == num_steps and last is not token_ids:
-                self._flat_recent[self.recent_offset[rows] + (num_tokens - ONE)] = last
-            if self._least_room <= 0:
-                self._make_room(requests, rows, num_tokens)
-        self.least_left -= num_steps
-
-    def append_runs(self, requests: Sequence[Request], rows: Int64Array, runs: Runs, num_tokens: Int64Array) -> None:
-        """The tokens of run i for `rows[i]` (distinct rows), which then has `num_tokens[i]`.
-
-        The caller lowers `num_pending`.
-        """
-        starts = self.recent_offset[rows]
-        starts += num_tokens
-        starts -= runs.ends
-        places = starts.repeat(runs.counts)
-        places += self.count_up[: len(places)]
-        self._flat_recent[places] = runs.token_ids
-        self.num_tokens[rows] = num_tokens
-        self.least_left -= 1 + self.max_drafts
-        self._least_room -= 1 + self.max_drafts
+        where: Int64Array | slice = rows if span is None else span
+        if is_last:
+            self.num_pending[where] = ZERO
+        else:
+            self.num_pending[where] -= ONE
+        self.least_left -= longest
+        self._least_room -= longest
         if self._least_room <= 0:
-            self._make_room(requests, rows, num_tokens)
+            self._make_room(live.requests, rows, num_tokens)
 
     def may_end(self, most: int) -> bool:
         """Whether `most` further tokens would bring a running row to its token limit."""

@@ -259,6 +259,19 @@ class RequestState:
             raise InvalidTransition(f"request {self.request_id!r} cannot go from {self.status.name} to {status.name}")
         self.status = status
 
+    def defer(self, deferral: Deferral | None, now: float) -> bool:
+        """Why the newest step that checked it did not admit it. Returns whether that is another reason than before,
+        which holds since `now`."""
+        before, self.deferral = self.deferral, deferral
+        if before is not None and deferral is not None and before.reason is deferral.reason:
+            return False
+        self.deferred_since = now
+        return True
+
+    def was_passed_by(self, count: int) -> None:
+        """So many requests behind it were admitted."""
+        self.num_overtaken += count
+
     def append_output(self, token_ids: IntArray | Sequence[int]) -> None:
         """Append tokens to the request's own array."""
         self._output.extend(token_ids)

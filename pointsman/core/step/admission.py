@@ -1,4 +1,4 @@
-"""Part 4 of the step: which waiting requests are admitted? One after the other, until one blocks the queue.
+"""Part 4 of the step: moves waiting requests into the batch, one after the other, until one blocks the queue.
 
 `Admission.admit` goes through the queue. `check` is the attempt to admit one request: a free sequence slot, a token of
 budget, its own samples in flight, then a prefix cache lookup, and every gate (`policy/gate.py`) in a fixed order,
@@ -9,8 +9,8 @@ A request that lacks something that others do not need (a slot for its adapter, 
 behind it are checked, and at the end of the step it returns to its place. Most requests wait for sequence slots, tokens
 or blocks, which all need, and block the queue.
 
-The verdict on a blocked head is kept at O(1) a step until something changes that could admit it: what a lookup could
-find, what running requests are owed, whether anything runs, or enough free blocks.
+The verdict on a blocked head is kept, so that its check costs O(1) a step until something changes that could admit it:
+what a lookup could find, what running requests are owed, whether anything runs, or enough free blocks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv.cache import KVCache, Match
-from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.kv.transfers import NOTHING, External, Transfers
 from pointsman.core.policy.adapters import AdapterSlots
 from pointsman.core.policy.budget import StepBudget, TokenBudget
-from pointsman.core.policy.fcfs import FirstComeFirstServed
 from pointsman.core.policy.gate import Gate, Limit
 from pointsman.core.policy.partial_prefills import PartialPrefills
 from pointsman.core.policy.reserve import Reserves, Shortage
@@ -39,13 +37,11 @@ from pointsman.core.state.request import Request
 from pointsman.core.state.status import Pause
 from pointsman.core.step.in_flight import AdmittedRequest, Grant, StepRecord
 from pointsman.core.step.loading import Loading
-from pointsman.core.step.needs import Need, Needs
 from pointsman.core.step.request_table import RequestTable
 from pointsman.core.step.running import Running
 from pointsman.core.step.search import MAX_SKIPPED, KeptVerdict, Search
 
 Int64Array = npt.NDArray[np.int64]
-_SEQUENCE_LIMIT = Reason.SEQUENCE_LIMIT
 
 
 class Standstill(NamedTuple):
@@ -131,7 +127,6 @@ class Admission:
         self._running = running
         self._table = table
         self.gates = gates
-        self._reserves_are_plain = gates.reserves.are_plain
         self._openers, self._commits, self._gates = gates.openers, gates.commits, gates.after_lookup
         self._events = events
         self._transfers = transfers
@@ -142,17 +137,8 @@ class Admission:
         """The operator's pause; None: not paused."""
         self._kept: KeptVerdict | None = None
         self._lacking: Shortage | None = None  # of the request that was checked last
-        self._search = self._make_search(config)
-        self.searches = self._search is not None
-        """Whether requests behind the head may pass it."""
-        self._may_stay_blocked = (
-            gates.reserves.bypass is None
-            and loading is None
-            and not gates.openers
-            and not self._static
-            and config.batching != "prefill-first"
-        )
-        """Whether no part must be asked in every step, whether the head is blocked or not."""
+        bypass = gates.reserves.bypass
+        self._search = None if bypass is None else Search(bypass, kv.pool, table)
         self._newly_deferred: list[tuple[Request, Deferral]] = []
         self._batch_forms = True  # static: only the token budget kept the last step from admitting more
 
@@ -164,33 +150,29 @@ class Admission:
         After priority preemption only the `displacer` is admitted.
         """
         table, queue, batch = self._table, self._table.queue, self._batch
-        table.skipped = []  # another list than that of the newest search, even if all of it have left
-        table.blocker = None
+        skipped: list[tuple[Request, int]] = []  # with how many were admitted before it was checked
+        blocker: Request | None = None
+        repeats = False  # what the step before found behind the head
+        advance, admitted, search = step.advance, step.admitted, self._search
+        assert advance is not None
         if not len(queue):
             self._batch_forms = False
-            if self._search is not None:
-                self._search.forget()
-            return
-        advance, admitted, now = step.advance, step.admitted, step.now
-        assert advance is not None
-        if not (advance.preempted or batch.num_prefilling or step.displacer is not None) and self.stays_blocked(
-            step, advance.total, self._kv.pool.num_free
-        ):
+            table.note_blocked([], None)
+            if search is not None:
+                search.forget()
             return
         closed = self._closed(advance.preempted)
         self._batch_forms = False
         for open_queue in self._openers:
             open_queue()
         budget, num_running = self.budget.tokens - advance.total, len(batch.members.requests)
-        num_owed_blocks = self._running.num_owed_blocks()
+        num_owed_blocks = self._running.num_owed_blocks() if batch.num_prefilling else 0
         if self._padding:
             self._may_pad = not advance.unpublished and (bool(advance.requests) or None)
-        skipped: list[tuple[Request, int]] = []  # with how many were admitted before it was asked
-        search = self._search
         if search is not None:
             search.open()
         if self._loading is not None:
-            self._loading.open(step.displacer, now)
+            self._loading.open(step.displacer, step.now)
         try:
             while len(queue):
                 head = queue.peek()
@@ -198,96 +180,65 @@ class Admission:
                     closed = Reason.DISPLACEMENT
                 if closed is None and len(advance.requests) + len(admitted) >= self._max_rows:
                     closed = Reason.SEQUENCE_LIMIT
-                own: int | None = None
                 if closed is not None:
                     verdict: Grant | Deferral = _closed_for(closed)
-                elif skipped and search is not None:
-                    verdict, own = self._check_behind(search, head, budget, num_running, num_owed_blocks)
                 else:
                     verdict = self.check(head, budget, num_running, num_owed_blocks)
                 if isinstance(verdict, Deferral):
-                    self._defer(head, verdict, step)
-                    if not verdict.blocks_queue and len(skipped) < MAX_SKIPPED:
-                        if search is not None:
-                            if skipped:
-                                search.skip(head, own, len(admitted))
-                            elif self._nobody_passes(search, [], step, budget, num_running, num_owed_blocks):
-                                break
-                            else:
-                                search.begin(head, self._kept if self._lacking else None, len(admitted))
-                        table.skipped.append(head)
-                        skipped.append((queue.pop(), len(admitted)))
-                        continue
-                    table.blocker = head
-                    self._batch_forms = verdict.reason is Reason.BUDGET
-                    break
-                if verdict.is_async:
+                    if not skipped:  # only the head of the queue is counted: one reason a step
+                        step.blocked(verdict.reason)
+                    self._note(head, verdict, step.now)
+                    if verdict.blocks_queue or len(skipped) >= MAX_SKIPPED:
+                        blocker = head
+                        self._batch_forms = verdict.reason is Reason.BUDGET
+                        if search is not None and skipped and len(skipped) < MAX_SKIPPED:
+                            search.note(head, self._lacking, len(admitted))
+                        break
+                    repeats = search is not None and self._skips(search, head, skipped, len(admitted))
+                    if repeats:
+                        break
+                    skipped.append((queue.pop(), len(admitted)))
+                elif verdict.is_async:
                     assert self._loading is not None
                     self._loading.start(head, verdict, step)
-                    continue
-                queue.pop()
-                entry = self._start(head, verdict, step)
-                admitted.append(entry)
-                budget -= verdict.charge
-                num_running += 1
-                if search is not None and skipped and search.is_spent(len(admitted)):
-                    break
-                if verdict.num_cached_tokens + verdict.num_tokens < head._state.num_admitted_tokens:
-                    num_owed_blocks += self._running.num_owed_of(entry.row)
-                if search is not None and skipped and len(queue):
-                    popped = [request for request, _ in skipped]
-                    if self._nobody_passes(search, popped, step, budget, num_running, num_owed_blocks):
+                else:
+                    queue.pop()
+                    entry = self._start(head, verdict, step)
+                    admitted.append(entry)
+                    budget -= verdict.charge
+                    num_running += 1
+                    if search is not None and skipped and search.is_spent(len(admitted)):
                         break
+                    if verdict.num_cached_tokens + verdict.num_tokens < head._state.num_admitted_tokens:
+                        num_owed_blocks += self._running.num_owed_of(entry.row)
         finally:  # an order, or a gate, may raise
             self._may_pad = False
+            table.note_blocked([request for request, _ in skipped], blocker)
             if skipped:
                 self._return_skipped(skipped, len(admitted))
             if search is not None:
                 search.open()  # a displacement asks before the next step's admissions
-        if search is not None and skipped:
-            ended_otherwise = table.blocker is not None and len(skipped) < MAX_SKIPPED
-            self._kept = search.close(found=bool(admitted) or ended_otherwise) or self._kept
+        if search is not None and repeats:
+            search.repeat()
+        elif search is not None and skipped:
+            self._kept = search.close(found=bool(admitted)) or self._kept
         if admitted:
             batch.join([entry.row for entry in admitted], [entry.request for entry in admitted])
         if self._newly_deferred:
-            self._report_deferrals(now)
-
-    def stays_blocked(self, step: StepRecord, num_tokens: int, num_free: int, num_taken: int = 0) -> bool:
-        """Whether no sequence slot is free, or the head of the queue lacks blocks as before, as `check` would find:
-        so it is in most steps under load. Then all that `admit` would do is done here, and nothing else is asked.
-
-        Args:
-            step: in which nobody is displaced or preempted, and every running row decodes.
-            num_tokens: that the running rows compute.
-            num_free: blocks that they leave.
-            num_taken: blocks that they have yet to take.
-        """
-        if self.pause is not None or not self._may_stay_blocked:
-            return False
-        table, num_running = self._table, len(self._batch.members.requests)
-        if num_running >= self.max_num_active_seqs:
-            head, verdict = table.queue.peek(), Deferral(_SEQUENCE_LIMIT, num_running - self.max_num_active_seqs + 1)
-        else:
-            kept = self._kept
-            if kept is None or kept.shortage is None or num_free >= kept.shortage.required:
-                return False
-            if num_taken and (self._depends_on_chunk or self._kv.has_duplicates):  # evictions may change the verdict
-                return False
-            head, budget = table.queue.peek(), self.budget.tokens - num_tokens
-            if (
-                head is not kept.request
-                or head.adapter is not None
-                or budget <= 0
-                or kept.key != self._key(budget, num_running, 0)
-            ):
-                return False
-            verdict = kept.shortage.deferral(num_free)
-        table.skipped, table.blocker = [], head
-        step.blocked_by = verdict.reason
-        self._note(head, verdict, step.now)
-        if self._newly_deferred:
             self._report_deferrals(step.now)
-        return True
+
+    def _skips(self, search: Search, head: Request, skipped: list[tuple[Request, int]], num_admitted: int) -> bool:
+        """A request is skipped, the first of its step if none is `skipped`. Returns whether the search behind it is
+        done: nothing has changed that could admit any of the others."""
+        lacking = self._lacking
+        if skipped:
+            search.note(head, lacking, num_admitted)
+            return False
+        kept = None if lacking is None else self._kept
+        if kept is not None and search.is_done(kept):
+            return True
+        search.begin(head, kept, num_admitted)
+        return False
 
     def _closed(self, preempted: bool) -> Reason | None:
         """Why this step admits no request at all."""
@@ -303,24 +254,13 @@ class Admission:
         """Skipped requests return to their places; those admitted since have bypassed them."""
         self._table.queue.put_back([request for request, _ in skipped])
         for request, num_before in skipped:
-            request._state.num_overtaken += num_admitted - num_before
-
-    def _defer(self, request: Request, verdict: Deferral, step: StepRecord) -> None:
-        if not self._table.skipped:  # only the head of the queue is counted: one reason a step
-            step.blocked_by = verdict.reason
-        self._note(request, verdict, step.now)
+            request._state.was_passed_by(num_admitted - num_before)
 
     def _note(self, request: Request, verdict: Deferral, now: float) -> None:
         """Why it waits, and since when if for another reason than before."""
         if verdict.reason is Reason.PAUSED:
             return  # it keeps its own reason for after the pause
-        state = request._state
-        before = state.deferral
-        state.deferral = verdict
-        if before is not None and before.reason is verdict.reason:
-            return
-        state.deferred_since = now
-        if self._events.deferred:
+        if request._state.defer(verdict, now) and self._events.deferred:
             self._newly_deferred.append((request, verdict))
 
     def _report_deferrals(self, now: float) -> None:
@@ -354,7 +294,16 @@ class Admission:
     def check(self, request: Request, budget: int, num_running: int, num_owed_blocks: int) -> Grant | Deferral:
         """Whether the request may be admitted beside `num_running` others, with `budget` tokens left in the step, and
         with what; or why not. `num_owed_blocks` are those that running requests still need for known tokens."""
-        state = request._state
+        deferral = self._deferral(request, budget, num_running, num_owed_blocks)
+        if deferral is not None:
+            return deferral
+        self._view.open_check(budget, num_running, num_owed_blocks)
+        return self._judge(request)
+
+    def _deferral(self, request: Request, budget: int, num_running: int, num_owed_blocks: int) -> Deferral | None:
+        """Why the request may not be admitted, where that takes no lookup: by what all requests need, or by a verdict
+        that is kept. None: it takes one."""
+        state, kept = request._state, self._kept
         self._lacking = None
         if num_running >= self.max_num_active_seqs:
             return Deferral(Reason.SEQUENCE_LIMIT, num_running - self.max_num_active_seqs + 1)
@@ -366,18 +315,22 @@ class Admission:
             without_slot = self.gates.adapters.check(request, 0, 1, self._view)
             if isinstance(without_slot, Deferral):
                 return without_slot
-        key = self._key(budget, num_running, num_owed_blocks)
-        kept = self._kept
-        if kept is not None and kept.request is request and kept.key == key:
-            if budget < kept.required_budget:
-                return Deferral(Reason.BUDGET, kept.required_budget - budget)
-            shortage, free = kept.shortage, self._kv.pool.num_free
-            if shortage is not None and free < shortage.required:
-                self._lacking = shortage
-                return self.gates.reserves.deferral(request, shortage, free)
-        view = self._view
-        view.budget, view.num_running, view.num_owed_blocks = budget, num_running, num_owed_blocks
-        return self._judge(request, key)
+        if kept is None or kept.request is not request:
+            return None
+        if kept.key != self._key(budget, num_running, num_owed_blocks):
+            return None
+        if budget < kept.required_budget:
+            return Deferral(Reason.BUDGET, kept.required_budget - budget)
+        shortage, free = kept.shortage, self._kv.pool.num_free
+        if shortage is None or free >= shortage.required:
+            return None
+        self._lacking = shortage
+        return self.gates.reserves.deferral(request, shortage, free)
+
+    def deferral(self, request: Request) -> Deferral | None:
+        """Why a request waited in the newest step, with what it lacked then; None: it has not been checked."""
+        found = None if self._search is None else self._search.deferral(request)
+        return request._state.deferral if found is None else found
 
     def forget(self) -> None:
         """The head of the queue is checked again in the next step."""
@@ -386,183 +339,79 @@ class Admission:
         if self._search is not None:
             self._search.forget()
 
-    # ------------------------------------------------------------------ behind one that lacks blocks
-
-    def _make_search(self, config: SchedulerConfig) -> Search | None:
-        """Of a scheduler with a reserve that lets requests pass. What they need is remembered where gates do nothing
-        but compare and cut: none defers for anything else than blocks, and none is to hear of every check."""
-        gates, kv, queue = self.gates, self._kv, self._table.queue
-        reserves = gates.reserves
-        if reserves.bypass is None:
-            return None
-        needs = None
-        has_others = self._transfers is not None or gates.partial_prefills is not None or not reserves.are_steady
-        first = queue.first if isinstance(queue, FirstComeFirstServed) and queue.keeps_keys else None
-        if (
-            first is not None
-            and isinstance(kv, KVCacheManager)
-            and not has_others
-            and all(self._is_predictable(limit) for limit in gates.limits)
-        ):
-            must_fit = not config.enable_chunked_prefill or config.first_chunk_only or gates.budget.asks_whole
-            needs = Needs(reserves.bypass, reserves, kv, self._view, self._depends_on_chunk or must_fit)
-        return Search(reserves.bypass, kv.pool, self._table, needs, first)
-
-    def _is_predictable(self, limit: Limit) -> bool:
-        """Whether the limit makes no difference to what a request needs."""
-        return limit.only_cuts and (not self._depends_on_chunk or type(limit).check is Gate.check)
-
-    def _nobody_passes(
-        self,
-        search: Search,
-        popped: list[Request],
-        step: StepRecord,
-        budget: int,
-        num_running: int,
-        num_owed_blocks: int,
-    ) -> bool:
-        """Whether it is certain that none of those behind the head is admitted: then the search is done. Some were
-        skipped and `popped` before another one was admitted, the head first; or none, and the head lacks something."""
-        needs, view = search.needs, self._view
-        kept = search.head if popped else self._kept if self._lacking is not None else None
-        if not popped and kept is not None and search.is_done(kept):
-            search.repeat()
-            return True
-        if needs is None:
-            return False
-        needs.measure(budget, num_running, num_owed_blocks)
-        is_full = num_running >= self.max_num_active_seqs or budget <= 0 or num_running >= self._max_rows
-        if kept is None or is_full or step.displacer is not None:
-            return False
-
-        view.budget, view.num_running, view.num_owed_blocks = budget, num_running, num_owed_blocks
-
-        def check(request: Request, place: int) -> Need | None:
-            if request._state.num_pending or request.adapter is not None:
-                return None
-            view.num_before = place
-            try:
-                verdict = self._judge(request, ())
-                if not isinstance(verdict, Deferral) or self._lacking is None:
-                    return None
-                need = needs.keep(request, self._lacking)
-            finally:
-                view.num_before = 0
-            if need is not None:
-                self._note(request, verdict, step.now)
-            return need
-
-        def defer(request: Request, verdict: Deferral) -> None:
-            self._note(request, verdict, step.now)
-
-        is_done = search.scan(kept, popped, check, defer)
-        self._kept, self._lacking = kept, kept.shortage
-        return is_done
-
-    def _check_behind(
-        self, search: Search, request: Request, budget: int, num_running: int, num_owed_blocks: int
-    ) -> tuple[Grant | Deferral, int | None]:
-        """As `check`, for a request behind the head, with the blocks that it would take if it lacks blocks. What is
-        remembered of it is not looked up."""
-        needs = search.needs
-        if needs is not None and num_running < self.max_num_active_seqs and budget > 0:
-            is_blocking = request._state.num_overtaken >= search.bound
-            lacks = needs.deferral(request, len(self._table.queue), is_blocking)
-            if lacks is not None:
-                return lacks
-        verdict = self.check(request, budget, num_running, num_owed_blocks)
-        lacking = self._lacking if isinstance(verdict, Deferral) else None
-        if lacking is None:
-            return verdict, None
-        if needs is not None:
-            needs.keep(request, lacking)
-        return verdict, lacking.own
-
-    def deferral(self, request: Request) -> Deferral | None:
-        """Why a request waited in the newest step, with what it lacked then; None: it has not been asked."""
-        found = None if self._search is None else self._search.deferral(request)
-        return request._state.deferral if found is None else found
-
     # ------------------------------------------------------------------ while nothing changes
 
     def standstill(self, num_running: int) -> Standstill | None:
-        """Why the head of the queue is sure to be blocked in a step in which all running requests decode one token, for
-        the reason that it has now; None: it may not be, or that takes a lookup to tell."""
+        """Why the head of the queue is certain to be blocked in a step in which all running requests decode one token,
+        for the reason that it has now; None: it may not be, or that takes a lookup to tell."""
         head = self._table.queue.peek()
-        state = head._state
-        closed = self._closed(False)
+        state, closed = head._state, self._closed(False)
         if closed is Reason.PAUSED:
             return Standstill(closed, state.deferral)
         if state.deferral is None:
             return None
-        budget = self.budget.tokens - (num_running if self._rows_share_budget else 0)
-        found: Standstill | None = None
         if closed is not None:
-            found = Standstill(closed, _closed_for(closed))
-        elif num_running >= self.max_num_active_seqs:
-            missing = num_running - self.max_num_active_seqs + 1
-            found = Standstill(Reason.SEQUENCE_LIMIT, Deferral(Reason.SEQUENCE_LIMIT, missing))
-        elif budget <= 0:
-            found = Standstill(Reason.BUDGET, Deferral(Reason.BUDGET, 1))
-        elif not state.num_pending and head.adapter is None:
-            found = self._kept_standstill(head, budget, num_running)
+            found: Standstill | None = Standstill(closed, _closed_for(closed))
+        else:
+            found = self._standstill_of(head, num_running)
         return found if found is not None and found.reason is state.deferral.reason else None
 
-    def _kept_standstill(self, head: Request, budget: int, num_running: int) -> Standstill | None:
-        kept, free = self._kept, self._kv.pool.num_free
-        if kept is None or kept.request is not head or kept.key != self._key(budget, num_running, 0):
+    def _standstill_of(self, head: Request, num_running: int) -> Standstill | None:
+        if head._state.num_pending or head.adapter is not None:
             return None
+        budget = self.budget.tokens - (num_running if self._rows_share_budget else 0)
+        deferral = self._deferral(head, budget, num_running, 0)
+        if deferral is None:
+            return None
+        shortage = self._lacking
         outlasts_evictions = not self._depends_on_chunk and not self._kv.has_duplicates
-        if budget < kept.required_budget:
-            deferral = Deferral(Reason.BUDGET, kept.required_budget - budget)
-            return Standstill(Reason.BUDGET, deferral, outlasts_evictions=outlasts_evictions)
-        shortage = kept.shortage
-        if shortage is None or free >= shortage.required:
-            return None
+        if shortage is None:
+            is_common = num_running >= self.max_num_active_seqs or budget <= 0
+            return Standstill(deferral.reason, deferral, outlasts_evictions=is_common or outlasts_evictions)
+        free = self._kv.pool.num_free
         least_free, reason = next(rung for rung in shortage.rungs if rung[0] <= free)
         return Standstill(reason, None, shortage, least_free, outlasts_evictions)
 
     def stand_still(self, blocked: Standstill | None, now: float, num_free: int) -> None:
         """Steps have gone by in which the queue was blocked, or empty (None); the last one at `now`, with `num_free`
         free blocks."""
-        table = self._table
-        self._view.now = now
-        table.skipped = []
-        table.blocker = None
+        self._view.pass_time(now)
         self._batch_forms = blocked is not None and blocked.reason is Reason.BUDGET
-        if blocked is None:
+        head = None if blocked is None else self._table.queue.peek()
+        self._table.note_blocked([], head)
+        if blocked is None or head is None:
             return
-        table.blocker = head = table.queue.peek()
         for open_queue in self._openers:
             open_queue()
-        shortage = blocked.shortage
-        head._state.deferral = blocked.deferral if shortage is None else shortage.deferral(num_free)
+        shortage, deferral = blocked.shortage, blocked.deferral
+        if shortage is not None:
+            deferral = shortage.deferral(num_free)
+        head._state.defer(deferral, head._state.deferred_since)
 
     def _key(self, budget: int, num_running: int, num_owed_blocks: int) -> tuple[Any, ...]:
         """What the verdict on a blocked head depends on, beside the free blocks."""
         kv = self._kv
         found = kv.num_publications if self._depends_on_found else kv.num_held_publications
-        changes = () if self._reserves_are_plain else self.gates.reserves.num_changes
+        changes = self.gates.reserves.num_changes
         if not self._depends_on_chunk:
             return (self._table.num_departures, found, num_running > 0, num_owed_blocks, changes)
         chunk = (budget, kv.num_evictions, *[limit.revision for limit in self.gates.limits])
         return (self._table.num_departures, found, num_running > 0, num_owed_blocks, changes, chunk)
 
-    def _judge(self, request: Request, key: tuple[Any, ...]) -> Grant | Deferral:
+    def _judge(self, request: Request) -> Grant | Deferral:
         """Look up the cached and loaded tokens of the request, and check every gate."""
         kv, view, state = self._kv, self._view, request._state
-        self._lacking = None
+        self._kept = self._lacking = None
         match = kv.look_up(request)
         cached = match.num_tokens
         external = NOTHING if self._transfers is None else self._transfers.ask(request, cached)
         if isinstance(external, Deferral):
             return external
         start = cached + external.num_tokens
-        view.match = match
         has_shared = len(match.blocks) > 0 and not self.gates.budget.asks_whole
-        view.num_shared_blocks = kv.pool.num_in_use(match.blocks) if has_shared else 0
+        view.found(match, kv.pool.num_in_use(match.blocks) if has_shared else 0)
         if external.is_async:
-            return self._judge_load(request, start, match, external, key)
+            return self._judge_load(request, start, match, external)
         known = state.num_tokens
         want = known - start
         padding = self._padding_of(request, start, want) if self._padding else 0
@@ -573,7 +422,7 @@ class Admission:
         for gate in self._gates:
             answer = gate.check(request, start, want, view)
             if isinstance(answer, Deferral):
-                self._keep(request, gate, key)
+                self._keep(request, gate)
                 return answer
             want = answer
         charge = min(known, view.budget) if self._charges_whole else want
@@ -594,24 +443,26 @@ class Admission:
         is_allowed = all(limit.check(request, start, padded, self._view) == padded for limit in self._limits_of_padding)
         return self._padding if is_allowed else 0
 
-    def _judge_load(
-        self, request: Request, start: int, match: Match, external: External, key: tuple[Any, ...]
-    ) -> Grant | Deferral:
+    def _judge_load(self, request: Request, start: int, match: Match, external: External) -> Grant | Deferral:
         """Whether the blocks to load fit, with every reserve. A load takes no sequence slot and no token."""
         reserves = self.gates.reserves
         answer = reserves.check(request, start, 0, self._view)
         if isinstance(answer, Deferral):
-            self._keep(request, reserves, key)
+            self._keep(request, reserves)
             return answer
         return Grant(match, 0, start, 0, external.num_tokens, is_async=True)
 
-    def _keep(self, request: Request, gate: Gate, key: tuple[Any, ...]) -> None:
+    def _keep(self, request: Request, gate: Gate) -> None:
         """Keep the verdict of a gate whose answer is valid until the key changes."""
-        if gate is self.gates.reserves:
-            self._lacking = self.gates.reserves.shortage
+        view, gates = self._view, self.gates
+        if gate is not gates.reserves and gate is not gates.budget:
+            return
+        key = self._key(view.budget, view.num_running, view.num_owed_blocks)
+        if gate is gates.reserves:
+            self._lacking = gates.reserves.shortage
             self._kept = KeptVerdict(request, key, self._lacking, 0)
-        elif gate is self.gates.budget:
-            self._kept = KeptVerdict(request, key, None, self.gates.budget.required)
+        else:
+            self._kept = KeptVerdict(request, key, None, gates.budget.required)
 
     @property
     def num_waiting(self) -> int:

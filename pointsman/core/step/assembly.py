@@ -33,7 +33,6 @@ from pointsman.core.step.emit import Emission
 from pointsman.core.step.fast_forward import FastForward
 from pointsman.core.step.in_flight import StepsInFlight
 from pointsman.core.step.loading import Loading, make_loading
-from pointsman.core.step.plain import PlainSteps
 from pointsman.core.step.prompt_parts import PromptParts
 from pointsman.core.step.request_table import RequestTable
 from pointsman.core.step.running import InOrder, Running
@@ -77,8 +76,6 @@ class Parts:
     prompt_parts: PromptParts
     update: Update
     fast_forward: FastForward
-    plain_steps: PlainSteps | None
-    """Does plain steps at once; None: in this configuration a step has parts that these lack."""
     view: SchedulerView
     """What the policies read."""
     budget: StepBudget
@@ -169,9 +166,6 @@ def assemble(
     fast_forward = FastForward(
         config, batch, kv, table, steps, running, drafts, transfers, admission, displacement, emission, update, events
     )
-    plain_steps = None
-    if own is not None and _has_plain_steps(config, own, running, admission, displacement, encoder, transfers):
-        plain_steps = PlainSteps(batch, own, table, steps, running, admission, emission)
     return Parts(
         batch,
         kv,
@@ -190,30 +184,10 @@ def assemble(
         prompt_parts,
         update,
         fast_forward,
-        plain_steps,
         view,
         budget,
         policies,
         listeners_of(policies if swap is None or not swap.compares else (*policies, swap)),
-    )
-
-
-def _has_plain_steps(
-    config: SchedulerConfig,
-    kv: KVCacheManager,
-    running: Running,
-    admission: Admission,
-    *others: object,
-) -> bool:
-    """Whether a step of a configuration may be plain: see `plain.py`. `others` are parts that such a step lacks."""
-    return (
-        config.batching == "mixed"
-        and not config.num_draft_tokens
-        and not config.count_common_prefix
-        and running.steady_allowed
-        and not admission.searches
-        and kv.saves is None
-        and all(other is None for other in others)
     )
 
 

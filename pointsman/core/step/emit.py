@@ -1,4 +1,4 @@
-"""Part 5 of the step: what does the host execute? The output, with the running and the admitted rows in one.
+"""Part 5 of the step: builds the output, with the running and the admitted rows in one.
 
 Beside it: which running requests a step leaves out and since when (`LeftOut`), how many blocks all rows begin with
 (`CommonPrefix`), and the tokens that a step computes, for hosts that do not keep them (`input_token_ids`).
@@ -40,56 +40,6 @@ _FIRST_LOOK = 16
 """Blocks that are compared at first; the number then doubles, so that short prefixes are cheap."""
 
 
-def output_of(
-    members: Members,
-    step_id: int,
-    num_tokens: int,
-    num_continued: int,
-    num_computed_tokens: Int64Array,
-    num_scheduled_tokens: Int64Array,
-    samples: npt.NDArray[np.bool_],
-    block_ids: Int32Array = NO_TOKENS,
-    block_rows: npt.NDArray[np.integer] = NO_INTS,
-    preempted: tuple[Request, ...] = (),
-    finished: tuple[Request, ...] = (),
-) -> SchedulerOutput:
-    """The output of a step in which all running rows compute `num_tokens` in all, and nothing else is said of them but
-    this."""
-    # By position, as in `Emission.emit`.
-    fields: Any = OutputFields(
-        step_id,
-        num_tokens,
-        num_continued,
-        False,
-        members.requests,
-        members.rows,
-        members.serials,
-        num_computed_tokens,
-        num_scheduled_tokens,
-        samples,
-        members.zeros,
-        NO_TOKENS,
-        NO_INTS,
-        NO_INTS,
-        NO_INTS,
-        _NO_BOOLS,
-        block_ids,
-        block_rows,
-        (),
-        (),
-        preempted,
-        finished,
-        0,
-        (),
-        (),
-        NO_INTS,
-        NO_INTS,
-    )
-    fields.__class__ = SchedulerOutput
-    output: SchedulerOutput = fields
-    return output
-
-
 class Emission:
     """Builds outputs, and remembers for which requests the host needs the full block table again."""
 
@@ -124,44 +74,34 @@ class Emission:
         self._resync = True
         self._unsynced.update(self._batch.members.serials.tolist())
 
-    def keep(self, step_id: int, num_computed_tokens: Int64Array) -> None:
-        """The newest step, in which every running row decoded a token, has no output; explanations of waiting requests
-        need one that says what ran."""
+    def forget_output(self) -> None:
+        """Explanations no longer refer to the newest output: another step runs next than it says."""
+        self.last_output = None
+
+    def keep(self, step_id: int, advance: Advance) -> None:
+        """The newest step was done with others at once, and has no output. Explanations of waiting requests need one
+        that says what ran."""
         self.last_output = None
         if len(self._table.queue):
-            members = self._batch.members
-            self._keep(step_id, len(members), num_computed_tokens, members.ones, members.trues)
+            whole = (step_id, advance.total, len(advance.requests), False, *advance[:8])
+            nothing = (NO_INTS, NO_INTS, NO_INTS, _NO_BOOLS, NO_TOKENS, NO_INTS, (), (), (), ())
+            self.last_output = _sealed(OutputFields(*whole, *nothing))
 
-    def _keep(
-        self,
-        step_id: int,
-        num_continued: int,
-        num_computed_tokens: Int64Array,
-        num_scheduled_tokens: Int64Array,
-        samples: npt.NDArray[np.bool_],
-    ) -> None:
-        members, total = self._batch.members, int(np.add.reduce(num_scheduled_tokens))
-        self.last_output = output_of(
-            members, step_id, total, num_continued, num_computed_tokens, num_scheduled_tokens, samples
-        )
-
-    def emit(self, record: StepRecord) -> None:
+    def emit(self, record: StepRecord) -> SchedulerOutput:
         """Build the output of a step that is decided."""
-        advance = record.advance
+        advance, admitted, members = record.advance, record.admitted, self._batch.members
         assert advance is not None
-        num_continued = len(advance.requests)
+        num_continued, resync = len(advance.requests), self._resync
         cached, external, resumed = NO_INTS, NO_INTS, _NO_BOOLS
-        if record.admitted:
-            cached, external = self._add_admitted(advance, record.admitted)
-            resumed = np.array([entry.previous_status is _PREEMPTED for entry in record.admitted], BOOL)
-        resync = self._resync
+        if admitted:
+            advance, cached, external, resumed = self._with_admitted(advance, admitted)
         groups = places = NO_INTS
+        block_ids, block_rows = advance.block_ids, advance.block_rows
         if not self._has_tables:
-            groups, places = self._blocks_of_groups(advance, resync)
+            block_ids, block_rows, groups, places = self._blocks_of_groups(advance, resync)
         elif resync:
             self._keep_unsynced(advance)
-            advance.block_ids, advance.block_rows = self._kv.tables(self._batch, advance.rows)
-        block_ids = advance.block_ids
+            block_ids, block_rows = self._kv.tables(self._batch, advance.rows)
         samples, completes = advance.samples, NO_INTS
         if self._batch.num_no_sample:
             samples, completes = self._without_completions(advance)
@@ -170,8 +110,7 @@ class Emission:
         if block_ids.dtype is not INT32:
             block_ids = block_ids.astype(INT32, copy=False) if len(block_ids) else NO_TOKENS
         # By position, in the order of the fields: with keywords it takes three times as long.
-        members = self._batch.members
-        fields: Any = OutputFields(
+        fields = OutputFields(
             record.step_id,
             advance.total,
             num_continued,
@@ -189,7 +128,7 @@ class Emission:
             external,
             resumed,
             block_ids,
-            advance.block_rows,
+            block_rows,
             encoder_inputs,
             freed_entries,
             tuple(preempted) if preempted else (),
@@ -205,44 +144,33 @@ class Emission:
         advance.num_computed_tokens.setflags(False)  # type: ignore[call-arg]
         if len(block_ids):
             block_ids.setflags(False)  # type: ignore[call-arg]
-            advance.block_rows.setflags(False)  # type: ignore[call-arg]
+            block_rows.setflags(False)  # type: ignore[call-arg]
         if advance.num_scheduled_tokens is not members.ones:
             advance.num_scheduled_tokens.setflags(False)  # type: ignore[call-arg]
             advance.num_draft_tokens.setflags(False)  # type: ignore[call-arg]
             advance.draft_token_ids.setflags(False)  # type: ignore[call-arg]
         if samples is not members.trues:
-            set_writeable(samples, False)
-            if completes is not NO_INTS:
-                set_writeable(completes, False)
-            if advance.rows is not members.rows:
-                set_writeable(advance.rows, False)
-                set_writeable(advance.serials, False)
-            if record.admitted:
-                set_writeable(cached, False)
-                set_writeable(external, False)
-                set_writeable(resumed, False)
-        fields.__class__ = SchedulerOutput  # complete: see `sealed.py`
-        output: SchedulerOutput = fields
-        record.output = output
-        count = len(members.requests)
-        is_whole = len(advance.requests) == count
+            for made in (samples, completes, advance.rows, advance.serials, cached, external, resumed):
+                set_writeable(made, False)
+        output = _sealed(fields)
+        is_whole = len(advance.requests) == len(members.requests)
         if not is_whole:
             self.left_out.note(record.step_id, advance.rows, record.now, goes_on=self.last_output is not None)
         self.last_output = output if len(self._table.queue) or not is_whole else None
-        if is_whole and (samples is members.trues or np.count_nonzero(samples) == count):
-            record.members = members
-        if self._kv.returned is not None:
-            record.returned_blocks, self._kv.returned = self._kv.returned, []
+        return output
 
     def _without_completions(self, advance: Advance) -> tuple[npt.NDArray[np.bool_], Int64Array]:
         """`samples` without rows that sample nothing, and the indices of such rows that complete their prompt."""
         is_done = advance.samples & ((self._batch.flags[advance.rows] & NO_SAMPLE) != 0)
         return advance.samples & ~is_done, is_done.nonzero()[0]
 
-    def _add_admitted(self, advance: Advance, admitted: list[AdmittedRequest]) -> tuple[Int64Array, Int64Array]:
-        """Append the admitted rows, the last members of the batch, to those that advance.
+    def _with_admitted(
+        self, advance: Advance, admitted: list[AdmittedRequest]
+    ) -> tuple[Advance, Int64Array, Int64Array, npt.NDArray[np.bool_]]:
+        """The rows that advance, and behind them the admitted ones, which are the last members of the batch.
 
-        Returns their cached tokens, and how many of these a connector loads.
+        Returns them, and of each admitted row the cached tokens, those of them that a connector loads, and whether it
+        is resumed.
         """
         batch, members = self._batch, self._batch.members
         start, count = len(advance.requests), len(admitted)
@@ -262,23 +190,28 @@ class Emission:
         blocks = [entry.blocks for entry in admitted]
         samples = batch.num_pending[rows[start:]].astype(BOOL)
         if np.count_nonzero(advance.samples) + np.count_nonzero(samples) == end:
-            advance.samples = batch.trues[:end]
+            samples = batch.trues[:end]
         else:
-            advance.samples = np.concatenate([advance.samples, samples])
-        advance.requests, advance.rows, advance.serials = requests, rows, serials
-        advance.num_computed_tokens = np.concatenate([advance.num_computed_tokens, cached])
-        advance.num_scheduled_tokens = np.concatenate([advance.num_scheduled_tokens, tokens])
-        drafts = batch.zeros[:end]
-        if len(advance.draft_token_ids) or any(padding):
+            samples = np.concatenate([advance.samples, samples])
+        drafts, draft_ids = batch.zeros[:end], advance.draft_token_ids
+        if len(draft_ids) or any(padding):
             drafts = np.concatenate([advance.num_draft_tokens, padding])
-            placeholders = np.full(sum(padding), UNSAMPLED, dtype=np.int32)
-            advance.draft_token_ids = np.concatenate([advance.draft_token_ids, placeholders])
-        advance.num_draft_tokens = drafts
-        advance.block_ids = np.concatenate([advance.block_ids, *blocks])
+            draft_ids = np.concatenate([draft_ids, np.full(sum(padding), UNSAMPLED, dtype=np.int32)])
         indices = batch.count_up[start:end].repeat(list(map(len, blocks)))
-        advance.block_rows = np.concatenate([advance.block_rows, indices])
-        advance.total += sum(tokens)
-        return cached, external
+        whole = Advance(
+            requests,
+            rows,
+            serials,
+            np.concatenate([advance.num_computed_tokens, cached]),
+            np.concatenate([advance.num_scheduled_tokens, tokens]),
+            samples,
+            drafts,
+            draft_ids,
+            np.concatenate([advance.block_ids, *blocks]),
+            np.concatenate([advance.block_rows, indices]),
+            advance.total + sum(tokens),
+        )
+        return whole, cached, external, np.array([entry.previous_status is _PREEMPTED for entry in admitted], BOOL)
 
     def _keep_unsynced(self, advance: Advance) -> None:
         """This output has full tables for its rows; those of other rows follow later."""
@@ -286,18 +219,23 @@ class Emission:
         self._unsynced -= set(advance.serials.tolist())
         self._resync = bool(self._unsynced)
 
-    def _blocks_of_groups(self, advance: Advance, whole: bool) -> tuple[IntArray, IntArray]:
-        """Set the blocks of this output, which are in several tables of each row; returns their groups and places."""
+    def _blocks_of_groups(self, advance: Advance, whole: bool) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """The blocks of an output, which are in several tables of each row: ids, rows, groups and places."""
         if whole:
             self._keep_unsynced(advance)
         new = self._kv.new_blocks(self._batch, advance.rows, advance.block_rows, whole=whole)
         if new is None:
-            advance.block_ids, advance.block_rows = NO_BLOCKS, NO_BLOCKS
-            return NO_INTS, NO_INTS
-        advance.block_ids, advance.block_rows = new.ids, new.rows
+            return NO_BLOCKS, NO_BLOCKS, NO_INTS, NO_INTS
         new.groups.setflags(False)  # type: ignore[call-arg]
         new.places.setflags(False)  # type: ignore[call-arg]
-        return new.groups, new.places
+        return new.ids, new.rows, new.groups, new.places
+
+
+def _sealed(fields: Any) -> SchedulerOutput:
+    """The fields of an output are complete: see `state/sealed.py`."""
+    fields.__class__ = SchedulerOutput
+    output: SchedulerOutput = fields
+    return output
 
 
 class LeftOut:

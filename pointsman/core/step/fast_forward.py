@@ -182,31 +182,29 @@ class FastForward:
                 f"{num_steps} step(s) at once, and {certain} are sure to be plain decodes; ask horizon() first, and "
                 "schedule the others one by one"
             )
-        batch, kv, table, members = self._batch, self._kv, self._table, self._batch.members
+        kv, table, members = self._kv, self._table, self._batch.members
         head = table.queue.peek() if self.checks_horizons and blocked is not None else None
         tokens, last = _checked_tokens(members, num_steps, token_ids, last_token_ids)
         self._check_middle(members, num_steps, tokens)
-        rows, last_step_id = members.rows, first_step_id + num_steps - 1
+        last_step_id = first_step_id + num_steps - 1
         table.now = float(times[-1])
-        computed = batch.num_computed_tokens[rows]
         kv.open_step(last_step_id, [], last_step_id)
         kv.journal = None
-        block_ids, block_rows, block_steps = kv.grow_for_steps(batch, rows, computed, num_steps)
-        batch.num_computed_tokens[rows] = computed + num_steps
+        advance, block_steps = self._running.advance_steps(num_steps)
         self._admission.stand_still(blocked, float(times[-2]), self._free_at_last_admission(block_steps, num_steps))
         wrong = None
         if head is not None and blocked is not None:
             wrong = self._wrong_horizon(head, blocked, num_steps)
         preempted, finished = table.take_reports()
-        self._emission.keep(last_step_id, computed + (num_steps - 1))
-        returned: Sequence[Int64Array] = ()
-        if kv.returned is not None:
-            returned, kv.returned = kv.returned, []
+        of_last = advance._replace(
+            num_computed_tokens=advance.num_computed_tokens + (num_steps - 1),
+            num_scheduled_tokens=members.ones,
+            total=len(members),
+        )
+        self._emission.keep(last_step_id, of_last)
+        returned = kv.take_returned()
         self._drafts.last_updated_step = last_step_id
-        batch.append_steps(members.requests, rows, tokens, last, num_steps)
-        last = last.copy()
-        last.setflags(False)  # type: ignore[call-arg]
-        fields, ends = self._update.plain_ends(members, last)
+        fields, ends = self._update.append_steps(tokens, last, num_steps)
         if ends:
             self._update.finish(fields, ends)
         sealed: Any = fields
@@ -216,11 +214,11 @@ class FastForward:
             num_steps,
             times,
             members.requests,
-            rows,
+            members.rows,
             members.serials,
-            computed,
-            block_ids,
-            block_rows,
+            advance.num_computed_tokens,
+            advance.block_ids,
+            advance.block_rows,
             block_steps,
             tuple(preempted),
             tuple(finished),

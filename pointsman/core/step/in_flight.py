@@ -15,6 +15,7 @@ from pointsman.core.kv.cache import Journal, Match
 from pointsman.core.state.batch import Members
 from pointsman.core.state.events import StepDecision
 from pointsman.core.state.output import Load, SchedulerOutput
+from pointsman.core.state.reason import Reason
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import RequestStatus
 from pointsman.core.step.running import Advance
@@ -74,6 +75,24 @@ class StepRecord(StepDecision):
     """Whether its result has arrived."""
     members: Members | None = None
     """The running rows, if the output names all of them and all sample: then `update` need not look them up."""
+
+    def blocked(self, reason: Reason) -> None:
+        """Why the head of the queue is not admitted."""
+        self.blocked_by = reason
+
+    def advanced(self, advance: Advance) -> None:
+        """The running rows compute this."""
+        self.advance = advance
+
+    def emitted(self, output: SchedulerOutput, members: Members, returned: Sequence[npt.NDArray[np.int64]]) -> None:
+        """The step has its output. `members` are the running rows; `returned`: see `returned_blocks`."""
+        self.output = output
+        self.returned_blocks = returned
+        count = len(members.requests)
+        if len(output.requests) == count and (
+            output.samples is members.trues or np.count_nonzero(output.samples) == count
+        ):
+            self.members = members
 
 
 class StepsInFlight:

@@ -181,6 +181,10 @@ class RequestTable:
         if state.row is not None:
             self._batch.priority[state.row] = priority
 
+    def note_blocked(self, skipped: list[Request], blocker: Request | None) -> None:
+        """Which requests the newest step skipped, in order, and which one blocked the queue behind them."""
+        self.skipped, self.blocker = skipped, blocker
+
     def leave_queue(self, request: Request) -> None:
         """Remove a request from the queue; why it waited in the newest step no longer matters."""
         self.queue.remove(request)

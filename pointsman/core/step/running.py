@@ -1,15 +1,15 @@
-"""Part 2 of the step: how many tokens does each running request advance? Computed for all rows at once.
+"""Part 2 of the step: how many tokens each running request advances, computed for all rows at once.
 
 A row wants `num_tokens + num_pending - num_computed_tokens` tokens: known tokens and samples in flight, less computed
-ones; and its waiting drafts (`drafts.py`). What it gets is computed in one of three ways, each only where the one
-before does not apply:
+ones; and its waiting drafts (`drafts.py`). A step shares out tokens and blocks, and then commits to it (`_commit`):
 
     steady    every row decodes one token, and verifies its drafts if it has some: no flags, budget and blocks suffice
-    at once   limits, the budget by one cumulative sum, one `grow` for all rows that lack blocks
-    again     blocks run out: a request is preempted, and the other rows are recomputed, steady or at once
+    general   limits, the budget by one cumulative sum, and the blocks of all rows that lack some
 
-Where `shortage` is "in-order" or "look-ahead", `InOrder` replaces the last: rows get their tokens and blocks one after
-the other, as in the systems that the presets are named after. There a row keeps what it got, blocks that a victim
+Where blocks run out, one request is preempted, and tokens and blocks are shared out again among the others.
+
+Where `shortage` is "in-order" or "look-ahead", `InOrder` does that another way: rows get their tokens and blocks one
+after the other, as in the systems that the presets are named after. There a row keeps what it got, blocks that a victim
 releases help only the row that asks and those behind it; when the row that asks is itself preempted, none behind it
 runs in this step (`own_preemption_ends_step`). The walk is used only if blocks run out; while they suffice, both give
 the same result.
@@ -18,8 +18,7 @@ the same result.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,9 +32,9 @@ from pointsman.core.policy.view import SchedulerView
 from pointsman.core.state.batch import PREFILLING, Batch, Members
 from pointsman.core.state.events import Need
 from pointsman.core.state.interfaces import Victim
-from pointsman.core.state.numbers import ONE
 from pointsman.core.state.output import IntArray
 from pointsman.core.state.request import Request
+from pointsman.core.state.sealed import new_tuple
 from pointsman.core.state.status import PreemptionCause
 from pointsman.core.state.tokens import NO_TOKENS
 from pointsman.core.step.drafts import Drafts
@@ -51,8 +50,7 @@ class Preempt(Protocol):
     def __call__(self, request: Request, cause: PreemptionCause, need: Need, /) -> None: ...
 
 
-@dataclass(slots=True)
-class Advance:
+class Advance(NamedTuple):
     """What the running rows compute in a step: the first part of a `SchedulerOutput`, field by field."""
 
     requests: tuple[Request, ...]
@@ -66,9 +64,10 @@ class Advance:
     block_ids: IntArray
     block_rows: IntArray
     total: int
-    preempted: bool
+    """Tokens over all rows."""
+    preempted: bool = False
     """Whether a request was preempted for memory."""
-    unpublished: Sequence[Request]
+    unpublished: Sequence[Request] = ()
     """Requests that compute prompt tokens, whose blocks are to be published."""
 
     def num_pending(self) -> Int64Array:
@@ -111,36 +110,40 @@ class Running:
 
     def advance(self, in_flight: bool, preempt: Preempt) -> Advance:
         """Decide, and commit, what every running row computes; `preempt` is called for each victim."""
-        batch = self._batch
         preempted = False
-        while self.steady_allowed and batch.num_prefilling == 0 and len(batch.members.requests) <= self.steady_rows:
-            steady = self._advance_drafts() if self._drafts.waiting else self._advance_steady(in_flight)
-            if steady is not None:
-                steady.preempted = preempted
-                return steady
+        while (shared := self._share_steadily(in_flight)) is not None:
+            computed, granted, total, lacking, block_ids = shared
+            if block_ids is not None:
+                members, drafts = self._batch.members, self._drafts
+                num_drafts, token_ids = members.zeros, NO_TOKENS
+                if drafts.waiting:
+                    num_drafts, token_ids = drafts.counts, drafts.take_all()
+                decided = (
+                    computed,
+                    granted,
+                    members.trues,
+                    num_drafts,
+                    token_ids,
+                    block_ids,
+                    lacking,
+                    total,
+                    preempted,
+                    (),
+                )
+                return self._commit((members.requests, members.rows, members.serials, *decided), is_first=not in_flight)
             if in_flight or self._drafts.waiting or not self._replans:
                 break
-            self._free_blocks(preempt)  # only blocks can be lacking here
+            self._free_blocks(preempt)
             preempted = True
-        return self._advance_general(preempt)
+        return self._settle(*self.wants(with_drafts=True), preempt)
 
     def rest(self) -> Advance:
         """No row computes anything."""
         members = self._batch.members
+        nothing = members.rows[:0]
+        none, no_drafts = members.trues[:0], members.zeros[:0]
         return Advance(
-            requests=(),
-            rows=members.rows[:0],
-            serials=members.serials[:0],
-            num_computed_tokens=members.rows[:0],
-            num_scheduled_tokens=members.rows[:0],
-            samples=members.trues[:0],
-            num_draft_tokens=members.zeros[:0],
-            draft_token_ids=NO_TOKENS,
-            block_ids=NO_BLOCKS,
-            block_rows=NO_BLOCKS,
-            total=0,
-            preempted=False,
-            unpublished=(),
+            (), nothing, members.serials[:0], nothing, nothing, none, no_drafts, NO_TOKENS, NO_BLOCKS, NO_BLOCKS, 0
         )
 
     def wants(
@@ -187,50 +190,62 @@ class Running:
 
     # ------------------------------------------------------------------ steady
 
-    def _advance_steady(self, in_flight: bool) -> Advance | None:
-        """Every row decodes one token; None, with nothing changed, if that is not possible."""
-        batch, members = self._batch, self._batch.members
-        rows = members.rows
-        if in_flight and (self._speculates or not self.may_run_ahead):
+    def _share_steadily(
+        self, in_flight: bool
+    ) -> tuple[Int64Array, Int64Array, int, Int64Array, IntArray | None] | None:
+        """Every row decodes one token, and verifies its waiting drafts.
+
+        Returns:
+            [rows] its computed tokens before, [rows] what it computes, the sum of that, and the rows that lack a block,
+            with these blocks; None instead of them: there are too few. None at all: not every row can do so.
+        """
+        batch, drafts = self._batch, self._drafts
+        members = batch.members
+        rows, num_rows = members.rows, len(members.requests)
+        if not self.steady_allowed or batch.num_prefilling or num_rows > self.steady_rows:
             return None
         computed = batch.num_computed_tokens[rows]
-        lacking = (computed >= batch.num_slots[rows]).nonzero()[0]
-        block_ids: IntArray = NO_BLOCKS
-        if len(lacking):
-            short = rows[lacking]
-            if not self._kv.can_grow_by_one(batch, short, 1):
+        if drafts.waiting:
+            total = num_rows + drafts.waiting
+            if not self._steady_drafts_allowed or total > self._budget.tokens or not drafts.are_for(rows):
                 return None
-            block_ids = self._kv.grow_by_one(batch, short, 1)
-        batch.compute_one(computed, is_first=not in_flight)
-        # By position, in the order of the fields: with keywords it takes three times as long.
-        return Advance(
-            members.requests,
-            rows,
-            members.serials,
-            computed,
-            members.ones,
-            members.trues,
-            members.zeros,
-            NO_TOKENS,
-            block_ids,
-            lacking,
-            len(rows),
-            False,  # preempted
-            (),  # unpublished
-        )
+            granted = drafts.granted()
+            lacking = (computed + granted > batch.num_slots[rows]).nonzero()[0]
+            more: int | Int64Array = granted[lacking]
+        else:
+            if in_flight and (self._speculates or not self._may_run_ahead()):
+                return None
+            granted, total, more = members.ones, num_rows, 1
+            lacking = (computed >= batch.num_slots[rows]).nonzero()[0]
+        block_ids: IntArray | None = NO_BLOCKS
+        if len(lacking):
+            short, block_ids = rows[lacking], None
+            if self._kv.can_grow_by_one(batch, short, more):
+                block_ids = self._kv.grow_by_one(batch, short, more)
+        return computed, granted, total, lacking, block_ids
 
-    @property
-    def may_run_ahead(self) -> bool:
-        """Whether every row may decode while a sample of it is in flight."""
-        return not self._batch.num_not_ahead and not self._has_last_in_flight()
-
-    def _has_last_in_flight(self) -> bool:
-        """Whether a sample in flight brings a row to its token limit."""
+    def advance_steps(self, num_steps: int) -> tuple[Advance, Int64Array]:
+        """Every row decodes one token in each of `num_steps` steps, for which there are blocks. Returns what the rows
+        compute in all of them, and the step, from 0, of each of their new blocks."""
         batch, members = self._batch, self._batch.members
-        if batch.least_left > self._most_in_flight:
+        computed = batch.num_computed_tokens[members.rows]
+        block_ids, block_rows, block_steps = self._kv.grow_for_steps(batch, members.rows, computed, num_steps)
+        granted = np.full(len(computed), num_steps)
+        total = num_steps * len(computed)
+        decided = (computed, granted, members.trues, members.zeros, NO_TOKENS, block_ids, block_rows, total, False, ())
+        advance = self._commit((members.requests, members.rows, members.serials, *decided), is_first=True)
+        return advance, block_steps
+
+    def _may_run_ahead(self) -> bool:
+        """Whether every row may decode while a sample of it is in flight: none of these brings it to its token
+        limit."""
+        batch, members = self._batch, self._batch.members
+        if batch.num_not_ahead:
             return False
+        if batch.least_left > self._most_in_flight:
+            return True
         expected = batch.num_tokens[members.rows] + batch.num_pending[members.rows]
-        return bool((expected >= members.token_limit).any())
+        return not (expected >= members.token_limit).any()
 
     def _free_blocks(self, preempt: Preempt) -> None:
         """Every row decodes one token, and some rows lack a block: preempt one row."""
@@ -250,53 +265,46 @@ class Running:
         preempt(members.requests[victim], PreemptionCause.MEMORY, need)
         return int(members.rows[victim])
 
-    def _advance_drafts(self) -> Advance | None:
-        """Every row decodes one token, and verifies its waiting drafts; None as in `_advance_steady`."""
-        batch, members, drafts = self._batch, self._batch.members, self._drafts
-        rows = members.rows
-        total = len(rows) + drafts.waiting
-        if not self._steady_drafts_allowed or total > self._budget.tokens or not drafts.are_for(rows):
-            return None
-        num_drafts = drafts.counts
-        granted = drafts.granted()
-        computed = batch.num_computed_tokens[rows]
-        end = computed + granted
-        lacking = (end > batch.num_slots[rows]).nonzero()[0]
-        block_ids: IntArray = NO_BLOCKS
-        if len(lacking):
-            short = rows[lacking]
-            if not self._kv.can_grow_by_one(batch, short, granted[lacking]):
-                return None
-            block_ids = self._kv.grow_by_one(batch, short, granted[lacking])
-        batch.num_computed_tokens[rows] = end
-        batch.num_pending[rows if members.span is None else members.span] = ONE
-        return Advance(
-            members.requests,
-            rows,
-            members.serials,
-            computed,
-            granted,
-            members.trues,
-            num_drafts,
-            drafts.take_all(),
-            block_ids,
-            lacking,
-            total,
-            False,  # preempted
-            (),  # unpublished
-        )
-
-    # ------------------------------------------------------------------ at once
-
-    def _advance_general(self, preempt: Preempt) -> Advance:
-        """Limits, budget and blocks for all rows at once; victims are preempted before anything is committed."""
-        return self._settle(*self.wants(with_drafts=True), preempt)
+    # ------------------------------------------------------------------ general
 
     def _settle(self, lacks: Int64Array, want: Int64Array, preempt: Preempt) -> Advance:
-        """Distribute tokens and blocks among the rows that want some, and commit to it."""
-        members = self._batch.members
+        """Limits, budget and blocks for all rows that want some; victims are preempted before anything is committed."""
+        batch, members = self._batch, self._batch.members
         granted, needed, block_ids, preempted = self._share_out(lacks, want, preempt)
-        return self._commit(members, lacks, granted, needed, block_ids, preempted)
+        requests, rows, serials = members.requests, members.rows, members.serials
+        runs = granted > 0
+        if np.count_nonzero(runs) < len(runs):
+            picked = runs.nonzero()[0]
+            rows, serials, lacks, granted, needed = (a[picked] for a in (rows, serials, lacks, granted, needed))
+            requests = tuple([requests[index] for index in picked.tolist()])
+        computed, samples = batch.num_computed_tokens[rows], granted >= lacks
+        num_drafts, drafts = batch.zeros[: len(rows)], NO_TOKENS
+        if self._drafts.waiting:
+            num_drafts = np.maximum(granted - lacks, 0)
+            drafts = self._drafts.take(rows, num_drafts)
+        block_rows = batch.count_up[: len(rows)].repeat(needed)
+        unpublished = self._commit_prefills(requests, rows, computed, granted, samples) if batch.num_prefilling else ()
+        total = int(granted.sum())
+        decided = (computed, granted, samples, num_drafts, drafts, block_ids, block_rows, total, preempted, unpublished)
+        return self._commit((requests, rows, serials, *decided), is_first=False)
+
+    def _commit_prefills(
+        self,
+        requests: tuple[Request, ...],
+        rows: Int64Array,
+        computed: Int64Array,
+        granted: Int64Array,
+        samples: BoolArray,
+    ) -> list[Request]:
+        """Of these rows those with a partial prefill, which compute tokens of it, maybe the last ones."""
+        batch, prefilling = self._batch, []
+        for index in (batch.flags[rows] & PREFILLING).nonzero()[0].tolist():
+            prefilling.append(requests[index])
+            for limit in self._limits:
+                limit.commit(requests[index], int(computed[index]), int(granted[index]))
+            if samples[index]:
+                batch.clear_flags(int(rows[index]), PREFILLING)
+        return prefilling
 
     def _share_out(
         self, lacks: Int64Array, want: Int64Array, preempt: Preempt
@@ -358,53 +366,18 @@ class Running:
             return want
         return np.clip(self._budget.tokens - (end - want), 0, want)
 
-    def _commit(
-        self,
-        members: Members,
-        lacks: Int64Array,
-        granted: Int64Array,
-        needed: Int64Array,
-        block_ids: IntArray,
-        preempted: bool,
-    ) -> Advance:
-        batch = self._batch
-        requests, rows, serials = members.requests, members.rows, members.serials
-        runs = granted > 0
-        if np.count_nonzero(runs) < len(runs):
-            picked = runs.nonzero()[0]
-            rows, serials, lacks, granted, needed = (a[picked] for a in (rows, serials, lacks, granted, needed))
-            requests = tuple([requests[index] for index in picked.tolist()])
-        computed = batch.num_computed_tokens[rows]
-        samples = granted >= lacks
-        batch.num_computed_tokens[rows] = computed + granted
-        batch.num_pending[rows] += samples
-        num_drafts, drafts = batch.zeros[: len(rows)], NO_TOKENS
-        if self._drafts.waiting:
-            num_drafts = np.maximum(granted - lacks, 0)
-            drafts = self._drafts.take(rows, num_drafts)
-        unpublished = []
-        if batch.num_prefilling:
-            for index in (batch.flags[rows] & PREFILLING).nonzero()[0].tolist():
-                unpublished.append(requests[index])
-                for limit in self._limits:
-                    limit.commit(requests[index], int(computed[index]), int(granted[index]))
-                if samples[index]:
-                    batch.clear_flags(int(rows[index]), PREFILLING)
-        return Advance(
-            requests=requests,
-            rows=rows,
-            serials=serials,
-            num_computed_tokens=computed,
-            num_scheduled_tokens=granted,
-            samples=samples,
-            num_draft_tokens=num_drafts,
-            draft_token_ids=drafts,
-            block_ids=block_ids,
-            block_rows=batch.count_up[: len(rows)].repeat(needed),
-            total=int(granted.sum()),
-            preempted=preempted,
-            unpublished=unpublished,
+    def _commit(self, fields: tuple[Any, ...], *, is_first: bool) -> Advance:
+        """The rows of an `Advance`, given by its fields, compute what they are granted. `is_first`: no other sample of
+        them is in flight."""
+        advance: Advance = new_tuple(Advance, fields)
+        self._batch.schedule(
+            advance.rows,
+            advance.num_computed_tokens,
+            advance.num_scheduled_tokens,
+            advance.samples,
+            is_first=is_first,
         )
+        return advance
 
 
 class InOrder(Running):

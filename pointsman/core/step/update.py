@@ -1,9 +1,9 @@
-"""What came back from the model? The result is checked, tokens are appended, stop conditions tested, requests finished.
+"""The update: checks what came back from the model, appends the tokens, tests stop conditions, finishes requests.
 
-In the common case (every row sampled, and all still run) this is one scatter and one vectorised stop test; Python
-loops run only over rows that finish or may have sampled one of several stop tokens, rows that repetitions may finish,
-and rows whose request lost its row while the step was in flight. A step that verified drafts yields a run of tokens per
-row, and is as vectorised.
+Every result is a run of tokens for each row that samples: one token, and more where drafts were accepted. A run is cut
+at the token that finishes its request. In the common case (every row sampled, and all still run) this is one scatter
+and one vectorised stop test; Python loops run only over rows that finish or may have sampled one of several stop
+tokens, rows that repetitions may finish, and rows whose request lost its row while the step was in flight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pointsman.core.kv.cache import KVCache
 from pointsman.core.kv.transfers import Transfers
 from pointsman.core.policy.encoder_budget import EncoderCache
 from pointsman.core.state.batch import WATCHED, Batch, Members
-from pointsman.core.state.numbers import INT64, ONE, ZERO, flat_tokens, set_writeable
+from pointsman.core.state.numbers import INT64, ONE, flat_tokens, set_writeable
 from pointsman.core.state.output import IntArray, SchedulerOutput, StepResult, UpdateFields
 from pointsman.core.state.repetition import REPETITION_DETECTED
 from pointsman.core.state.request import Request
@@ -81,38 +81,37 @@ class Update:
         Raises:
             StepResultError: the result does not fit the output; nothing was applied.
         """
-        if len(output.draft_token_ids):
-            return self._append_drafted(step, output, result)
-        members = step.members
-        if (
-            members is None
-            or members is not self._batch.members
-            or result.counts is not None
-            or result.errors
-            or result.unsampled
-        ):
-            return self._append_some(step, output, result)
-        token_ids = flat_tokens(result.token_ids, len(members.requests), ROW_TOKENS, SAMPLED, StepResultError)
+        members, drafts = step.members, output.num_draft_tokens if len(output.draft_token_ids) else None
+        if members is None or members is not self._batch.members or result.errors or result.unsampled:
+            return self._append_to_some(step, output, result, drafts)
+        runs = self._checked_run_per_row(members, output, result, drafts)
         step.is_over = True
-        decodes = output.samples is members.trues  # a plain decode, which computed the newest token of each row
-        newest: Any = output.num_computed_tokens if decodes else None
-        self._batch.append_to_all(token_ids, newest, is_last=len(self._steps.records) == 1)
-        return self.plain_ends(members, token_ids)
+        decodes = output.samples is members.trues  # every row computed its newest token, and drafts
+        computed: Any = output.num_computed_tokens if decodes else None
+        runs, ends = self._append_runs(members, drafts, runs, computed)
+        if runs.counts is not members.ones:
+            runs.counts.setflags(False)  # type: ignore[call-arg]
+        return UpdateFields(runs.token_ids, runs.counts), ends
 
-    def plain_ends(self, members: Members, token_ids: Int32Array) -> tuple[UpdateFields, Ends]:
-        """Which running requests stop with their newest tokens, after an append to all of them."""
-        batch = self._batch
-        done = batch.ending(0) if batch.least_left <= 0 else None
-        if batch.num_with_one_stop:
-            stops = token_ids == members.eos_token_id
-            done = stops if done is None else done | stops
-        any_done = done is not None and len(done) and done.item(done.argmax())  # in half the time of counting
-        if not (any_done or batch.stop_filter.num_rows or batch.num_watched):
-            return UpdateFields(token_ids, members.ones), []  # as in most steps
-        if done is None:
-            done = np.zeros(len(token_ids), dtype=np.bool_)
-        ends = self._find_ends(members.requests, members.rows, token_ids, done)
-        return UpdateFields(token_ids, members.ones), ends
+    def append_steps(self, tokens: Int32Array, last: Int32Array, num_steps: int) -> tuple[UpdateFields, Ends]:
+        """As `append`, for every running row after so many steps that were done at once.
+
+        Args:
+            tokens: [rows], the same in each step, or [steps, rows]; none stops its request before the last step.
+            last: [rows] those of the last step.
+        """
+        batch, members = self._batch, self._batch.members
+        num_rows, num_tokens, done = len(members), batch.num_tokens[members.rows], 0
+        while done < num_steps - 1:
+            piece = min(num_steps - 1 - done, batch.room)
+            by_row = tokens.repeat(piece) if tokens.ndim == 1 else tokens[done : done + piece].T.ravel()
+            num_tokens = num_tokens + piece
+            batch.append(members, Runs.of(np.full(num_rows, piece), by_row), num_tokens, piece, is_last=True)
+            done += piece
+        runs = new_tuple(Runs, (members.ones, batch.count_up[1 : 1 + num_rows], last.copy()))
+        runs, ends = self._append_runs(members, None, runs)
+        runs.token_ids.setflags(False)  # type: ignore[call-arg]
+        return UpdateFields(runs.token_ids, runs.counts), ends
 
     def finish(self, update: UpdateFields, ends: Ends) -> None:
         """Part 3: finish requests that stop, and free their blocks; those with further prompt parts continue."""
@@ -130,158 +129,92 @@ class Update:
         update.finished = (*[end.request for end in over], *[request for request in parts if request.is_finished])
         update.completed_parts = tuple([request for request in parts if not request.is_finished])
 
-    def _find_ends(
-        self,
-        requests: Sequence[Request],
-        rows: Int64Array,
-        token_ids: Int32Array,
-        done: npt.NDArray[np.bool_],
-    ) -> Ends:
-        """Which requests stop after an append to live rows: candidates are `done` or have unusual stop conditions."""
-        batch = self._batch
-        if batch.stop_filter.num_rows:
-            done |= batch.stop_filter.may_stop(token_ids)
-        if batch.num_watched:
-            done |= (batch.flags[rows] & WATCHED) != 0
-        ends: Ends = []
-        for index in done.nonzero()[0].tolist():
-            num_tokens = batch.num_tokens.item(rows.item(index))
-            end = stop_condition(requests[index], num_tokens, token_ids.item(index))
-            if end is not None:
-                ends.append((index, end))
-        return ends
-
-    def _append_some(self, step: StepRecord, output: SchedulerOutput, result: StepResult) -> tuple[UpdateFields, Ends]:
+    def _append_to_some(
+        self, step: StepRecord, output: SchedulerOutput, result: StepResult, drafts: IntArray | None
+    ) -> tuple[UpdateFields, Ends]:
         """As `append`, if not every row samples, a request has lost its row since, or rows failed or have no token."""
-        sampled, token_ids = checked_samples(output, result)
-        step.is_over = True
-        batch = self._batch
-        live = batch.serial[output.rows] == output.serials
-        ends = self._errors(output, result) if result.errors else []
-        if len(output.completes):
-            ends += self._completions(output, result)
-        counts = np.zeros(output.num_rows, dtype=np.int64)
-        at, tokens, lost = sampled, token_ids, sampled[:0]
-        if np.count_nonzero(live) < len(live):
-            is_live = live[sampled]
-            at, tokens, lost = sampled[is_live], token_ids[is_live], (~is_live).nonzero()[0]
-        if len(at):
-            rows = cast(Int64Array, output.rows[at])
-            requests = [output.requests[index] for index in at.tolist()]
-            num_tokens = batch.append(requests, rows, tokens, is_last=self._is_last())
-            done = tokens == batch.eos_token_id[rows]
-            done |= num_tokens >= batch.token_limit[rows]
-            found = self._find_ends(requests, rows, tokens, done)
-            ends += [(int(at[index]), end) for index, end in found]
-            counts[at] = 1
-        for index in lost.tolist():
-            row_index = int(sampled[index])
-            request = output.requests[row_index]
-            if not request.is_finished and request.serial == output.serials[row_index]:
-                counts[row_index] = 1
-                end = self._deliver(request, int(token_ids[index]))
-                if end is not None:
-                    ends.append((row_index, end))
-        if result.unsampled:
-            self._sample_again(output, result)
-        kept = token_ids[counts[sampled] > 0] if len(lost) else token_ids
-        set_writeable(counts, False)
-        return UpdateFields(kept, counts), ends
-
-    # ------------------------------------------------------------------ runs
-
-    def _append_drafted(
-        self, step: StepRecord, output: SchedulerOutput, result: StepResult
-    ) -> tuple[UpdateFields, Ends]:
-        """The step verified drafts: each row that samples has a run of tokens, which is cut at a stop."""
-        members = step.members
-        if members is None or members is not self._batch.members or result.errors or result.unsampled:
-            return self._append_some_drafted(step, output, result)
-        runs = checked_run_per_row(output, result)
-        step.is_over = True
-        decodes = output.samples is members.trues  # a plain decode with drafts, see `Running.advance`
-        computed = output.num_computed_tokens if decodes else None
-        runs, ends = self._append_runs(members, output.num_draft_tokens, runs, computed)
-        runs.counts.setflags(False)  # type: ignore[call-arg]
-        return UpdateFields(runs.token_ids, runs.counts), ends
-
-    def _append_some_drafted(
-        self, step: StepRecord, output: SchedulerOutput, result: StepResult
-    ) -> tuple[UpdateFields, Ends]:
-        """As `_append_some`, where drafts were verified."""
-        at, runs = checked_runs(output, result)
+        at, runs = checked_runs(output, result, drafts)
         step.is_over = True
         ends = self._errors(output, result) + self._completions(output, result)
         kept = np.zeros(output.num_rows, dtype=np.int64)
         live = self._batch.serial[output.rows[at]] == output.serials[at]
-        which = at[live]
+        which, of_live = at, runs
+        if np.count_nonzero(live) < len(live):
+            which, of_live = at[live], runs.only(live)
         if len(which):
-            rows = Members(self._batch, output.rows[which], tuple([output.requests[index] for index in which.tolist()]))
-            appended, found = self._append_runs(rows, output.num_draft_tokens[which], runs.only(live))
+            requests = tuple([output.requests[index] for index in which.tolist()])
+            rows = Members(self._batch, cast(Int64Array, output.rows[which]), requests)
+            appended, found = self._append_runs(rows, None if drafts is None else drafts[which], of_live)
             kept[which] = appended.counts
             ends += [(int(which[index]), end) for index, end in found]
         for index in (~live).nonzero()[0].tolist():
             row_index = int(at[index])
             request = output.requests[row_index]
             if not request.is_finished and request.serial == output.serials[row_index]:
-                run, num_drafts = runs.run(index), int(output.num_draft_tokens[row_index])
-                kept[row_index], end = self._deliver_run(request, num_drafts, run)
+                num_drafts = 0 if drafts is None else int(drafts[row_index])
+                kept[row_index], end = self._deliver(request, num_drafts, runs.run(index))
                 ends += [(row_index, end)] if end is not None else []
         if result.unsampled:
             self._sample_again(output, result)
-        token_ids = runs.cut(kept[at]).token_ids
+        lengths = kept[at]
+        token_ids = runs.token_ids if lengths.tobytes() == runs.counts.tobytes() else runs.cut(lengths).token_ids
         set_writeable(kept, False)
         return UpdateFields(token_ids, kept), ends
 
     def _append_runs(
-        self, live: Members, drafts: IntArray, runs: Runs, computed: IntArray | None = None
+        self, live: Members, drafts: IntArray | None, runs: Runs, computed: IntArray | None = None
     ) -> tuple[Runs, Ends]:
         """Append the runs of live rows up to their stops. Returns the appended runs, and which requests stop.
 
-        `computed`: computed tokens before the step, if it computed the newest token of each row, and drafts.
+        Args:
+            drafts: [s] how many drafts each row verified; None: no row of the step did, and each run is one token.
+            computed: [s] computed tokens before the step, if it computed the newest token of each row, and drafts.
         """
         batch, rows = self._batch, live.rows
-        if computed is None:
-            num_tokens = batch.num_tokens[rows]
-            num_tokens += runs.counts
-        else:  # less than a gather
-            num_tokens = computed + runs.counts
-            num_tokens += ONE
-        sampled = runs.counts
-        ends: Ends = []
-        done = self._may_be_done(live, runs, num_tokens)
+        known = batch.num_tokens[rows] if computed is None else computed + ONE  # less than a gather
+        num_tokens: Int64Array = known + runs.counts
+        longest = 1 if drafts is None else 1 + batch.max_drafts
+        sampled, ends = runs.counts, Ends()
+        done = self._may_be_done(live, runs, num_tokens, longest)
         if done is not None and np.count_nonzero(done):
             runs, ends = _cut_at_stops(live.requests, num_tokens, runs, done)
-            num_tokens -= sampled - runs.counts
-            sampled = np.minimum(sampled, runs.counts + 1)  # a draft that finishes its request was accepted
-        if self._is_last():  # then nothing of these rows is in flight
-            batch.num_computed_tokens[rows] = num_tokens - ONE
-            batch.num_pending[rows] = ZERO
-        else:
-            batch.num_computed_tokens[rows] -= drafts + 1 - runs.counts
-            batch.num_pending[rows] -= 1
-        batch.acceptance.add(rows, drafts, sampled)
-        batch.append_runs(live.requests, rows, runs, num_tokens)
+        is_last = len(self._steps.records) <= 1
+        if drafts is not None:
+            if runs.counts is not sampled:
+                num_tokens -= sampled - runs.counts
+                sampled = np.minimum(sampled, runs.counts + 1)  # a draft that finishes its request was accepted
+            if is_last:  # then nothing of these rows is in flight
+                batch.num_computed_tokens[rows] = num_tokens - ONE
+            else:
+                batch.num_computed_tokens[rows] -= drafts + 1 - runs.counts
+            batch.acceptance.add(rows, drafts, sampled)
+        batch.append(live, runs, num_tokens, longest, is_last=is_last)
         return runs, ends
 
-    def _may_be_done(self, live: Members, runs: Runs, num_tokens: Int64Array) -> npt.NDArray[np.bool_] | None:
+    def _may_be_done(
+        self, live: Members, runs: Runs, num_tokens: Int64Array, longest: int
+    ) -> npt.NDArray[np.bool_] | None:
         """[s] which rows may finish with their runs, which bring them to `num_tokens`; None: none of them."""
-        batch = self._batch
-        found = []
-        if batch.may_end(1 + batch.max_drafts):
-            found.append(num_tokens >= live.token_limit)
-        stops = live.may_stop(runs)
+        batch, done = self._batch, None
+        if longest > 1:
+            stops = live.may_stop(runs)
+        else:
+            stops = runs.token_ids == live.eos_token_id if batch.num_with_one_stop else None
         if batch.stop_filter.num_rows:
             several = batch.stop_filter.may_stop(runs.token_ids)
             stops = several if stops is None else stops | several
         if stops is not None and np.count_nonzero(stops):
-            found.append(np.logical_or.reduceat(stops, runs.starts))
+            done = stops if longest == 1 else np.logical_or.reduceat(stops, runs.starts)
+        if batch.may_end(longest):
+            at_limit = num_tokens >= live.token_limit
+            done = at_limit if done is None else done | at_limit
         if batch.num_watched:
-            found.append((batch.flags[live.rows] & WATCHED) != 0)
-        return np.logical_or.reduce(found) if found else None
+            watched = (batch.flags[live.rows] & WATCHED) != 0
+            done = watched if done is None else done | watched
+        return done
 
-    def _deliver_run(self, request: Request, num_drafts: int, run: list[int]) -> tuple[int, End | None]:
-        """As `_deliver`, for a row that had drafts in flight."""
+    def _deliver(self, request: Request, num_drafts: int, run: list[int]) -> tuple[int, End | None]:
+        """The run of a request that was preempted, or parked, while it was in flight: how much of it is kept."""
         length, end = _cut_at_stop(request, request.num_tokens, run)
         request._state.append_output(run[:length])
         request._state.settle_pending(1)
@@ -291,17 +224,27 @@ class Update:
             self._batch.acceptance.add_one(accepted)
         return length, end
 
+    def _checked_run_per_row(
+        self, members: Members, output: SchedulerOutput, result: StepResult, drafts: IntArray | None
+    ) -> Runs:
+        """As `checked_runs`, where every row samples and none has an error."""
+        if drafts is None and result.counts is None:
+            num_rows = len(members.requests)
+            token_ids = flat_tokens(result.token_ids, num_rows, ROW_TOKENS, SAMPLED, StepResultError)
+            runs: Runs = new_tuple(Runs, (members.ones, self._batch.count_up[1 : 1 + num_rows], token_ids))
+            return runs
+        given = np.asarray(result.counts)
+        if drafts is not None and given.shape == drafts.shape and given.dtype.kind in "iu":
+            counts: Int64Array = given.astype(INT64)
+            rejected = drafts - counts  # and one less
+            # `argmin` takes a fraction of the time of `any`.
+            if rejected.item(rejected.argmin()) >= -1 and counts.item(counts.argmin()) >= 1:
+                ends = np.add.accumulate(counts)
+                return Runs(counts, ends, checked_tokens(result, ends.item(-1), RUN_TOKENS))
+        runs = checked_runs(output, result, drafts)[1]  # reports what is wrong, if anything is
+        return runs if drafts is not None else runs._replace(counts=members.ones)
+
     # ------------------------------------------------------------------ parts
-
-    def _is_last(self) -> bool:
-        """Whether no step after the updated one is in flight."""
-        return len(self._steps.records) == 1
-
-    def _deliver(self, request: Request, token_id: int) -> End | None:
-        """A sample of a request that was preempted, or parked, while it was in flight."""
-        request._state.append_output([token_id])
-        request._state.settle_pending(1)
-        return stop_condition(request, request.num_tokens, token_id)
 
     def _sample_again(self, output: SchedulerOutput, result: StepResult) -> None:
         """Rows without a token, see `RequestTable.sample_again`."""
@@ -344,13 +287,19 @@ def _cut_at_stops(
 
     `num_tokens` are the requests' tokens with their whole runs.
     """
-    ends: Ends = []
-    lengths = runs.counts.copy()
+    ends, shorter = Ends(), dict[int, int]()
     for index in done.nonzero()[0].tolist():
         run = runs.run(index)
-        lengths[index], end = _cut_at_stop(requests[index], int(num_tokens[index]) - len(run), run)
-        ends += [(index, end)] if end is not None else []
-    return (runs.cut(lengths) if ends else runs), ends
+        length, end = _cut_at_stop(requests[index], num_tokens.item(index) - len(run), run)
+        if end is not None:
+            ends.append((index, end))
+        if length < len(run):
+            shorter[index] = length
+    if shorter:
+        lengths = runs.counts.copy()
+        lengths[list(shorter)] = list(shorter.values())
+        runs = runs.cut(lengths)
+    return runs, ends
 
 
 def _cut_at_stop(request: Request, num_tokens: int, run: list[int]) -> tuple[int, End | None]:
@@ -374,49 +323,30 @@ def checked_tokens(result: StepResult, expected: int, wanted: str = ROW_TOKENS) 
     return flat_tokens(result.token_ids, expected, wanted, SAMPLED, StepResultError)
 
 
-def checked_samples(output: SchedulerOutput, result: StepResult) -> tuple[Int64Array, Int32Array]:
-    """Which rows have a token in the result, and the tokens, in row order."""
-    expected = _expected(output, result)
-    if result.counts is not None:
-        counts = np.asarray(result.counts)
-        if counts.shape != expected.shape or not np.array_equal(counts, expected.astype(counts.dtype)):
-            raise StepResultError(
-                f"counts is {counts.tolist()}; this step yields {expected.astype(int).tolist()}: one token for a row "
-                "that samples and has no error, none for the others"
-            )
-    sampled = expected.nonzero()[0]
-    return sampled, checked_tokens(result, len(sampled))
-
-
-def checked_runs(output: SchedulerOutput, result: StepResult) -> tuple[Int64Array, Runs]:
-    """Which rows have tokens in the result, and the runs of these rows."""
+def checked_runs(output: SchedulerOutput, result: StepResult, drafts: IntArray | None) -> tuple[Int64Array, Runs]:
+    """Which rows have tokens in the result, and the runs of these rows. `drafts`: [n] of each row; None: of none."""
     expected = _expected(output, result)
     sampled = expected.nonzero()[0]
     counts = np.ones(len(sampled), dtype=np.int64)
+    if drafts is None:
+        if result.counts is not None:
+            given = np.asarray(result.counts)
+            if given.shape != expected.shape or not np.array_equal(given, expected.astype(given.dtype)):
+                raise StepResultError(
+                    f"counts is {given.tolist()}; this step yields {expected.astype(int).tolist()}: one token for a "
+                    "row that samples and has no error, none for the others"
+                )
+        return sampled, Runs.of(counts, checked_tokens(result, len(sampled)))
     if result.counts is not None:
         given = np.asarray(result.counts)
-        most = np.where(expected, 1 + output.num_draft_tokens, 0)
+        most = np.where(expected, 1 + drafts, 0)
         if given.shape != most.shape or given.dtype.kind not in "iu" or ((given < expected) | (given > most)).any():
             raise StepResultError(
                 f"counts is {given.tolist()}; this step yields 1 to {most.tolist()}: for a row that samples and has no "
                 "error one token and at most one more for each draft, none for the others"
             )
         counts = given[sampled].astype(np.int64)
-    token_ids = checked_tokens(result, int(counts.sum()), RUN_TOKENS)
-    return sampled, Runs.of(counts, token_ids)
-
-
-def checked_run_per_row(output: SchedulerOutput, result: StepResult) -> Runs:
-    """As `checked_runs`, where every row samples and none has an error."""
-    given, drafts = np.asarray(result.counts), output.num_draft_tokens
-    if given.shape == drafts.shape and given.dtype.kind in "iu":
-        counts: Int64Array = given.astype(INT64)
-        rejected = drafts - counts  # and one less
-        # `argmin` takes a fraction of the time of `any`.
-        if rejected.item(rejected.argmin()) >= -1 and counts.item(counts.argmin()) >= 1:
-            ends = np.add.accumulate(counts)
-            return Runs(counts, ends, checked_tokens(result, ends.item(-1), RUN_TOKENS))
-    return checked_runs(output, result)[1]  # reports what is wrong, if anything is
+    return sampled, Runs.of(counts, checked_tokens(result, int(counts.sum()), RUN_TOKENS))
 
 
 def _expected(output: SchedulerOutput, result: StepResult) -> npt.NDArray[np.bool_]:

@@ -1,13 +1,15 @@
-"""Plain steps, which are done in one go, leave what the parts of a step would: two schedulers with the same calls, of
-which one knows no plain steps, give equal outputs, states and explanations over random workloads, configurations and
-calls from outside; and planted faults are found."""
+"""The fast branches of a step leave what the general ones would: two schedulers with the same calls, of which one
+takes no fast branch, give equal outputs, states and explanations over random workloads, configurations and calls from
+outside; and planted faults are found.
+
+The fast branches: every row decodes one token (`Running._share_steadily`), and every row has a token
+(`Update.append`)."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import fields, replace
-from types import SimpleNamespace
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,6 @@ from pointsman.core import (
 )
 from pointsman.core.presets import PRESETS, SYSTEMS
 from pointsman.core.state.output import OutputFields
-from pointsman.core.step.plain import PlainSteps
 from tests.by_name import find
 from tests.by_name import replace as replace_method
 from tests.forms import short_or_long
@@ -160,18 +161,19 @@ class Pair:
 
 
 class Beside(Pair):
-    """`general` knows no plain steps, `steady` does."""
+    """`general` takes no fast branch, `steady` does."""
 
     def __init__(self, seed: int, **overrides: Any) -> None:
         super().__init__(seed, **overrides)
-        self.general._parts = replace(self.general._parts, plain_steps=None)
-        self.general._choose_parts()
+        running: Any = self.general._running
+        running.steady_allowed = False
         self.in_flight: deque[tuple[SchedulerOutput, SchedulerOutput]] = deque()
 
     def step(self) -> None:
         """The next step of both, and the end of the oldest one in flight, or of none."""
         if len(self.in_flight) < self.config.max_steps_in_flight:
             outputs = self.general.schedule(self.now), self.steady.schedule(self.now)
+            self.general._steps.records[-1].members = None
             compare_outputs(*outputs)
             self.in_flight.append(outputs)
         if len(self.in_flight) == self.config.max_steps_in_flight or self.rng.random() < 0.5:
@@ -236,77 +238,50 @@ def drive(seed: int, variant: dict[str, Any], num_rounds: int = 25) -> Beside:
 
 @settings(max_examples=short_or_long(25, 300))
 @given(seed=st.integers(0, 2**32 - 1), name=st.sampled_from(sorted(VARIANTS | IN_FLIGHT)))
-def test_as_the_parts_of_a_step(seed: int, name: str) -> None:
+def test_fast_branches_decide_as_the_general_ones(seed: int, name: str) -> None:
     drive(seed, (VARIANTS | IN_FLIGHT)[name])
 
 
-def count_plain(patch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each step was plain, with a queue that waits."""
-    found: list[bool] = []
-    decide = PlainSteps.decide
+def test_most_steps_take_the_fast_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = dict.fromkeys(("Running._share_steadily", "Admission._deferral"), 0)
 
-    def counted(plain: PlainSteps, step: Any) -> bool:
-        is_plain = decide(plain, step)
-        if is_plain and len(plain._table.queue):
-            found.append(True)
-        return is_plain
+    def count(name: str) -> None:
+        original = find(name)
 
-    patch.setattr(PlainSteps, "decide", counted)
-    return found
+        def counted(part: Any, *args: Any) -> Any:
+            found = original(part, *args)
+            taken[name] += found is not None
+            return found
 
+        replace_method(monkeypatch, name, counted)
 
-@pytest.mark.parametrize("variant", [FEW_BLOCKS, {"max_num_seqs": 3}], ids=["blocks", "seats"])
-def test_steps_are_plain_while_the_queue_is_blocked(monkeypatch: pytest.MonkeyPatch, variant: dict[str, Any]) -> None:
-    found = count_plain(monkeypatch)
+    for name in taken:
+        count(name)
     for seed in range(10):
-        drive(seed, variant)
-    assert len(found) > 20
-
-
-@pytest.mark.parametrize(
-    "variant",
-    [{"batching": "static"}, {"num_draft_tokens": 2}, {"num_blocks": 60, "reserves": ("bypass:bound=3",)}],
-    ids=["static", "drafts", "bypass"],
-)
-def test_no_plain_steps_where_a_step_has_further_parts(variant: dict[str, Any]) -> None:
-    assert Beside(0, **variant).steady._parts.plain_steps is None
-
-
-def test_no_plain_steps_in_a_pause() -> None:
-    pair = drive(2, {})
-    for scheduler in (pair.general, pair.steady):
-        scheduler.add(Request("last", [1, 2], arrival_time=0.0, max_tokens=4), pair.now)
-        output = scheduler.schedule(pair.now)
-        scheduler.update(output, StepResult([7]), pair.now)
-        scheduler.pause(pair.now)
-        assert scheduler.schedule(pair.now).num_rows == 0
+        drive(seed, FEW_BLOCKS)
+    assert all(number > 100 for number in taken.values()), taken
 
 
 # ------------------------------------------------------------------ planted faults
 
 
 def rows_run_ahead_of_their_last_token(patch: pytest.MonkeyPatch) -> None:
-    init = find("PlainSteps.__init__")
-
-    def without_look(plain: Any, *args: Any) -> None:
-        init(plain, *args)
-        plain._running = SimpleNamespace(may_run_ahead=True)
-
-    replace_method(patch, "PlainSteps.__init__", without_look)
+    replace_method(patch, "Running._may_run_ahead", lambda running: True)
 
 
-def blocks_to_be_taken_count_as_free(patch: pytest.MonkeyPatch) -> None:
-    stays = find("Admission.stays_blocked")
+def a_stop_token_is_overlooked(patch: pytest.MonkeyPatch) -> None:
+    may_be_done = find("Update._may_be_done")
 
-    def with_taken(admission: Any, step: Any, num_tokens: int, num_free: int, num_taken: int = 0) -> bool:
-        return bool(stays(admission, step, num_tokens, num_free + num_taken, num_taken))
+    def only_limits(update: Any, live: Any, runs: Any, num_tokens: Any, longest: int) -> Any:
+        done = may_be_done(update, live, runs, num_tokens, longest)
+        return done if runs.counts is not live.ones else num_tokens >= live.token_limit
 
-    replace_method(patch, "Admission.stays_blocked", with_taken)
+    replace_method(patch, "Update._may_be_done", only_limits)
 
 
 FAULTS: list[tuple[Fault, dict[str, Any]]] = [
     (rows_run_ahead_of_their_last_token, {"max_steps_in_flight": 2}),
-    (blocks_to_be_taken_count_as_free, FEW_BLOCKS),
+    (a_stop_token_is_overlooked, {}),
 ]
 
 
