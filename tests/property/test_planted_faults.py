@@ -183,7 +183,7 @@ def everyone_runs_ahead_at_once(patch: Patch) -> None:
         batch.num_not_ahead = count
         return advance
 
-    around(patch, "Running._advance_steady", advance_steady)
+    around(patch, "Running._share_steadily", advance_steady)
 
 
 def everyone_runs_ahead_in_mixed_steps(patch: Patch) -> None:
@@ -226,11 +226,11 @@ def end_is_not_repeated(patch: Patch) -> None:
 
 
 def watch_misses_what_was_in_flight(patch: Patch) -> None:
-    def deliver(original: Any, update: Any, request: Any, token_id: int) -> Any:
+    def deliver(original: Any, update: Any, request: Any, *args: Any) -> Any:
         watch, request._state.repetition_watch = request._state.repetition_watch, None
-        end = original(update, request, token_id)
+        kept = original(update, request, *args)
         request._state.repetition_watch = watch
-        return end
+        return kept
 
     around(patch, "Update._deliver", deliver)
 
@@ -347,7 +347,10 @@ def owed_blocks_are_forgotten(patch: Patch) -> None:
 
 
 def prompts_do_not_keep_decoding_out(patch: Patch) -> None:
-    replace(patch, "InOrder.advance_prefills", find("InOrder._advance_general"))
+    def advance_all(running: Any, preempt: Any) -> Any:
+        return running._settle(*running.wants(with_drafts=True), preempt)
+
+    replace(patch, "InOrder.advance_prefills", advance_all)
 
 
 def victim_is_not_put_in_front(patch: Patch) -> None:
@@ -550,7 +553,8 @@ def the_last_row_is_not_in_the_slice(patch: Patch) -> None:
 def rejected_drafts_count_as_computed(patch: Patch) -> None:
     def append_runs(original: Any, update: Any, live: Any, drafts: Any, *args: Any) -> Any:
         kept, ends = original(update, live, drafts, *args)
-        update._batch.num_computed_tokens[live.rows] += kept.counts < 1 + drafts
+        if drafts is not None:
+            update._batch.num_computed_tokens[live.rows] += kept.counts < 1 + drafts
         return kept, ends
 
     around(patch, "Update._append_runs", append_runs)
@@ -564,11 +568,11 @@ def stop_within_a_run_is_missed(patch: Patch) -> None:
 
 
 def reasons_begin_anew_with_every_step(patch: Patch) -> None:
-    def defer(original: Any, admission: Any, request: Any, verdict: Any, step: Any) -> None:
+    def note(original: Any, admission: Any, request: Any, verdict: Any, now: float) -> None:
         request._state.deferral = None
-        original(admission, request, verdict, step)
+        original(admission, request, verdict, now)
 
-    around(patch, "Admission._defer", defer)
+    around(patch, "Admission._note", note)
 
 
 def who_is_left_out_is_left_out_anew(patch: Patch) -> None:
@@ -588,10 +592,10 @@ def who_is_preempted_waits_since_it_came(patch: Patch) -> None:
 
 
 def too_much_is_said_to_be_missing(patch: Patch) -> None:
-    def defer(original: Any, admission: Any, request: Any, verdict: Any, step: Any) -> None:
-        original(admission, request, verdict._replace(missing=verdict.missing + 1), step)
+    def note(original: Any, admission: Any, request: Any, verdict: Any, now: float) -> None:
+        original(admission, request, verdict._replace(missing=verdict.missing + 1), now)
 
-    around(patch, "Admission._defer", defer)
+    around(patch, "Admission._note", note)
 
 
 def children_are_retained_without_their_parents(patch: Patch) -> None:

@@ -77,7 +77,7 @@ _COLUMNS = (
     "recent_limit",
 )
 
-_GATHERED = frozenset({"token_limit", "eos_token_id", "_stop_tokens", "ones", "trues", "zeros"})
+_GATHERED = frozenset({"token_limit", "eos_token_id", "_stop_tokens", "ends", "ones", "trues", "zeros"})
 
 
 class Members:
@@ -92,6 +92,7 @@ class Members:
         "_num_flushes",
         "_places",
         "_stop_tokens",
+        "ends",
         "eos_token_id",
         "ones",
         "requests",
@@ -129,6 +130,8 @@ class Members:
         self.eos_token_id = batch.eos_token_id[rows]
         self._stop_tokens: Int32Array | None = None
         self.ones = batch.ones[:count]
+        self.ends = batch.count_up[1 : 1 + count]
+        """Of runs of one token each, see `Runs`."""
         self.trues = batch.trues[:count]
         self.zeros = batch.zeros[:count]
         return getattr(self, name)
@@ -379,7 +382,7 @@ class Batch:
     # ------------------------------------------------------------------ tokens
 
     def schedule(
-        self, rows: Int64Array, computed: Int64Array, counts: Int64Array, samples: BoolArray, *, is_first: bool
+        self, rows: Int64Array, computed: Int64Array, counts: Int64Array, samples: BoolArray, is_first: bool
     ) -> None:
         """Distinct running rows, which have computed so many tokens, compute `counts` more; those that are marked
         sample. `is_first`: no other sample of them is in flight."""
@@ -404,23 +407,23 @@ class Batch:
         """Tokens, at least one, that every running row can append before its recent tokens must be flushed."""
         return self._least_room
 
-    def append(self, live: Members, runs: Runs, num_tokens: Int64Array, longest: int, *, is_last: bool) -> None:
+    def append(self, live: Members, runs: Runs, num_tokens: Int64Array, longest: int, is_last: bool) -> None:
         """The tokens of run i for row i of `live`, some or all of the running rows, which then has `num_tokens[i]`.
 
         The longest run has at most `longest` tokens: those of one step, or `room`. `is_last`: no further sample of
         these rows is in flight.
         """
-        rows, counts = live.rows, runs.counts
+        rows, (counts, ends, token_ids) = live.rows, runs
         span = live.span if live is self.members else None
         places = live.places_less_tokens(self) + num_tokens
         if counts is live.ones:
-            self._flat_recent[places] = runs.token_ids
+            self._flat_recent[places] = token_ids
         else:
-            places -= runs.ends
+            places -= ends
             places += ONE
             places = places.repeat(counts)
             places += self.count_up[: len(places)] if len(places) < len(self.count_up) else np.arange(len(places))
-            self._flat_recent[places] = runs.token_ids
+            self._flat_recent[places] = token_ids
         if span is not None and counts is live.ones:
             column = self.num_tokens[span]
             column += ONE

@@ -138,7 +138,7 @@ class Admission:
         self._kept: KeptVerdict | None = None
         self._lacking: Shortage | None = None  # of the request that was checked last
         bypass = gates.reserves.bypass
-        self._search = None if bypass is None else Search(bypass, kv.pool, table)
+        self._search = None if bypass is None else Search(bypass, kv.pool, table, asks_connector=transfers is not None)
         self._newly_deferred: list[tuple[Request, Deferral]] = []
         self._batch_forms = True  # static: only the token budget kept the last step from admitting more
 
@@ -357,16 +357,16 @@ class Admission:
         return found if found is not None and found.reason is state.deferral.reason else None
 
     def _standstill_of(self, head: Request, num_running: int) -> Standstill | None:
-        if head._state.num_pending or head.adapter is not None:
-            return None
         budget = self.budget.tokens - (num_running if self._rows_share_budget else 0)
+        is_common = num_running >= self.max_num_active_seqs or budget <= 0
+        if not is_common and (head._state.num_pending or head.adapter is not None):
+            return None
         deferral = self._deferral(head, budget, num_running, 0)
         if deferral is None:
             return None
         shortage = self._lacking
         outlasts_evictions = not self._depends_on_chunk and not self._kv.has_duplicates
         if shortage is None:
-            is_common = num_running >= self.max_num_active_seqs or budget <= 0
             return Standstill(deferral.reason, deferral, outlasts_evictions=is_common or outlasts_evictions)
         free = self._kv.pool.num_free
         least_free, reason = next(rung for rung in shortage.rungs if rung[0] <= free)

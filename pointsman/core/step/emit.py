@@ -95,14 +95,14 @@ class Emission:
         cached, external, resumed = NO_INTS, NO_INTS, _NO_BOOLS
         if admitted:
             advance, cached, external, resumed = self._with_admitted(advance, admitted)
-        groups = places = NO_INTS
-        block_ids, block_rows = advance.block_ids, advance.block_rows
+        requests, rows, serials, computed, scheduled, samples, num_drafts, drafts = advance[:8]
+        block_ids, block_rows, total = advance[8:11]
+        groups = places = completes = NO_INTS
         if not self._has_tables:
             block_ids, block_rows, groups, places = self._blocks_of_groups(advance, resync)
         elif resync:
             self._keep_unsynced(advance)
-            block_ids, block_rows = self._kv.tables(self._batch, advance.rows)
-        samples, completes = advance.samples, NO_INTS
+            block_ids, block_rows = self._kv.tables(self._batch, rows)
         if self._batch.num_no_sample:
             samples, completes = self._without_completions(advance)
         preempted, finished = self._table.take_reports()
@@ -112,17 +112,17 @@ class Emission:
         # By position, in the order of the fields: with keywords it takes three times as long.
         fields = OutputFields(
             record.step_id,
-            advance.total,
+            total,
             num_continued,
             resync,
-            advance.requests,
-            advance.rows,
-            advance.serials,
-            advance.num_computed_tokens,
-            advance.num_scheduled_tokens,
+            requests,
+            rows,
+            serials,
+            computed,
+            scheduled,
             samples,
-            advance.num_draft_tokens,
-            advance.draft_token_ids,
+            num_drafts,
+            drafts,
             completes,
             cached,
             external,
@@ -133,7 +133,7 @@ class Emission:
             freed_entries,
             tuple(preempted) if preempted else (),
             tuple(finished) if finished else (),
-            self._common_prefix.count(advance.rows) if self._common_prefix is not None else 0,
+            self._common_prefix.count(rows) if self._common_prefix is not None else 0,
             record.loads,
             self._kv.take_saves() if self._kv.saves else (),
             groups,
@@ -141,21 +141,20 @@ class Emission:
         )
         # Arrays made for this output; those that steps share are flagged where they are made. By position, in a third
         # of the time of the keyword, which the types demand.
-        advance.num_computed_tokens.setflags(False)  # type: ignore[call-arg]
+        computed.setflags(False)  # type: ignore[call-arg]
         if len(block_ids):
             block_ids.setflags(False)  # type: ignore[call-arg]
             block_rows.setflags(False)  # type: ignore[call-arg]
-        if advance.num_scheduled_tokens is not members.ones:
-            advance.num_scheduled_tokens.setflags(False)  # type: ignore[call-arg]
-            advance.num_draft_tokens.setflags(False)  # type: ignore[call-arg]
-            advance.draft_token_ids.setflags(False)  # type: ignore[call-arg]
-        if samples is not members.trues:
-            for made in (samples, completes, advance.rows, advance.serials, cached, external, resumed):
+        if scheduled is not members.ones:
+            for made in (scheduled, num_drafts, drafts):
                 set_writeable(made, False)
+        if samples is not members.trues:
+            for flagged in (samples, completes, rows, serials, cached, external, resumed):
+                set_writeable(flagged, False)
         output = _sealed(fields)
-        is_whole = len(advance.requests) == len(members.requests)
+        is_whole = len(requests) == len(members.requests)
         if not is_whole:
-            self.left_out.note(record.step_id, advance.rows, record.now, goes_on=self.last_output is not None)
+            self.left_out.note(record.step_id, rows, record.now, goes_on=self.last_output is not None)
         self.last_output = output if len(self._table.queue) or not is_whole else None
         return output
 

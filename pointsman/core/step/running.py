@@ -18,7 +18,7 @@ the same result.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -111,26 +111,10 @@ class Running:
     def advance(self, in_flight: bool, preempt: Preempt) -> Advance:
         """Decide, and commit, what every running row computes; `preempt` is called for each victim."""
         preempted = False
-        while (shared := self._share_steadily(in_flight)) is not None:
-            computed, granted, total, lacking, block_ids = shared
-            if block_ids is not None:
-                members, drafts = self._batch.members, self._drafts
-                num_drafts, token_ids = members.zeros, NO_TOKENS
-                if drafts.waiting:
-                    num_drafts, token_ids = drafts.counts, drafts.take_all()
-                decided = (
-                    computed,
-                    granted,
-                    members.trues,
-                    num_drafts,
-                    token_ids,
-                    block_ids,
-                    lacking,
-                    total,
-                    preempted,
-                    (),
-                )
-                return self._commit((members.requests, members.rows, members.serials, *decided), is_first=not in_flight)
+        while self._is_steady(in_flight):
+            advance = self._advance_steadily(in_flight, preempted)
+            if advance is not None:
+                return advance
             if in_flight or self._drafts.waiting or not self._replans:
                 break
             self._free_blocks(preempt)
@@ -190,39 +174,44 @@ class Running:
 
     # ------------------------------------------------------------------ steady
 
-    def _share_steadily(
-        self, in_flight: bool
-    ) -> tuple[Int64Array, Int64Array, int, Int64Array, IntArray | None] | None:
-        """Every row decodes one token, and verifies its waiting drafts.
+    def _is_steady(self, in_flight: bool) -> bool:
+        """Whether every row may decode one token, and verify its waiting drafts, if there are blocks."""
+        batch, drafts = self._batch, self._drafts
+        num_rows = len(batch.members.requests)
+        if not self.steady_allowed or batch.num_prefilling or num_rows > self.steady_rows:
+            return False
+        if drafts.waiting:
+            fits = self._steady_drafts_allowed and num_rows + drafts.waiting <= self._budget.tokens
+            return fits and drafts.are_for(batch.members.rows)
+        return not in_flight or (not self._speculates and self._may_run_ahead())
 
-        Returns:
-            [rows] its computed tokens before, [rows] what it computes, the sum of that, and the rows that lack a block,
-            with these blocks; None instead of them: there are too few. None at all: not every row can do so.
-        """
+    def _advance_steadily(self, in_flight: bool, preempted: bool) -> Advance | None:
+        """Every row decodes one token, and verifies its waiting drafts. None, with nothing changed: there are too few
+        blocks."""
         batch, drafts = self._batch, self._drafts
         members = batch.members
-        rows, num_rows = members.rows, len(members.requests)
-        if not self.steady_allowed or batch.num_prefilling or num_rows > self.steady_rows:
-            return None
+        rows = members.rows
         computed = batch.num_computed_tokens[rows]
+        total, granted, num_drafts, token_ids = len(rows), members.ones, members.zeros, NO_TOKENS
+        more: int | Int64Array = 1
         if drafts.waiting:
-            total = num_rows + drafts.waiting
-            if not self._steady_drafts_allowed or total > self._budget.tokens or not drafts.are_for(rows):
-                return None
-            granted = drafts.granted()
+            total, granted, num_drafts = total + drafts.waiting, drafts.granted(), drafts.counts
             lacking = (computed + granted > batch.num_slots[rows]).nonzero()[0]
-            more: int | Int64Array = granted[lacking]
+            more = granted[lacking]
         else:
-            if in_flight and (self._speculates or not self._may_run_ahead()):
-                return None
-            granted, total, more = members.ones, num_rows, 1
             lacking = (computed >= batch.num_slots[rows]).nonzero()[0]
-        block_ids: IntArray | None = NO_BLOCKS
+        block_ids: IntArray = NO_BLOCKS
         if len(lacking):
-            short, block_ids = rows[lacking], None
-            if self._kv.can_grow_by_one(batch, short, more):
-                block_ids = self._kv.grow_by_one(batch, short, more)
-        return computed, granted, total, lacking, block_ids
+            short = rows[lacking]
+            if not self._kv.can_grow_by_one(batch, short, more):
+                return None
+            block_ids = self._kv.grow_by_one(batch, short, more)
+        if drafts.waiting:
+            token_ids = drafts.take_all()
+        batch.schedule(rows, computed, granted, members.trues, not in_flight)
+        of_rows = (members.requests, rows, members.serials, computed, granted, members.trues, num_drafts, token_ids)
+        advance: Advance = new_tuple(Advance, (*of_rows, block_ids, lacking, total, preempted, ()))
+        return advance
 
     def advance_steps(self, num_steps: int) -> tuple[Advance, Int64Array]:
         """Every row decodes one token in each of `num_steps` steps, for which there are blocks. Returns what the rows
@@ -231,10 +220,9 @@ class Running:
         computed = batch.num_computed_tokens[members.rows]
         block_ids, block_rows, block_steps = self._kv.grow_for_steps(batch, members.rows, computed, num_steps)
         granted = np.full(len(computed), num_steps)
-        total = num_steps * len(computed)
-        decided = (computed, granted, members.trues, members.zeros, NO_TOKENS, block_ids, block_rows, total, False, ())
-        advance = self._commit((members.requests, members.rows, members.serials, *decided), is_first=True)
-        return advance, block_steps
+        batch.schedule(members.rows, computed, granted, members.trues, True)
+        of_rows = (members.requests, members.rows, members.serials, computed, granted, members.trues, members.zeros)
+        return Advance(*of_rows, NO_TOKENS, block_ids, block_rows, num_steps * len(computed)), block_steps
 
     def _may_run_ahead(self) -> bool:
         """Whether every row may decode while a sample of it is in flight: none of these brings it to its token
@@ -284,9 +272,9 @@ class Running:
             drafts = self._drafts.take(rows, num_drafts)
         block_rows = batch.count_up[: len(rows)].repeat(needed)
         unpublished = self._commit_prefills(requests, rows, computed, granted, samples) if batch.num_prefilling else ()
-        total = int(granted.sum())
-        decided = (computed, granted, samples, num_drafts, drafts, block_ids, block_rows, total, preempted, unpublished)
-        return self._commit((requests, rows, serials, *decided), is_first=False)
+        batch.schedule(rows, computed, granted, samples, False)
+        of_rows = (requests, rows, serials, computed, granted, samples, num_drafts, drafts)
+        return Advance(*of_rows, block_ids, block_rows, int(granted.sum()), preempted, unpublished)
 
     def _commit_prefills(
         self,
@@ -365,19 +353,6 @@ class Running:
         if not len(end) or end[-1] <= self._budget.tokens:
             return want
         return np.clip(self._budget.tokens - (end - want), 0, want)
-
-    def _commit(self, fields: tuple[Any, ...], *, is_first: bool) -> Advance:
-        """The rows of an `Advance`, given by its fields, compute what they are granted. `is_first`: no other sample of
-        them is in flight."""
-        advance: Advance = new_tuple(Advance, fields)
-        self._batch.schedule(
-            advance.rows,
-            advance.num_computed_tokens,
-            advance.num_scheduled_tokens,
-            advance.samples,
-            is_first=is_first,
-        )
-        return advance
 
 
 class InOrder(Running):

@@ -33,10 +33,16 @@ class KeptVerdict:
 
 
 class Search:
-    """The search behind the head of the queue, in one step; and its result, for the steps after it."""
+    """The search behind the head of the queue, in one step; and its result, for the steps after it.
 
-    def __init__(self, bypass: LetsPass, pool: Pool, table: RequestTable) -> None:
+    Args:
+        asks_connector: whether a check may ask a connector. Then a result is repeated also where the reasons may have
+            changed, as each question may be slow.
+    """
+
+    def __init__(self, bypass: LetsPass, pool: Pool, table: RequestTable, *, asks_connector: bool) -> None:
         self._bypass = bypass
+        self._asks_connector = asks_connector
         self._pool = pool
         self._table = table
         self._head: KeptVerdict | None = None  # why the head is skipped, if it and all that were checked lack blocks
@@ -96,7 +102,13 @@ class Search:
         free = self._pool.num_free
         self._num_open = self._bypass.num_open(free)
         self._num_arrivals = -1 if found else self._table.num_arrivals
-        self._levels = None if found or self._head is None else _levels_of(self._lacking.values(), free, self._num_open)
+        self._levels = None
+        if not found and self._head is not None:
+            lacking = self._lacking.values()
+            if self._asks_connector:
+                self._levels = -inf, inf, -inf, min([each.own for each in lacking], default=inf)
+            else:
+                self._levels = _levels_of(lacking, free, self._num_open)
         self._skipped, self._blocker = self._table.skipped, self._table.blocker
         return self._head
 

@@ -20,7 +20,7 @@ from pointsman.core.kv.cache import KVCache
 from pointsman.core.kv.transfers import Transfers
 from pointsman.core.policy.encoder_budget import EncoderCache
 from pointsman.core.state.batch import WATCHED, Batch, Members
-from pointsman.core.state.numbers import INT64, ONE, flat_tokens, set_writeable
+from pointsman.core.state.numbers import INT64, ONE, TWO, flat_tokens, set_writeable
 from pointsman.core.state.output import IntArray, SchedulerOutput, StepResult, UpdateFields
 from pointsman.core.state.repetition import REPETITION_DETECTED
 from pointsman.core.state.request import Request
@@ -84,7 +84,12 @@ class Update:
         members, drafts = step.members, output.num_draft_tokens if len(output.draft_token_ids) else None
         if members is None or members is not self._batch.members or result.errors or result.unsampled:
             return self._append_to_some(step, output, result, drafts)
-        runs = self._checked_run_per_row(members, output, result, drafts)
+        if drafts is None and result.counts is None:
+            num_rows = len(members.requests)
+            token_ids = flat_tokens(result.token_ids, num_rows, ROW_TOKENS, SAMPLED, StepResultError)
+            runs: Runs = new_tuple(Runs, (members.ones, members.ends, token_ids))
+        else:
+            runs = _checked_run_per_row(members, output, result, drafts)
         step.is_over = True
         decodes = output.samples is members.trues  # every row computed its newest token, and drafts
         computed: Any = output.num_computed_tokens if decodes else None
@@ -106,9 +111,9 @@ class Update:
             piece = min(num_steps - 1 - done, batch.room)
             by_row = tokens.repeat(piece) if tokens.ndim == 1 else tokens[done : done + piece].T.ravel()
             num_tokens = num_tokens + piece
-            batch.append(members, Runs.of(np.full(num_rows, piece), by_row), num_tokens, piece, is_last=True)
+            batch.append(members, Runs.of(np.full(num_rows, piece), by_row), num_tokens, piece, True)
             done += piece
-        runs = new_tuple(Runs, (members.ones, batch.count_up[1 : 1 + num_rows], last.copy()))
+        runs = new_tuple(Runs, (members.ones, members.ends, last.copy()))
         runs, ends = self._append_runs(members, None, runs)
         runs.token_ids.setflags(False)  # type: ignore[call-arg]
         return UpdateFields(runs.token_ids, runs.counts), ends
@@ -171,12 +176,20 @@ class Update:
             computed: [s] computed tokens before the step, if it computed the newest token of each row, and drafts.
         """
         batch, rows = self._batch, live.rows
-        known = batch.num_tokens[rows] if computed is None else computed + ONE  # less than a gather
-        num_tokens: Int64Array = known + runs.counts
-        longest = 1 if drafts is None else 1 + batch.max_drafts
-        sampled, ends = runs.counts, Ends()
+        longest, sampled = 1, runs.counts
+        ends: Ends = []  # an alias of a type is slow to call
+        num_tokens: Int64Array
+        if computed is None:
+            num_tokens = batch.num_tokens[rows] + sampled
+        elif sampled is live.ones:
+            num_tokens = computed + TWO  # less than a gather
+        else:
+            num_tokens = computed + sampled
+            num_tokens += ONE
+        if drafts is not None:
+            longest += batch.max_drafts
         done = self._may_be_done(live, runs, num_tokens, longest)
-        if done is not None and np.count_nonzero(done):
+        if done is not None:
             runs, ends = _cut_at_stops(live.requests, num_tokens, runs, done)
         is_last = len(self._steps.records) <= 1
         if drafts is not None:
@@ -188,30 +201,33 @@ class Update:
             else:
                 batch.num_computed_tokens[rows] -= drafts + 1 - runs.counts
             batch.acceptance.add(rows, drafts, sampled)
-        batch.append(live, runs, num_tokens, longest, is_last=is_last)
+        batch.append(live, runs, num_tokens, longest, is_last)
         return runs, ends
 
     def _may_be_done(
         self, live: Members, runs: Runs, num_tokens: Int64Array, longest: int
     ) -> npt.NDArray[np.bool_] | None:
         """[s] which rows may finish with their runs, which bring them to `num_tokens`; None: none of them."""
-        batch, done = self._batch, None
+        batch = self._batch
+        done: npt.NDArray[np.bool_] | None = None
         if longest > 1:
-            stops = live.may_stop(runs)
-        else:
-            stops = runs.token_ids == live.eos_token_id if batch.num_with_one_stop else None
+            done = live.may_stop(runs)
+        elif batch.num_with_one_stop:
+            done = runs.token_ids == live.eos_token_id
         if batch.stop_filter.num_rows:
             several = batch.stop_filter.may_stop(runs.token_ids)
-            stops = several if stops is None else stops | several
-        if stops is not None and np.count_nonzero(stops):
-            done = stops if longest == 1 else np.logical_or.reduceat(stops, runs.starts)
-        if batch.may_end(longest):
+            done = several if done is None else done | several
+        if longest > 1 and done is not None:
+            done = np.logical_or.reduceat(done, runs.starts) if np.count_nonzero(done) else None
+        if batch.least_left <= longest and batch.may_end(longest):
             at_limit = num_tokens >= live.token_limit
             done = at_limit if done is None else done | at_limit
         if batch.num_watched:
             watched = (batch.flags[live.rows] & WATCHED) != 0
             done = watched if done is None else done | watched
-        return done
+        if done is None or not len(done):
+            return None
+        return done if done.item(done.argmax()) else None  # in half the time of counting
 
     def _deliver(self, request: Request, num_drafts: int, run: list[int]) -> tuple[int, End | None]:
         """The run of a request that was preempted, or parked, while it was in flight: how much of it is kept."""
@@ -223,26 +239,6 @@ class Update:
             request._state.add_drafts(num_drafts, accepted)
             self._batch.acceptance.add_one(accepted)
         return length, end
-
-    def _checked_run_per_row(
-        self, members: Members, output: SchedulerOutput, result: StepResult, drafts: IntArray | None
-    ) -> Runs:
-        """As `checked_runs`, where every row samples and none has an error."""
-        if drafts is None and result.counts is None:
-            num_rows = len(members.requests)
-            token_ids = flat_tokens(result.token_ids, num_rows, ROW_TOKENS, SAMPLED, StepResultError)
-            runs: Runs = new_tuple(Runs, (members.ones, self._batch.count_up[1 : 1 + num_rows], token_ids))
-            return runs
-        given = np.asarray(result.counts)
-        if drafts is not None and given.shape == drafts.shape and given.dtype.kind in "iu":
-            counts: Int64Array = given.astype(INT64)
-            rejected = drafts - counts  # and one less
-            # `argmin` takes a fraction of the time of `any`.
-            if rejected.item(rejected.argmin()) >= -1 and counts.item(counts.argmin()) >= 1:
-                ends = np.add.accumulate(counts)
-                return Runs(counts, ends, checked_tokens(result, ends.item(-1), RUN_TOKENS))
-        runs = checked_runs(output, result, drafts)[1]  # reports what is wrong, if anything is
-        return runs if drafts is not None else runs._replace(counts=members.ones)
 
     # ------------------------------------------------------------------ parts
 
@@ -347,6 +343,22 @@ def checked_runs(output: SchedulerOutput, result: StepResult, drafts: IntArray |
             )
         counts = given[sampled].astype(np.int64)
     return sampled, Runs.of(counts, checked_tokens(result, int(counts.sum()), RUN_TOKENS))
+
+
+def _checked_run_per_row(
+    members: Members, output: SchedulerOutput, result: StepResult, drafts: IntArray | None
+) -> Runs:
+    """As `checked_runs`, where every row samples and none has an error."""
+    given = np.asarray(result.counts)
+    if drafts is not None and given.shape == drafts.shape and given.dtype.kind in "iu":
+        counts: Int64Array = given.astype(INT64)
+        rejected = drafts - counts  # and one less
+        # `argmin` takes a fraction of the time of `any`.
+        if rejected.item(rejected.argmin()) >= -1 and counts.item(counts.argmin()) >= 1:
+            ends = np.add.accumulate(counts)
+            return Runs(counts, ends, checked_tokens(result, ends.item(-1), RUN_TOKENS))
+    runs = checked_runs(output, result, drafts)[1]  # reports what is wrong, if anything is
+    return runs if drafts is not None else runs._replace(counts=members.ones)
 
 
 def _expected(output: SchedulerOutput, result: StepResult) -> npt.NDArray[np.bool_]:
