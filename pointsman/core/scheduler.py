@@ -1,4 +1,4 @@
-"""Which requests run in each step, and how many tokens does each advance? The scheduler.
+"""The scheduler: decides which requests run in each step, and how many tokens each advances.
 
     output = scheduler.schedule(now)                 decide, and commit the decision
     result = host.execute(output)                    the only part that differs between hosts
@@ -45,6 +45,7 @@ from pointsman.core.state.inputs import EncoderInput
 from pointsman.core.state.numbers import MAX_INT, checked_priority
 from pointsman.core.state.output import Integers, SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.state.request import Request
+from pointsman.core.state.sealed import sealed_as
 from pointsman.core.state.status import FinishReason, ParkReason, Pause, PauseMode, PreemptionCause, RequestStatus
 from pointsman.core.step.assembly import NEW, Start, assemble
 from pointsman.core.step.emit import input_token_ids
@@ -144,7 +145,13 @@ class Scheduler:
         log = [RequestLog()] if config.log_request_events else []
         events.set([self._statistics, *log, *self._listeners])
         self._parts = parts = assemble(
-            config, start, connector, events, self._statistics.accepted_drafts, self._kv_cache
+            config,
+            start,
+            connector,
+            events,
+            self._statistics.accepted_drafts,
+            self._kv_cache,
+            checks_horizons=self._check_horizons,
         )
         events.set([self._statistics, *log, *parts.policy_listeners, *self._listeners])
         self._batch, self._kv, self._table, self._steps = parts.batch, parts.kv, parts.table, parts.steps
@@ -154,7 +161,6 @@ class Scheduler:
         self._update, self._encoder, self._load_followers = parts.update, parts.encoder, parts.gates.load_followers
         self._fast_forward, self._view, self._budget = parts.fast_forward, parts.view, parts.budget
         self._guards = tuple(policy for policy in parts.policies if isinstance(policy, Guard))
-        self._fast_forward.checks_horizons = self._check_horizons
         self._open_eviction: Callable[[], None] | None = getattr(parts.kv.eviction, "open_step", None)
         self._max_seen_active_seqs = config.num_seats
         self._watchdog = Watchdog()
@@ -180,7 +186,7 @@ class Scheduler:
                 self._open_eviction()
             output = self._run_parts(step)  # displace, advance, publish, admit, emit: see `_mixed_step`
         except PolicyError as error:
-            self._void([step])
+            self._void([step], now)
             self._note_policy_failure(error, now)
             raise
         for guard in self._guards:
@@ -208,10 +214,8 @@ class Scheduler:
                 continue
 
     def _note_policy_failure(self, error: PolicyError, now: float) -> None:
-        self._statistics.num_policy_failures += 1
-        for guard in self._guards:
-            if guard.step_failed(self._config.max_policy_failures):
-                self._statistics.policy_failures[guard.kind, guard.spec] += 1
+        failed = [guard for guard in self._guards if guard.step_failed(self._config.max_policy_failures)]
+        self._statistics.policies_failed([(guard.kind, guard.spec) for guard in failed])
         if self._events.called:
             send(self._events.called, Call("schedule_failed", now, {"error": str(error)}))
 
@@ -270,26 +274,23 @@ class Scheduler:
         if not records or records[0].output is not output:
             raise self._steps.not_the_oldest(output)
         step = records[0]
-        self._table.now = now
         # 1. Append and 2. stop: the result is checked, its tokens appended, stop conditions tested (`step/update.py`).
-        fields, ends = self._update.append(step, output, result)
+        fields, ends = self._update.append(step, output, result, now)
         if self._swap is not None:
             self._swap.observe(result.copies)
         # 3. Free: requests that stop finish, and give back their blocks.
         if ends:
-            self._update.finish(fields, ends)
+            self._update.finish(fields, ends, now)
         # 4. Close: the step is over, and rows that waited for it may be reused.
         records.popleft()
-        self._drafts.last_updated_step = step.step_id
+        self._drafts.updated(step.step_id)
         if self._batch.fenced_rows:
             self._batch.fence_passed(step.step_id)
         if not records:
-            self._kv.journal = None
+            self._kv.log_to(None)
         # 5. Report, read-only.
         fields.token_ids.setflags(False)  # type: ignore[call-arg]
-        sealed: Any = fields
-        sealed.__class__ = StepUpdate  # complete: see `state/sealed.py`
-        update: StepUpdate = sealed
+        update = sealed_as(StepUpdate, fields)
         for method in self._events.updated:
             method(output, update, now)
         if self._events.called:
@@ -330,17 +331,16 @@ class Scheduler:
             StepOrderError: `output` is not in flight.
         """
         void = self._steps.take_from(output)
-        self._table.now = now
-        self._void(void)
+        self._void(void, now)
         for method in self._events.failed:
             method(len(void), now)
         if self._events.called:
             send(self._events.called, Call("fail", now, {"output": output}))
 
-    def _void(self, void: list[StepRecord]) -> None:
+    def _void(self, void: list[StepRecord], now: float) -> None:
         """Roll back steps that are no longer in flight, or never were, newest first."""
-        take_back(void, self._steps, self._batch, self._kv, self._table, self._encoder, self._loading)
-        self._kv.unpublished = []
+        take_back(void, self._steps, self._batch, self._kv, self._table, self._encoder, self._loading, now)
+        self._kv.drop_unpublished()
         self._admission.forget()
         self._emission.resync()
 
@@ -402,8 +402,7 @@ class Scheduler:
         records = self._steps.records
         if len(records) >= self._steps.max_steps:
             raise self._steps.too_many()
-        self._table.now = self._view.now = now
-        self._view.num_running = len(self._batch.members.requests)
+        self._view.open_step(now)
         if self._loading is not None:
             self._loading.expire(now)
         step = StepRecord(self._next_step_id, now)
@@ -429,10 +428,10 @@ class Scheduler:
         head = table.queue.peek()
         displaced = self._displacement.choose(head)
         for request in displaced:
-            table.preempt(request, PreemptionCause.DISPLACED, Need(head, 0, ""))
+            table.preempt(request, PreemptionCause.DISPLACED, Need(head, 0, ""), step.now)
         if displaced and self._budget.policies:  # what they would have computed is left to the others
             self._budget.open_step(self._view)
-        step.displacer = head if displaced else None
+        step.displaced_for(head if displaced else None)
 
     # ------------------------------------------------------------------ requests
 
@@ -452,8 +451,7 @@ class Scheduler:
             for method in self._events.refused:
                 method(request, why, now)
             raise refused(request, why)
-        self._table.now = now
-        self._table.add(request, park)
+        self._table.add(request, park, now)
         if self._events.called:
             send(self._events.called, Call("add", now, {"request": request, "park": park}))
 
@@ -479,9 +477,9 @@ class Scheduler:
             UnknownRequest, InvalidTransition: there is no such request, or its prompt is complete.
             RequestRefused: the part is invalid, or the extended request could never run; the request is unchanged.
         """
-        self._table.now = now
         request = self._table.require(request_id)
-        part = self._parts.prompt_parts.extend(request, token_ids, encoder_inputs, more=more, max_tokens=max_tokens)
+        extend = self._parts.prompt_parts.extend
+        part = extend(request, token_ids, encoder_inputs, now, more=more, max_tokens=max_tokens)
         if self._events.called:
             send(self._events.called, Call("extend", now, {"request_id": request_id, "part": part, "more": more}))
         return request
@@ -508,8 +506,7 @@ class Scheduler:
         if request is None:
             return None
         reason = checked_end(request_id, reason, keep_tokens)
-        self._table.now = now
-        self._table.finish([End(request, reason, detail, stop_reason)])
+        self._table.finish([End(request, reason, detail, stop_reason)], now)
         if keep_tokens is not None:
             request._state.truncate_output(keep_tokens)
         if self._events.called:
@@ -526,8 +523,7 @@ class Scheduler:
             UnknownRequest: no such request, or it has finished.
         """
         reason = ParkReason(reason)
-        self._table.now = now
-        self._table.park(self._table.require(request_id), reason)
+        self._table.park(self._table.require(request_id), reason, now)
         if self._events.called:
             send(self._events.called, Call("park", now, {"request_id": request_id, "reason": reason}))
 
@@ -539,9 +535,8 @@ class Scheduler:
             InvalidTransition: it is not parked, or waits for input alone.
         """
         request = self._table.require_parked(request_id)
-        self._table.now = now
-        if self._parts.prompt_parts.ready(request):
-            self._table.ready(request)
+        if self._parts.prompt_parts.ready(request, now):
+            self._table.ready(request, now)
         if self._events.called:
             send(self._events.called, Call("ready", now, {"request_id": request_id}))
 
@@ -566,14 +561,13 @@ class Scheduler:
         Running requests continue with the KV that they have, and publish no more. With `preempt_running` they recompute
         it: they return to the queue with their tokens, and with the samples of steps in flight when these return.
         """
-        self._table.now = now
         if preempt_running:
-            self._table.preempt_all()
+            self._table.preempt_all(now)
         self._kv.reset()
         if self._swap is not None:
             self._swap.forget()
         if self._loading is not None:
-            self._loading.forget()
+            self._loading.forget(now)
         if self._events.called:
             send(self._events.called, Call("reset_prefix_cache", now, {"preempt_running": preempt_running}))
 
@@ -593,7 +587,8 @@ class Scheduler:
             ConfigError: the limit is out of range, see `SchedulerConfig.max_num_active_seqs`.
         """
         self._config = self._config.replace(max_num_active_seqs=limit)
-        self._admission.max_num_active_seqs = num_slots = self._config.num_seats
+        num_slots = self._config.num_seats
+        self._admission.set_max_num_active_seqs(num_slots)
         self._max_seen_active_seqs = max(self._max_seen_active_seqs, num_slots)
         if self._events.called:
             send(self._events.called, Call("set_max_num_active_seqs", now, {"limit": limit}))
@@ -605,15 +600,16 @@ class Scheduler:
         """
         mode = PauseMode(mode)
         if mode is not PauseMode.ALL and self.pause_mode is PauseMode.ALL:
-            self._emission.last_output = None  # as in `resume`
-        self._admission.pause = Pause(mode, now)
+            self._emission.forget_output()  # as in `resume`
+        self._admission.set_pause(Pause(mode, now))
         self._choose_parts()
         if self._events.called:
             send(self._events.called, Call("pause", now, {"mode": mode}))
 
     def resume(self, now: float) -> None:
         """Go on after a `pause`; nothing happens if there was none."""
-        self._admission.pause = self._emission.last_output = None  # a step in the pause left rows out that run next
+        self._admission.set_pause(None)
+        self._emission.forget_output()  # a step in the pause left rows out that run next
         self._choose_parts()
         if self._events.called:
             send(self._events.called, Call("resume", now, {}))
@@ -631,9 +627,8 @@ class Scheduler:
         """
         if self._loading is None:
             raise UnknownTransfer(f"no transfer {transfer_id!r} is under way: this scheduler has no connector")
-        self._table.now = now
         failed = sorted(int(block) for block in failed_blocks)
-        ended = self._loading.done(transfer_id, num_loaded_tokens, failed)
+        ended = self._loading.done(transfer_id, num_loaded_tokens, failed, now)
         if self._events.called:
             arguments = {"transfer_id": transfer_id, "num_loaded_tokens": num_loaded_tokens, "failed_blocks": failed}
             send(self._events.called, Call("transfer_done", now, arguments))
@@ -657,15 +652,13 @@ class Scheduler:
             return
         self._listeners = (*self._listeners, listener)
         self._events.set([*self._events.listeners, listener])
-        if self._events.wants_blocks and self._kv.returned is None:
-            self._kv.returned = []
+        self._kv.track_returned(self._events.wants_blocks)
 
     def remove_listener(self, listener: Listener) -> None:
         """Report nothing more to a listener; nothing happens if it was not added."""
         self._listeners = tuple(other for other in self._listeners if other is not listener)
         self._events.set([other for other in self._events.listeners if other is not listener])
-        if not self._events.wants_blocks:
-            self._kv.returned = None
+        self._kv.track_returned(self._events.wants_blocks)
 
     def check_recordable(self) -> None:
         """Whether a recording may begin later than the scheduler, once there are no requests.

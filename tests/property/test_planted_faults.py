@@ -449,8 +449,8 @@ def longer_prompt_is_keyed_without_its_images(patch: Patch) -> None:
 
 
 def end_of_a_part_counts_as_a_preemption(patch: Patch) -> None:
-    def lose_rows(original: Any, table: Any, requests: list[Request], cause: Any, **options: Any) -> None:
-        original(table, requests, cause or find("PreemptionCause").PARKED, **options)
+    def lose_rows(original: Any, table: Any, requests: list[Request], cause: Any, now: float, **options: Any) -> None:
+        original(table, requests, cause or find("PreemptionCause").PARKED, now, **options)
 
     around(patch, "RequestTable._lose_rows", lose_rows)
 
@@ -486,9 +486,9 @@ def _without_pause(admission: Any, original: Any, *args: Any) -> Any:
 
 
 def reset_preempts_one_too_few(patch: Patch) -> None:
-    def preempt_all(table: Any) -> None:
+    def preempt_all(table: Any, now: float) -> None:
         for request in table._batch.members.requests[1:]:
-            table.preempt(request)
+            table.preempt(request, find("PreemptionCause").RESET, None, now)
 
     replace(patch, "RequestTable.preempt_all", preempt_all)
 
@@ -583,9 +583,9 @@ def who_is_left_out_is_left_out_anew(patch: Patch) -> None:
 
 
 def who_is_preempted_waits_since_it_came(patch: Patch) -> None:
-    def queue_again(original: Any, table: Any, request: Any) -> None:
+    def queue_again(original: Any, table: Any, request: Any, now: float) -> None:
         before = request._state.queued_at
-        original(table, request)
+        original(table, request, now)
         request._state.queued_at = before
 
     around(patch, "RequestTable._queue_again", queue_again)
@@ -711,16 +711,15 @@ def reset_keeps_what_is_preempted(patch: Patch) -> None:
     def reset(original: Any, scheduler: Scheduler, now: float, *, preempt_running: bool = False) -> None:
         epoch = scheduler._kv.prefix.epoch if scheduler._kv.prefix is not None else 0
         original(scheduler, now)
-        scheduler._table.now = now
         requests = list(scheduler._batch.members.requests) if preempt_running else []
         for request in requests:
             state = request._state
             if state.prefix_epoch == epoch and scheduler._kv.prefix is not None:
                 state.prefix_epoch = scheduler._kv.prefix.epoch
                 state.prefix_node, state.num_published_blocks = Root(request.cache_salt), 0
-        scheduler._table._lose_rows(requests, PreemptionCause.RESET)
+        scheduler._table._lose_rows(requests, PreemptionCause.RESET, now)
         for request in reversed(requests):
-            scheduler._table._queue_again(request)
+            scheduler._table._queue_again(request, now)
 
     around(patch, "Scheduler.reset_prefix_cache", reset)
 

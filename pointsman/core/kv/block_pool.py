@@ -27,11 +27,11 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.state.numbers import FALSE, ONE, TRUE, ZERO
+from pointsman.core.state.numbers import FALSE, ONE, TRUE, ZERO, set_writeable
 
 Int64Array = npt.NDArray[np.int64]
 NO_BLOCKS: Int64Array = np.zeros(0, dtype=np.int64)
-NO_BLOCKS.flags.writeable = False
+set_writeable(NO_BLOCKS, False)
 
 
 _SKIM = 1024  # entries of a segment that are tested together for stale ones

@@ -116,9 +116,9 @@ class KVCache(ABC):
     """Changes whenever blocks that no row held are released."""
     num_saves: int = 0
     num_sound_tokens: Callable[[Request], int]
-    """Of a running request, tokens whose KV no step in flight may yet change; set by the scheduler."""
+    """Of a running request, tokens whose KV no step in flight may yet change."""
     num_tokens_in_flight: Callable[[int], Int64Array]
-    """Of that number of rows, the tokens of each that steps in flight compute; set by the scheduler."""
+    """Of that number of rows, the tokens of each that steps in flight compute."""
     unpublished: list[Request]
     """Requests whose prompt blocks `publish_deferred` has to publish."""
     cuts_chunks: bool = False
@@ -162,8 +162,12 @@ class KVCache(ABC):
         return False
 
     @abstractmethod
-    def open_step(self, step_id: int, journal: Journal, oldest: int) -> None:
-        """Step `step_id` is being scheduled; `oldest` is the first one that is not over."""
+    def open_step(self, step_id: int, journal: Journal | None, oldest: int) -> None:
+        """Step `step_id` is being scheduled; `oldest` is the first one that is not over. `journal`: see `log_to`."""
+
+    def log_to(self, journal: Journal | None) -> None:
+        """Log publications there, which the newest step in flight computes; None: no step is in flight."""
+        self.journal = journal
 
     # ------------------------------------------------------------------ admission
 
@@ -336,6 +340,20 @@ class KVCache(ABC):
     def broken(self, batch: Batch) -> str | None:
         """What does not hold of its blocks between two calls, see `observe/invariants.py`; None: nothing is known."""
         return None
+
+    def follow(
+        self, num_sound_tokens: Callable[[Request], int], num_tokens_in_flight: Callable[[int], Int64Array]
+    ) -> None:
+        """What the steps in flight answer to these questions."""
+        self.num_sound_tokens, self.num_tokens_in_flight = num_sound_tokens, num_tokens_in_flight
+
+    def drop_unpublished(self) -> None:
+        """The step that is being scheduled is void: what it would publish is not published."""
+        self.unpublished = []
+
+    def track_returned(self, tracks: bool) -> None:
+        """Whether blocks that requests release are kept for `take_returned`."""
+        self.returned = (self.returned or []) if tracks else None
 
     def take_returned(self) -> Sequence[Int64Array]:
         """Blocks that requests released since the last call, one array for each; none if they are not tracked."""

@@ -196,7 +196,7 @@ class GroupedKVCache(KVCache):
     def has_duplicates(self) -> bool:
         return self._prefixes.has_duplicates
 
-    def open_step(self, step_id: int, journal: Journal, oldest: int) -> None:
+    def open_step(self, step_id: int, journal: Journal | None, oldest: int) -> None:
         self.journal = journal
         self._is_ahead = oldest < step_id
         self._in_flight = None

@@ -104,7 +104,7 @@ class KVCacheManager(KVCache):
         """Whether an eviction may have to be reported."""
         return self.saves is not None and (self.wanted is None or len(self.wanted) > 0)
 
-    def open_step(self, step_id: int, journal: Journal, oldest: int) -> None:
+    def open_step(self, step_id: int, journal: Journal | None, oldest: int) -> None:
         """Step `step_id` is being scheduled; `oldest` is the first one that is not over: what was published before it
         is final."""
         self.journal = journal

@@ -91,6 +91,10 @@ class Transfers:
         """Whether to load, synchronously, for a request from some token on that number of tokens, instead of computing
         them; None: whatever can be loaded is."""
 
+    def compare_with(self, is_worth_loading: Callable[[Request, int, int], bool]) -> None:
+        """Load only where this says that it is worth it."""
+        self.is_worth_loading = is_worth_loading
+
     @property
     def num_open(self) -> int:
         """Transfers that the host has not reported as finished."""

@@ -122,7 +122,7 @@ class FilmRecorder(Listener):
         self.num_bytes["events"] += write_header(self._file, header)
         parts = find_parts()
         if parts.table.requests:
-            self._start = parts.table.now  # times before it are negative
+            self._start = parts.view.now  # times before it are negative
         self._num_evictions = parts.kv.num_evictions
         if self._with_blocks:
             self._mirror = _Mirror(parts)

@@ -198,6 +198,11 @@ class Statistics(Listener):
         if run.blocked_by is not None:
             self.deferrals[run.blocked_by.position] += run.num_steps
 
+    def policies_failed(self, policies: list[tuple[str, str]]) -> None:
+        """Policies, given by kind and how each is named, failed a step."""
+        self.num_policy_failures += 1
+        self.policy_failures.update(policies)
+
     def on_failed(self, num_steps: int, now: float) -> None:
         self.num_failed_steps += num_steps
 

@@ -40,6 +40,10 @@ class StepBudget:
         """Of this step."""
         self.policies: tuple[SetsBudget, ...] = ()
 
+    def ask(self, policies: tuple[SetsBudget, ...]) -> None:
+        """These policies set the budget of each step."""
+        self.policies = policies
+
     def open_step(self, view: View) -> None:
         """Ask the policies, if there are any; called once a step, and once more if it displaced requests."""
         full = tokens = self.full

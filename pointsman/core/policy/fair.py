@@ -58,6 +58,22 @@ class _Tenant:
         self.queue = FirstComeFirstServed()
         self.entry: _Entry | None = None  # while the queue is not empty
 
+    def serve(self, cost: int) -> None:
+        """It was served tokens of that cost, or less than was counted."""
+        self.base += cost
+
+    def runs(self, change: int) -> None:
+        """One request more, or fewer, runs."""
+        self.num_running += change
+
+    def admitted(self, change: int) -> None:
+        """One request more, or fewer, was admitted and has not finished."""
+        self.num_requests += change
+
+    def wait_at(self, entry: _Entry | None) -> None:
+        """Its place among the tenants that wait; None: it has no request that waits."""
+        self.entry = entry
+
 
 class _Entry:
     """A tenant in the heap of those that wait, by a counter that it has reached."""
@@ -68,6 +84,10 @@ class _Entry:
         self.tenant = tenant
         self.counter = counter
         self.since = since
+
+    def rise(self, counter: int) -> None:
+        """Its tenant has been served more."""
+        self.counter = counter
 
     def __lt__(self, other: _Entry) -> bool:
         if self.counter != other.counter:
@@ -88,6 +108,25 @@ class _Run:
         self.num_prompt = 0
         self.charge = 0
         """What its last admission cost."""
+
+    def start(self, row: int, num_prompt: int, charge: int) -> None:
+        """It got a row, at that cost."""
+        self.row, self.num_prompt, self.charge = row, num_prompt, charge
+        self.tenant.serve(charge)
+        self.tenant.runs(1)
+
+    def leave(self, num_known: int, num_counted: int) -> None:
+        """It has lost its row; of its known tokens so many were counted."""
+        self.counted = num_known
+        self.tenant.serve((num_known - num_counted) * self.tenant.output_cost)
+        self.tenant.runs(-1)
+        self.row = None
+
+    def take_back(self) -> None:
+        """Its admission is void."""
+        self.tenant.serve(-self.charge)
+        self.tenant.runs(-1)
+        self.row, self.num_prompt = None, 0
 
 
 class Fair(Policy):
@@ -236,7 +275,7 @@ class Fair(Policy):
         """A request has left the queue of a tenant."""
         self._length -= 1
         if not len(tenant.queue):
-            tenant.entry = None
+            tenant.wait_at(None)
             self._num_waiting_tenants -= 1
             self._last = tenant
             if len(self._heap) > 2 * self._num_waiting_tenants + _LEAST_KEPT:
@@ -244,8 +283,9 @@ class Fair(Policy):
                 heapq.heapify(self._heap)
 
     def _enter(self, tenant: _Tenant, since: int) -> None:
-        tenant.entry = _Entry(tenant, self._counter(tenant), since)
-        heapq.heappush(self._heap, tenant.entry)
+        entry = _Entry(tenant, self._counter(tenant), since)
+        tenant.wait_at(entry)
+        heapq.heappush(self._heap, entry)
 
     def _first(self) -> _Entry:
         """The tenant that is next, by its counter as of now. One of them waits."""
@@ -264,7 +304,7 @@ class Fair(Policy):
             counter = self._counter(entry.tenant)
             if counter == entry.counter:
                 return entry
-            entry.counter = counter
+            entry.rise(counter)
             heapq.heapreplace(heap, entry)
 
     # ------------------------------------------------------------------ what is counted
@@ -300,16 +340,14 @@ class Fair(Policy):
         run = self._runs.get(request)
         if run is None:
             run = self._runs[request] = _Run(self._tenants[request.tenant])
-            run.tenant.num_requests += 1
+            run.tenant.admitted(1)
         tenant, row, known = run.tenant, request.row, request.num_tokens
         assert row is not None
         if request.num_prompt_tokens == run.num_prompt:  # samples that came back while it had no row
-            run.charge = (known - run.counted) * tenant.output_cost
+            charge = (known - run.counted) * tenant.output_cost
         else:
-            run.charge = max(0, known - max(run.counted, event.num_cached_tokens)) * tenant.input_cost
-        tenant.base += run.charge
-        tenant.num_running += 1
-        run.row, run.num_prompt = row, request.num_prompt_tokens
+            charge = max(0, known - max(run.counted, event.num_cached_tokens)) * tenant.input_cost
+        run.start(row, request.num_prompt_tokens, charge)
         while row >= len(self._owner):
             self._counted = np.concatenate([self._counted, np.zeros_like(self._counted)])
             self._owner = np.concatenate([self._owner, np.zeros_like(self._owner)])
@@ -325,7 +363,7 @@ class Fair(Policy):
         self._leave_row(request)
         run = self._runs.pop(request, None)
         if run is not None:
-            run.tenant.num_requests -= 1
+            run.tenant.admitted(-1)
 
     def on_step(self, step: StepDecision) -> None:
         self._num_steps += 1
@@ -337,8 +375,8 @@ class Fair(Policy):
             entered, self._entered = self._entered, {}
             places = [(tenant, tenant.entry.since) for tenant in entered if tenant.entry is not None]
             for tenant, _ in places:
-                tenant.entry = None
-                tenant.base -= entered[tenant]
+                tenant.wait_at(None)
+                tenant.serve(-entered[tenant])
             self._num_waiting_tenants -= len(places)
             for tenant, since in places:
                 self._lift(tenant)
@@ -357,21 +395,16 @@ class Fair(Policy):
         if run is None or run.row is None:
             return
         self._store()
-        run.counted, counted = request.num_tokens, int(self._counted[run.row])
-        run.tenant.base += (run.counted - counted) * run.tenant.output_cost
-        run.tenant.num_running -= 1
-        run.row = None
+        run.leave(request.num_tokens, int(self._counted[run.row]))
 
     def _take_back(self, request: Request, run: _Run) -> None:
         """Its admission is void."""
         self._store()
         tenant = run.tenant
-        tenant.base -= run.charge
-        tenant.num_running -= 1
-        run.row, run.num_prompt = None, 0
+        run.take_back()
         if run.counted == 0:  # its first
             del self._runs[request]
-            tenant.num_requests -= 1
+            tenant.admitted(-1)
         if tenant.entry is not None:  # the counter has become less
             self._enter(tenant, tenant.entry.since)
 
@@ -396,7 +429,7 @@ class Fair(Policy):
         elif self._last is not None:
             level = self._counter(self._last)
         lifted = max(0, level - self._counter(tenant))
-        tenant.base += lifted
+        tenant.serve(lifted)
         if len(self._tenants) > self._num_kept:
             self._forget(level, tenant)
         return lifted

@@ -158,6 +158,10 @@ class Reserves(Gate):
             num_steps = min(num_steps, reserve.horizon(num_steps))
         return num_steps
 
+    def restore(self, shortage: Shortage | None) -> None:
+        """As after a check that found this; a check since was only a question."""
+        self.shortage = shortage
+
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         key, num_free = self._asked(request, start + want, view), view.num_free_blocks
         required = sum(key)

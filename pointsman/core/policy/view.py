@@ -46,8 +46,12 @@ class SchedulerView:
 
     # ------------------------------------------------------------------ kept up to date
 
+    def open_step(self, now: float) -> None:
+        """A step begins at that time."""
+        self.now, self.num_running = now, len(self._batch.members.requests)
+
     def pass_time(self, now: float) -> None:
-        """The time of the newest call."""
+        """The newest of several steps that were done at once began then."""
         self.now = now
 
     def open_check(self, budget: int, num_running: int, num_owed_blocks: int) -> None:

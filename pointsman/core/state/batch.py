@@ -289,7 +289,7 @@ class Batch:
         left = state.token_limit - num_tokens
         if left < self.least_left:
             self.least_left = left
-        state.batch, state.row = self, row
+        state.placed(self, row)
         return row
 
     def join(self, rows: list[int], requests: list[Request]) -> None:
@@ -360,7 +360,7 @@ class Batch:
         self.table_starts: Int64Array = np.arange(rows) * self.max_blocks
         self.count_up: Int64Array = np.arange(1 + rows * (1 + self.max_drafts))
         for constant in (self.ones, self.zeros, self.trues, self.table_starts, self.count_up):
-            constant.flags.writeable = False
+            set_writeable(constant, False)
 
     # ------------------------------------------------------------------ flags
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.state.inputs import Adapter, EncoderEntry
+from pointsman.core.state.numbers import set_writeable
 from pointsman.core.state.request import Request
 from pointsman.core.state.sealed import Sealed
 
@@ -24,7 +25,7 @@ Integers: TypeAlias = IntArray | Sequence[int]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 NO_INTS: IntArray = np.zeros(0, dtype=np.int64)
-NO_INTS.flags.writeable = False
+set_writeable(NO_INTS, False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

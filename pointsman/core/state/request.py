@@ -242,7 +242,114 @@ class RequestState:
                 self._output.add(self.batch.recent(self.row, start).copy())
         return self.prompt_bytes + self._output.array().tobytes() if self._output.length else self.prompt_bytes
 
+    # ------------------------------------------------------------------ moving between places
+
+    def added(self, sequence_number: int) -> None:
+        """A scheduler has taken the request."""
+        self.sequence_number = sequence_number
+
+    def limit(self, token_limit: int, detail: str) -> None:
+        """It finishes at that number of known tokens; `detail` is the name of the limit."""
+        self.token_limit, self.limit_detail = token_limit, detail
+
+    def watch(self, watch: RepetitionWatch) -> None:
+        """Repetitions that this finds finish it."""
+        self.repetition_watch = watch
+
+    def queued(self, now: float) -> None:
+        """It enters the queue."""
+        self.queued_at = now
+
+    def defer(self, deferral: Deferral | None, now: float) -> bool:
+        """Why the newest step that checked it did not admit it. Returns whether that is another reason than before,
+        which holds since `now`."""
+        before, self.deferral = self.deferral, deferral
+        if before is not None and deferral is not None and before.reason is deferral.reason:
+            return False
+        self.deferred_since = now
+        return True
+
+    def undefer(self) -> None:
+        """It has no reason to wait yet."""
+        self.deferral = None
+
+    def was_passed_by(self, count: int) -> None:
+        """So many requests behind it were admitted."""
+        self.num_overtaken += count
+
+    def admitted(self, serial: int, num_cached_tokens: int) -> None:
+        """It runs, as the admission of that number, and need not compute so many tokens."""
+        self.serial = serial
+        self.transition(RequestStatus.RUNNING)
+        self.deferral = None
+        self.num_admitted_tokens = self.num_tokens
+        self.num_cached_tokens = num_cached_tokens
+        self.may_load = True
+
+    def placed(self, batch: Columns, row: int) -> None:
+        """It has a row."""
+        self.batch, self.row = batch, row
+
+    def leave_row(self, num_computed_tokens: int, num_pending: int) -> None:
+        """Take over the values of the batch's columns when the row is released."""
+        self.batch = None
+        self.row = None
+        self._num_computed_tokens = num_computed_tokens
+        self._num_pending = num_pending
+
+    def lost_row(self, loss_number: int, cause: PreemptionCause | None) -> None:
+        """It has left its row and recomputes what it had; the losses of all requests are numbered. `cause` None: the
+        row had nothing more to do."""
+        self.loss_number = loss_number
+        self.lost_tokens = min(self._num_computed_tokens, self.num_tokens)
+        self._num_computed_tokens = 0
+        self.num_overtaken = 0
+        if cause is not None:
+            self.num_preemptions += 1
+            self.preemption_causes += (cause,)
+
+    def recover(self, recovery: Recovery | None) -> None:
+        """How it gets back the KV that it has lost; None: as `preemption_mode` "recompute" says."""
+        self.recovery = recovery
+
+    def rolled_back(self, status: RequestStatus, serial: int) -> None:
+        """Its admission is void: it has the status and the serial that it had before."""
+        self.leave_row(0, 0)
+        self.transition(status)
+        self.serial = serial
+
+    def disowned(self, serial: int) -> None:
+        """What steps in flight still compute for it is dropped: it has another serial than they name."""
+        self.serial = serial
+        self._num_pending = 0
+
+    def hold(self, holding: Any) -> None:
+        """It holds blocks without a row, or no longer does (None)."""
+        self.holding = holding
+
+    def load_ended(self) -> None:
+        """Nothing more is loaded for it until it is admitted."""
+        self.may_load = False
+
+    def finished(self, reason: FinishReason, detail: str, stop_reason: int | str | None) -> None:
+        self.transition(reason.status)
+        self.finish_reason, self.finish_detail, self.stop_reason = reason, detail, stop_reason
+        self.deferral = None
+
     # ------------------------------------------------------------------ changing
+
+    def prioritise(self, priority: int) -> None:
+        """Smaller is more urgent."""
+        self.priority = priority
+
+    def extend(self, part: Part, *, more: bool) -> None:
+        """A part of the prompt was given, to be taken later; `more`: further ones follow."""
+        self.more_input = more
+        self.parts.append(part)
+
+    def await_input(self) -> None:
+        """All parts of its prompt are complete."""
+        self.awaits_input = True
 
     def set_prompt_key(self, prompt_bytes: bytes, generation: int) -> None:
         """Key the prompt by these bytes, in which each placeholder is a mark of that generation (`ContentMarks`)."""
@@ -258,19 +365,6 @@ class RequestState:
         if status not in NEXT[self.status]:
             raise InvalidTransition(f"request {self.request_id!r} cannot go from {self.status.name} to {status.name}")
         self.status = status
-
-    def defer(self, deferral: Deferral | None, now: float) -> bool:
-        """Why the newest step that checked it did not admit it. Returns whether that is another reason than before,
-        which holds since `now`."""
-        before, self.deferral = self.deferral, deferral
-        if before is not None and deferral is not None and before.reason is deferral.reason:
-            return False
-        self.deferred_since = now
-        return True
-
-    def was_passed_by(self, count: int) -> None:
-        """So many requests behind it were admitted."""
-        self.num_overtaken += count
 
     def append_output(self, token_ids: IntArray | Sequence[int]) -> None:
         """Append tokens to the request's own array."""
@@ -302,13 +396,6 @@ class RequestState:
         self.repetition_watch = None
         self.max_tokens = max_tokens
         self.awaits_input = False
-
-    def leave_row(self, num_computed_tokens: int, num_pending: int) -> None:
-        """Take over the values of the batch's columns when the row is released."""
-        self.batch = None
-        self.row = None
-        self._num_computed_tokens = num_computed_tokens
-        self._num_pending = num_pending
 
     def add_drafts(self, num_verified: int, num_accepted: int) -> None:
         """Count verified drafts."""

@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.errors import RequestRefused
-from pointsman.core.state.numbers import INT32, MAX_INT
+from pointsman.core.state.numbers import INT32, MAX_INT, set_writeable
 
 IntArray: TypeAlias = npt.NDArray[np.integer]
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 
 NO_TOKENS: Int32Array = np.zeros(0, dtype=np.int32)
-NO_TOKENS.flags.writeable = False
+set_writeable(NO_TOKENS, False)
 
 
 class OutputTokens:

@@ -133,6 +133,7 @@ class Admission:
         self._loading = loading
         self._view = view
         self.max_num_active_seqs = config.num_seats
+        """How many requests may run at once."""
         self.pause: Pause | None = None
         """The operator's pause; None: not paused."""
         self._kept: KeptVerdict | None = None
@@ -141,6 +142,14 @@ class Admission:
         self._search = None if bypass is None else Search(bypass, kv.pool, table, asks_connector=transfers is not None)
         self._newly_deferred: list[tuple[Request, Deferral]] = []
         self._batch_forms = True  # static: only the token budget kept the last step from admitting more
+
+    def set_max_num_active_seqs(self, limit: int) -> None:
+        """At most so many requests run from the next step on."""
+        self.max_num_active_seqs = limit
+
+    def set_pause(self, pause: Pause | None) -> None:
+        """No request is admitted during a pause; None: it is over."""
+        self.pause = pause
 
     # ------------------------------------------------------------------ the queue
 
@@ -280,7 +289,7 @@ class Admission:
         if grant.num_external_tokens or state.holding is not None:
             assert self._loading is not None
             self._loading.admit(request, grant, step, blocks)
-        row = self._table.admit(request, grant, kv.num_slots(request, blocks))
+        row = self._table.admit(request, grant, kv.num_slots(request, blocks), step.now)
         kv.place(batch, row, blocks)
         if grant.num_cached_tokens + grant.num_tokens == state.num_admitted_tokens:
             batch.num_pending[row] = 1

@@ -1,4 +1,4 @@
-"""What does one scheduler consist of, and how are its parts wired?"""
+"""Assembly: makes the parts of one scheduler and connects them."""
 
 from __future__ import annotations
 
@@ -91,12 +91,15 @@ def assemble(
     events: Events,
     accepted_drafts: list[int],
     kv_cache: KVCache | None = None,
+    *,
+    checks_horizons: bool = False,
 ) -> Parts:
     """New parts for a configuration.
 
     Args:
         kv_cache: who owns the KV blocks; None: a new `KVCacheManager`, or with `kv_groups` a `GroupedKVCache`.
         accepted_drafts: where acceptance is counted, see `Acceptance`.
+        checks_horizons: see `Scheduler`.
 
     Raises:
         ConfigError: the configuration names a policy that does not exist, or is about a connector that is not there.
@@ -114,18 +117,17 @@ def assemble(
         kv = GroupedKVCache(config)
     elif kv_cache is None:
         kv = own = KVCacheManager(config, eviction)
-        kv.returned = [] if events.wants_blocks else None
+        kv.track_returned(events.wants_blocks)
         transfers, swap = make_transfers(config, own, connector), make_swap(config, own)
     else:
         kv = kv_cache
     max_blocks = min(-(-config.max_model_len // config.block_size), config.num_usable_blocks)
     batch = Batch(config.block_size, max_blocks if kv.has_tables else 1, accepted_drafts)
     if swap is not None and transfers is not None and swap.compares:
-        transfers.is_worth_loading = swap.is_worth_loading
+        transfers.compare_with(swap.is_worth_loading)
     steps = StepsInFlight(config.max_steps_in_flight)
-    kv.num_sound_tokens, kv.num_tokens_in_flight = steps.num_sound_tokens, steps.num_tokens
-    drafts = Drafts(config, batch, events)
-    drafts.last_updated_step = start.step_id - 1
+    kv.follow(steps.num_sound_tokens, steps.num_tokens)
+    drafts = Drafts(config, batch, events, start.step_id - 1)
     budget = StepBudget(config)
     encoder = EncoderCache(config, budget) if config.encoder_budget else None
     queue = made("order", config.order)
@@ -136,7 +138,7 @@ def assemble(
     ends = ChunkEnds(kv, budget, view) if kv.cuts_chunks else None
     limits = [made("limit", limit) for limit in limits_of(config, ends, encoder)]
     reserves = [made("reserve", reserve) for reserve in reserves_of(config)]
-    budget.policies = tuple(limit for limit in limits if hasattr(limit, "step_budget"))
+    budget.ask(tuple(limit for limit in limits if hasattr(limit, "step_budget")))
     check_cuts(config, limits)
     gates = Gates(
         AdapterSlots(config),
@@ -153,8 +155,7 @@ def assemble(
             policy.log_start()
     running_part = Running if config.shortage == "replan" else InOrder
     running = running_part(config, budget, batch, kv, gates.limits, victim, view, drafts)
-    table = RequestTable(batch, kv, queue, gates.releases, steps, events, transfers, swap)
-    table.next_serial = start.serial
+    table = RequestTable(batch, kv, queue, gates.releases, steps, events, transfers, swap, start.serial)
     loading = None if own is None else make_loading(config, own, table, transfers, events)
     admission = Admission(config, budget, view, batch, kv, running, table, gates, events, transfers, loading)
     displacement = None
@@ -164,7 +165,20 @@ def assemble(
     prompt_parts = PromptParts(config, kv, table)
     update = Update(batch, kv, table, steps, prompt_parts, encoder, transfers)
     fast_forward = FastForward(
-        config, batch, kv, table, steps, running, drafts, transfers, admission, displacement, emission, update, events
+        config,
+        batch,
+        kv,
+        table,
+        steps,
+        running,
+        drafts,
+        transfers,
+        admission,
+        displacement,
+        emission,
+        update,
+        events,
+        checks_horizons=checks_horizons,
     )
     return Parts(
         batch,

@@ -24,7 +24,7 @@ from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import ProposalError, StepOrderError
 from pointsman.core.state.batch import PREFILLING, Batch
 from pointsman.core.state.events import Events
-from pointsman.core.state.numbers import ONE, flat_integers, flat_tokens
+from pointsman.core.state.numbers import ONE, flat_integers, flat_tokens, set_writeable
 from pointsman.core.state.output import IntArray, Integers, SchedulerOutput
 from pointsman.core.state.runs import Runs
 from pointsman.core.state.tokens import NO_TOKENS
@@ -34,7 +34,7 @@ Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 NO_ROWS: Int64Array = np.zeros(0, dtype=np.int64)
-NO_ROWS.flags.writeable = False
+set_writeable(NO_ROWS, False)
 
 
 class Equal:
@@ -45,7 +45,8 @@ class Equal:
         self.num_drafts = num_drafts
         self.counts: Int64Array = np.full(num_rows, num_drafts)
         self.granted: Int64Array = np.full(num_rows, num_drafts + 1)
-        self.counts.flags.writeable = self.granted.flags.writeable = False
+        set_writeable(self.counts, False)
+        set_writeable(self.granted, False)
 
 
 class Drafts:
@@ -55,11 +56,11 @@ class Drafts:
     serial.
     """
 
-    def __init__(self, config: SchedulerConfig, batch: Batch, events: Events) -> None:
+    def __init__(self, config: SchedulerConfig, batch: Batch, events: Events, last_updated_step: int = -1) -> None:
         self._config = config
         self._batch = batch
         self._events = events
-        self.last_updated_step = -1
+        self.last_updated_step = last_updated_step
         self.waiting = 0
         """Number of waiting drafts, maybe with those of released rows. 0: the other fields are obsolete."""
         self.counts: Int64Array = NO_ROWS
@@ -69,6 +70,10 @@ class Drafts:
         self._rows: IntArray = NO_ROWS
         self._serials: IntArray = NO_ROWS
         self._token_ids: Int32Array = NO_TOKENS
+
+    def updated(self, step_id: int) -> None:
+        """The newest step that was updated: drafts for an earlier one are stale."""
+        self.last_updated_step = step_id
 
     def forget(self) -> None:
         """Drop all waiting drafts."""

@@ -6,8 +6,6 @@ Beside it: which running requests a step leaves out and since when (`LeftOut`), 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -21,6 +19,7 @@ from pointsman.core.state.numbers import BOOL, INT32, set_writeable
 from pointsman.core.state.output import NO_INTS, IntArray, OutputFields, SchedulerOutput
 from pointsman.core.state.request import Request
 from pointsman.core.state.runs import join_runs
+from pointsman.core.state.sealed import sealed_as
 from pointsman.core.state.status import RequestStatus
 from pointsman.core.state.tokens import NO_TOKENS
 from pointsman.core.step.in_flight import AdmittedRequest, StepRecord
@@ -31,7 +30,7 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
 _NO_BOOLS = np.zeros(0, dtype=np.bool_)
-_NO_BOOLS.flags.writeable = False
+set_writeable(_NO_BOOLS, False)
 _PREEMPTED = RequestStatus.PREEMPTED
 
 UNSAMPLED = -1
@@ -85,7 +84,7 @@ class Emission:
         if len(self._table.queue):
             whole = (step_id, advance.total, len(advance.requests), False, *advance[:8])
             nothing = (NO_INTS, NO_INTS, NO_INTS, _NO_BOOLS, NO_TOKENS, NO_INTS, (), (), (), ())
-            self.last_output = _sealed(OutputFields(*whole, *nothing))
+            self.last_output = sealed_as(SchedulerOutput, OutputFields(*whole, *nothing))
 
     def emit(self, record: StepRecord) -> SchedulerOutput:
         """Build the output of a step that is decided."""
@@ -151,7 +150,7 @@ class Emission:
         if samples is not members.trues:
             for flagged in (samples, completes, rows, serials, cached, external, resumed):
                 set_writeable(flagged, False)
-        output = _sealed(fields)
+        output = sealed_as(SchedulerOutput, fields)
         is_whole = len(requests) == len(members.requests)
         if not is_whole:
             self.left_out.note(record.step_id, rows, record.now, goes_on=self.last_output is not None)
@@ -228,13 +227,6 @@ class Emission:
         new.groups.setflags(False)  # type: ignore[call-arg]
         new.places.setflags(False)  # type: ignore[call-arg]
         return new.ids, new.rows, new.groups, new.places
-
-
-def _sealed(fields: Any) -> SchedulerOutput:
-    """The fields of an output are complete: see `state/sealed.py`."""
-    fields.__class__ = SchedulerOutput
-    output: SchedulerOutput = fields
-    return output
 
 
 class LeftOut:

@@ -32,6 +32,7 @@ from pointsman.core.state.numbers import INT32, INT64, MAX_INT
 from pointsman.core.state.output import StepUpdate
 from pointsman.core.state.reason import Deferral
 from pointsman.core.state.request import Request
+from pointsman.core.state.sealed import sealed_as
 from pointsman.core.state.status import PauseMode
 from pointsman.core.step.admission import Admission, Standstill
 from pointsman.core.step.displacement import Displacement
@@ -65,15 +66,18 @@ class FastForward:
         emission: Emission,
         update: Update,
         events: Events,
+        *,
+        checks_horizons: bool,
     ) -> None:
+        """`checks_horizons`: whether `advance` compares what the policies' horizons say with what they decide
+        afterwards."""
         self._block_size = config.block_size
         self._grows_first = config.batching != "prefill-first"  # before requests are admitted
         self._batch, self._kv, self._table, self._steps = batch, kv, table, steps
         self._running, self._drafts, self._admission = running, drafts, admission
         self._displacement, self._emission, self._update, self._events = displacement, emission, update, events
         self._seen: tuple[int, Standstill | None] = (0, None)  # by `horizon`
-        self.checks_horizons = False
-        """Whether `advance` compares what the policies' horizons say with what they decide afterwards."""
+        self._checks_horizons = checks_horizons
         self._is_allowed = running.steady_allowed
         self._transfers = transfers
         gates = admission.gates
@@ -183,13 +187,11 @@ class FastForward:
                 "schedule the others one by one"
             )
         kv, table, members = self._kv, self._table, self._batch.members
-        head = table.queue.peek() if self.checks_horizons and blocked is not None else None
+        head = table.queue.peek() if self._checks_horizons and blocked is not None else None
         tokens, last = _checked_tokens(members, num_steps, token_ids, last_token_ids)
         self._check_middle(members, num_steps, tokens)
         last_step_id = first_step_id + num_steps - 1
-        table.now = float(times[-1])
-        kv.open_step(last_step_id, [], last_step_id)
-        kv.journal = None
+        kv.open_step(last_step_id, None, last_step_id)
         advance, block_steps = self._running.advance_steps(num_steps)
         self._admission.stand_still(blocked, float(times[-2]), self._free_at_last_admission(block_steps, num_steps))
         wrong = None
@@ -203,12 +205,11 @@ class FastForward:
         )
         self._emission.keep(last_step_id, of_last)
         returned = kv.take_returned()
-        self._drafts.last_updated_step = last_step_id
+        self._drafts.updated(last_step_id)
         fields, ends = self._update.append_steps(tokens, last, num_steps)
         if ends:
-            self._update.finish(fields, ends)
-        sealed: Any = fields
-        sealed.__class__ = StepUpdate  # complete: see `state/sealed.py`
+            self._update.finish(fields, ends, float(times[-1]))
+        sealed = sealed_as(StepUpdate, fields)
         run = StepRun(
             first_step_id,
             num_steps,
@@ -247,7 +248,7 @@ class FastForward:
         shortage = admission.gates.reserves.shortage
         admission.forget()
         verdict = admission.check(head, budget, num_running, self._running.num_owed_blocks())
-        admission.gates.reserves.shortage = shortage
+        admission.gates.reserves.restore(shortage)
         if not isinstance(verdict, Deferral):
             names = ", ".join(repr(policy.name) for policy in admission.gates.reserves.policies)
             return PolicyError(

@@ -1,4 +1,4 @@
-"""Which steps are in flight? What is needed to complete them, or to roll them back."""
+"""Steps in flight: what is needed to complete them, or to roll them back."""
 
 from __future__ import annotations
 
@@ -75,6 +75,18 @@ class StepRecord(StepDecision):
     """Whether its result has arrived."""
     members: Members | None = None
     """The running rows, if the output names all of them and all sample: then `update` need not look them up."""
+
+    def displaced_for(self, request: Request | None) -> None:
+        """Running requests were preempted for this waiting one; None: none was."""
+        self.displacer = request
+
+    def loaded(self, load: Load) -> None:
+        """The step has a load for the host."""
+        self.loads = (*self.loads, load)
+
+    def result_arrived(self) -> None:
+        """The step is over; its result is applied."""
+        self.is_over = True
 
     def blocked(self, reason: Reason) -> None:
         """Why the head of the queue is not admitted."""

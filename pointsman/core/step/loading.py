@@ -1,4 +1,4 @@
-"""What happens to a request whose KV is loaded asynchronously? It is parked, holds blocks, and returns to the queue.
+"""Asynchronous loads of KV: a request is parked, holds blocks, and returns to the queue.
 
 start      the head of the queue gets its blocks and is parked; the output requests the load from the host
 done       blocks loaded without a gap are kept, the others released; the request returns to its place
@@ -48,16 +48,16 @@ class Loading:
         if request._state.holding is not None:
             self._transfers.hand_over(request)
         else:
-            record.loads = (*record.loads, self._load(request, grant, blocks))
+            record.loaded(self._load(request, grant, blocks, record.now))
 
-    def _load(self, request: Request, grant: Grant, blocks: Int64Array) -> Load:
+    def _load(self, request: Request, grant: Grant, blocks: Int64Array, now: float) -> Load:
         """The output's load for the external tokens of a grant, whose block table starts with `blocks`."""
         first = len(grant.match.blocks)
         count = grant.num_external_tokens // self._kv.block_size
         reported = blocks[: first + count].copy()
         reported.setflags(write=False)
         if self._events.load_started:
-            event = LoadStarted(request, grant.num_external_tokens, grant.is_async, self._table.now)
+            event = LoadStarted(request, grant.num_external_tokens, grant.is_async, now)
             send(self._events.load_started, event)
         return Load(
             transfer_id=self._transfers.next_id(),
@@ -72,13 +72,13 @@ class Loading:
     def start(self, request: Request, grant: Grant, record: StepRecord) -> None:
         """Move the head of the queue to its parked state, with blocks."""
         blocks = self._kv.admit(request, grant.match, grant.num_cached_tokens, record.now)
-        load = self._load(request, grant, blocks)
-        self._table.park(request, ParkReason.REMOTE_KVS)
+        load = self._load(request, grant, blocks, record.now)
+        self._table.park(request, ParkReason.REMOTE_KVS, record.now)
         self._transfers.start(request, load, blocks, record.now)
-        request._state.deferral = Deferral(Reason.KV_LOAD, 0)
-        record.loads = (*record.loads, load)
+        request._state.defer(Deferral(Reason.KV_LOAD, 0), record.now)
+        record.loaded(load)
 
-    def done(self, transfer_id: int, num_tokens: int | None, failed_blocks: list[int]) -> Request | None:
+    def done(self, transfer_id: int, num_tokens: int | None, failed_blocks: list[int], now: float) -> Request | None:
         """A transfer has finished. Returns the request that it finished with an error, if any.
 
         Raises:
@@ -92,16 +92,16 @@ class Loading:
         if request is None or load is None:
             self._transfers.close(holding)
             return None
-        request._state.may_load = False
+        request._state.load_ended()
         missing = len(load.block_ids) - num_loaded
-        self._report_finished(request, num_loaded * self._kv.block_size, failed=missing > 0)
+        self._report_finished(request, num_loaded * self._kv.block_size, now, failed=missing > 0)
         if missing and not self._recomputes:
-            return self._give_up(request, f"{num_loaded} of {len(load.block_ids)} KV blocks could be loaded")
+            return self._give_up(request, f"{num_loaded} of {len(load.block_ids)} KV blocks could be loaded", now)
         self._transfers.shorten(holding, holding.num_local_blocks + num_loaded)
         self._kv.publish_loaded(request, holding.blocks)
         if not len(holding.blocks):
             self._transfers.let_go(request)
-        self._table.ready(request)
+        self._table.ready(request, now)
         return None
 
     def expire(self, now: float) -> None:
@@ -109,38 +109,38 @@ class Loading:
         if self._timeout is None or not self._transfers.num_open:
             return
         for request in self._transfers.overdue(now - self._timeout):
-            self._report_finished(request, 0, failed=True)
-            request._state.may_load = False
+            self._report_finished(request, 0, now, failed=True)
+            request._state.load_ended()
             if self._recomputes:
-                self._let_go(request)
+                self._let_go(request, now)
             else:
-                self._give_up(request, f"loading its KV took longer than {self._timeout} s")
+                self._give_up(request, f"loading its KV took longer than {self._timeout} s", now)
 
-    def roll_back(self, record: StepRecord) -> None:
+    def roll_back(self, record: StepRecord, now: float) -> None:
         """Release what a void step loads, or has loaded meanwhile: it may follow blocks that the step computes."""
         for load in reversed(record.loads):
             holding = load.request._state.holding
             if holding is not None and holding.load is load:
-                self._let_go(load.request)
+                self._let_go(load.request, now)
 
-    def forget(self) -> None:
+    def forget(self, now: float) -> None:
         """After a reset no waiting request uses older KV, and the connector offers none."""
         for request in self._transfers.holders():
-            self._let_go(request)
+            self._let_go(request, now)
         self._transfers.connector.reset()
 
-    def _let_go(self, request: Request) -> None:
+    def _let_go(self, request: Request, now: float) -> None:
         """It no longer waits, and holds no blocks."""
         self._transfers.let_go(request)
         if request.status.is_parked:
-            self._table.ready(request)
+            self._table.ready(request, now)
 
-    def _report_finished(self, request: Request, num_tokens: int, *, failed: bool) -> None:
+    def _report_finished(self, request: Request, num_tokens: int, now: float, *, failed: bool) -> None:
         if self._events.load_finished:
-            send(self._events.load_finished, LoadFinished(request, num_tokens, failed, self._table.now))
+            send(self._events.load_finished, LoadFinished(request, num_tokens, failed, now))
 
-    def _give_up(self, request: Request, detail: str) -> Request:
-        self._table.finish([End(request, FinishReason.ERROR, detail)])
+    def _give_up(self, request: Request, detail: str, now: float) -> Request:
+        self._table.finish([End(request, FinishReason.ERROR, detail)], now)
         return request
 
 

@@ -1,4 +1,4 @@
-"""What happens when a prompt arrives in parts? A request may be extended until it finishes (vLLM's streaming input).
+"""Prompts that arrive in parts: a request may be extended until it finishes (vLLM's streaming input).
 
 A part is tokens, and the maximum number of tokens to generate before the next part; 0: they are only computed. When a
 part is complete (computed, or its output finished by a stop token, `max_tokens` or a repetition), the request takes the
@@ -42,6 +42,7 @@ class PromptParts:
         request: Request,
         token_ids: IntArray | Sequence[int],
         encoder_inputs: Sequence[EncoderInput | Sequence[Any]],
+        now: float,
         *,
         more: bool,
         max_tokens: int,
@@ -64,10 +65,9 @@ class PromptParts:
         why = why or encoder_inputs_fit(self._config, part.encoder_inputs, whole=False)
         if why is not None:
             raise RequestRefused(f"request {name!r} not extended: {why}")
-        request._state.more_input = more
-        request._state.parts.append(part)
+        request._state.extend(part, more=more)
         if request.awaits_input:
-            self._take(request)
+            self._take(request, now)
         return part
 
     def is_part(self, end: End) -> bool:
@@ -79,16 +79,16 @@ class PromptParts:
             return end.detail == "max_tokens"
         return end.reason in (FinishReason.STOP, FinishReason.REPETITION)
 
-    def complete(self, request: Request) -> None:
+    def complete(self, request: Request, now: float) -> None:
         """A request's part is complete: it takes the next one, or waits for it. Samples in flight are dropped."""
         if not request.status.is_parked:
-            self._table.park(request, ParkReason.STREAMING_REQ, is_done=True)
+            self._table.park(request, ParkReason.STREAMING_REQ, now, is_done=True)
         self._table.disown_steps_in_flight(request)
-        request._state.awaits_input = True
+        request._state.await_input()
         if request._state.parts:
-            self._take(request)
+            self._take(request, now)
 
-    def ready(self, request: Request) -> bool:
+    def ready(self, request: Request, now: float) -> bool:
         """Whether a parked request may be queued; what else it waited for is available.
 
         Raises:
@@ -98,10 +98,10 @@ class PromptParts:
             return True
         if request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
             raise InvalidTransition(f"request {request.request_id!r} waits for input; extend it")
-        self._table.park(request, ParkReason.STREAMING_REQ)
+        self._table.park(request, ParkReason.STREAMING_REQ, now)
         return False
 
-    def _take(self, request: Request) -> None:
+    def _take(self, request: Request, now: float) -> None:
         """Extend the prompt of the request, whose part is complete, by the given parts: the next one, and those after
         parts for which nothing is generated. It then continues, unless its length limit is reached.
         """
@@ -118,9 +118,9 @@ class PromptParts:
         request._state.continue_with(np.concatenate(tokens), max_tokens, tuple(inputs))
         why = settle_limits(self._config, self._kv, request)
         if why is not None:
-            self._table.finish([End(request, FinishReason.LENGTH, why)])
+            self._table.finish([End(request, FinishReason.LENGTH, why)], now)
         elif request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
-            self._table.ready(request)
+            self._table.ready(request, now)
 
 
 def _read_part(

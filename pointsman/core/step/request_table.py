@@ -1,4 +1,4 @@
-"""Where is each request: queued, parked, running or finished? And which moves between these places are legal?
+"""The request table: each request is queued, parked, running or finished, and moves between these places.
 
     add ----> queued --admit--> running --finish--> finished
       \\        ^  ^               |
@@ -58,6 +58,7 @@ class RequestTable:
         events: Events,
         transfers: Transfers | None,
         swap: Swap | None,
+        next_serial: int,
     ) -> None:
         self._swap = swap
         self._batch = batch
@@ -66,8 +67,6 @@ class RequestTable:
         self._events = events
         self._transfers = transfers
         self._releases = releases
-        self.now = 0.0
-        """The `now` of the current call."""
         self.queue = queue
         self.parked: dict[str, Request] = {}
         self.requests: dict[str, Request] = {}
@@ -82,7 +81,7 @@ class RequestTable:
         """Changes whenever a request leaves the queue (not when it is skipped)."""
         self.num_arrivals = 0
         """Changes whenever a request enters it."""
-        self.next_serial = 1
+        self.next_serial = next_serial
         """Of the next admission."""
         self._next_sequence_number = 1
         self._num_losses = 0  # of rows, by requests that had not finished
@@ -134,39 +133,39 @@ class RequestTable:
 
     # ------------------------------------------------------------------ into the queue, and parked
 
-    def add(self, request: Request, park: ParkReason | None) -> None:
+    def add(self, request: Request, park: ParkReason | None, now: float) -> None:
         """A new request is queued, or parked."""
-        request._state.sequence_number = self._next_sequence_number
+        request._state.added(self._next_sequence_number)
         self._next_sequence_number += 1
         self.requests[request.request_id] = request
         for method in self._events.added:
-            method(request, self.now)
+            method(request, now)
         if park is None:
-            self._enqueue(request)
+            self._enqueue(request, now)
         else:
-            self._park_idle(request, park)
+            self._park_idle(request, park, now)
 
-    def ready(self, request: Request) -> None:
+    def ready(self, request: Request, now: float) -> None:
         """Move a parked request back to its place in the queue."""
         del self.parked[request.request_id]
-        request._state.deferral = None
+        request._state.undefer()
         self._unpark(request)
-        self._enqueue(request)
+        self._enqueue(request, now)
 
-    def park(self, request: Request, reason: ParkReason, *, is_done: bool = False) -> None:
+    def park(self, request: Request, reason: ParkReason, now: float, *, is_done: bool = False) -> None:
         """Move a request out of the queue, or off its row, until `ready`. If it is parked, only the reason changes.
 
         `is_done`: its row had nothing more to do, so this is not a preemption.
         """
         self._let_go(request)
         if request.status is RequestStatus.RUNNING:
-            self._lose_rows([request], None if is_done else PreemptionCause.PARKED)
+            self._lose_rows([request], None if is_done else PreemptionCause.PARKED, now)
         elif request.status.is_parked:
             del self.parked[request.request_id]
             self._unpark(request)
         else:
             self.leave_queue(request)
-        self._park_idle(request, reason)
+        self._park_idle(request, reason, now)
 
     def set_priority(self, request: Request, priority: int) -> None:
         """Change the priority; a queued request changes its place."""
@@ -174,7 +173,7 @@ class RequestTable:
         if queued:
             self.leave_queue(request)
         state = request._state
-        state.priority = priority
+        state.prioritise(priority)
         if queued:
             self.num_arrivals += 1
             self.queue.push(request)
@@ -196,49 +195,43 @@ class RequestTable:
 
     # ------------------------------------------------------------------ onto a row, and off it
 
-    def admit(self, request: Request, grant: Grant, num_slots: int) -> int:
+    def admit(self, request: Request, grant: Grant, num_slots: int, now: float) -> int:
         """Move a request, which was the head of the queue, to a new row; returns the row."""
         self.num_departures += 1
-        state = request._state
-        resumed = state.status is RequestStatus.PREEMPTED
-        state.serial = self.next_serial
+        resumed = request._state.status is RequestStatus.PREEMPTED
+        request._state.admitted(self.next_serial, grant.num_cached_tokens)
         self.next_serial += 1
-        state.transition(RequestStatus.RUNNING)
-        state.deferral = None
-        state.num_admitted_tokens = state.num_tokens
-        state.num_cached_tokens = grant.num_cached_tokens
-        state.may_load = True
         if self._swap is not None:
             self._swap.ended(request)
         row = self._batch.place(request, grant.end, num_slots)
         if self._events.admitted:
             looked_up = self._kv.caches and request.reads_prefix_cache
             cached, external = grant.num_cached_tokens, grant.num_external_tokens
-            event = new_tuple(Admitted, (request, resumed, cached, external, looked_up, self.now))
+            event = new_tuple(Admitted, (request, resumed, cached, external, looked_up, now))
             for method in self._events.admitted:
                 method(event)
         return row
 
-    def preempt(self, request: Request, cause: PreemptionCause, need: Need) -> None:
+    def preempt(self, request: Request, cause: PreemptionCause, need: Need, now: float) -> None:
         """Move a request from its row to the front of its class in the queue."""
-        self._lose_rows([request], cause, need=need)
-        self._queue_again(request)
+        self._lose_rows([request], cause, now, need=need)
+        self._queue_again(request, now)
 
-    def preempt_all(self) -> None:
+    def preempt_all(self, now: float) -> None:
         """Preempt every running request, without publishing its blocks; they resume in admission order."""
         requests = list(self._batch.members.requests)
-        self._lose_rows(requests, PreemptionCause.RESET, publish=False)
+        self._lose_rows(requests, PreemptionCause.RESET, now, publish=False)
         for request in reversed(requests):
-            self._queue_again(request)
+            self._queue_again(request, now)
 
-    def sample_again(self, requests: list[Request]) -> None:
+    def sample_again(self, requests: list[Request], now: float) -> None:
         """The oldest step in flight has no token for these requests: they begin again at the tokens that they have.
 
         A later step in flight computes a token after the one that is missing, so what it samples is dropped, and a
         running request leaves its row: then every host and every KV block knows where it stands.
         """
         running = [request for request in requests if request.row is not None]
-        self._lose_rows(running, PreemptionCause.UNSAMPLED)
+        self._lose_rows(running, PreemptionCause.UNSAMPLED, now)
         for request in requests:
             is_queued = request in self.queue
             if is_queued:
@@ -250,33 +243,29 @@ class RequestTable:
                 self.num_arrivals += 1
                 self.queue.push(request)
         for request in reversed(running):
-            self._queue_again(request)
+            self._queue_again(request, now)
 
-    def roll_back(self, admitted: AdmittedRequest) -> None:
+    def roll_back(self, admitted: AdmittedRequest, now: float) -> None:
         """Undo an admission of a failed step, if it is still valid: the request returns to its place in the queue."""
         request = admitted.request
         state = request._state
         if state.serial != admitted.serial or state.status is not RequestStatus.RUNNING:
             return
-        self.release_rows([request], publish=False)
-        state.leave_row(0, 0)
-        state.transition(admitted.previous_status)
-        state.serial = admitted.previous_serial
+        self._release_rows([request], now, publish=False)
+        state.rolled_back(admitted.previous_status, admitted.previous_serial)
         self.num_arrivals += 1
         self.queue.push(request)
         if self._swap is not None and admitted.previous_status is RequestStatus.PREEMPTED:
             self._swap.waits_again(request)
         for method in self._events.rolled_back:
-            method(request, self.now)
+            method(request, now)
 
-    def release_rows(self, requests: list[Request], publish: bool = True, *, is_finished: bool = False) -> None:
+    def _release_rows(
+        self, requests: list[Request], now: float, *, publish: bool = True, is_finished: bool = False
+    ) -> None:
         """Take running requests off their rows and free their blocks. The caller chooses their next place."""
         if not requests:
             return
-        self._release_blocks(requests, publish, is_finished=is_finished)
-        self._batch.leave(requests, self._steps.newest_step_id)
-
-    def _release_blocks(self, requests: list[Request], publish: bool, *, is_finished: bool) -> None:
         batch, kv = self._batch, self._kv
         may_be_unsound = kv.saves is not None and len(self._steps.records) > 0
         for request in requests:
@@ -287,7 +276,7 @@ class RequestTable:
             kv.release(
                 batch,
                 request,
-                self.now,
+                now,
                 num_valid_tokens=valid,
                 publish=publish,
                 num_final_tokens=final,
@@ -295,37 +284,31 @@ class RequestTable:
             )
             for release in self._releases:
                 release(request)
+        batch.leave(requests, self._steps.newest_step_id)
 
     def disown_steps_in_flight(self, request: Request) -> None:
         """Drop what steps in flight still compute for a request without a row."""
-        state = request._state
-        state.serial = self.next_serial
+        request._state.disowned(self.next_serial)
         self.next_serial += 1
-        state.settle_pending(state.num_pending)
 
     # ------------------------------------------------------------------ finished, and reported
 
-    def finish(self, ends: list[End]) -> None:
+    def finish(self, ends: list[End], now: float) -> None:
         """Finish requests in any place; their blocks are free at once, except those that a device uses."""
         running = [end for end in ends if end.request._state.status is RequestStatus.RUNNING]
         sound = [end.request for end in running if end.reason is not FinishReason.ERROR]
         if self._transfers is not None:
             self._hold_what_is_sent(sound, self._transfers)
-        self.release_rows(sound, is_finished=True)
+        self._release_rows(sound, now, is_finished=True)
         if len(sound) < len(running):
-            self.release_rows([end.request for end in running if end.reason is FinishReason.ERROR], publish=False)
-        self._settle(ends)
-
-    def _settle(self, ends: list[End]) -> None:
-        """Requests finish that have no row any more."""
-        now, swap, methods = self.now, self._swap, self._events.finished
+            failed = [end.request for end in running if end.reason is FinishReason.ERROR]
+            self._release_rows(failed, now, publish=False)
+        swap, methods = self._swap, self._events.finished
         for request, reason, detail, stop_reason in ends:
             state = request._state
             if state.status is not RequestStatus.RUNNING:
                 self._leave_place(request)
-            state.transition(reason.status)
-            state.finish_reason, state.finish_detail, state.stop_reason = reason, detail, stop_reason
-            state.deferral = None
+            state.finished(reason, detail, stop_reason)
             if swap is not None:
                 swap.ended(request)
             self.finished.append(request)
@@ -360,57 +343,50 @@ class RequestTable:
         self,
         requests: list[Request],
         cause: PreemptionCause | None,
+        now: float,
         *,
         publish: bool = True,
         need: Need | None = None,
     ) -> None:
         """`cause` None: the row had nothing more to do."""
-        self.release_rows(requests, publish)
+        self._release_rows(requests, now, publish=publish)
         self._num_losses += len(requests)
         for index, request in enumerate(requests):
-            state = request._state
-            state.loss_number = self._num_losses - index  # of several, the first resumes first
-            state.lost_tokens = min(state.num_computed_tokens, state.num_tokens)
-            state.leave_row(0, state.num_pending)
+            request._state.lost_row(self._num_losses - index, cause)  # of several, the first resumes first
             if cause is not None:
-                state.num_preemptions += 1
-                state.preemption_causes += (cause,)
-            state.num_overtaken = 0
-            if cause is not None:
-                self._report_preempted(request, cause, need)
+                self._report_preempted(request, cause, need, now)
         self.preempted += requests
 
-    def _report_preempted(self, request: Request, cause: PreemptionCause, need: Need | None) -> None:
+    def _report_preempted(self, request: Request, cause: PreemptionCause, need: Need | None, now: float) -> None:
         """A request has lost its row; how it recovers is decided here."""
         state = request._state
         cached = min(state.lost_tokens, self._kv.num_findable_tokens(request))
-        state.recovery = None
-        if self._swap is not None and cause is not PreemptionCause.RESET:
-            state.recovery = self._swap.preempted(request, cached)
+        swaps = self._swap is not None and cause is not PreemptionCause.RESET
+        state.recover(self._swap.preempted(request, cached) if self._swap is not None and swaps else None)
         if self._events.preempted:
-            event = Preempted(request, cause, state.lost_tokens, cached, self.now, state.recovery, need)
+            event = Preempted(request, cause, state.lost_tokens, cached, now, state.recovery, need)
             send(self._events.preempted, event)
 
-    def _enqueue(self, request: Request) -> None:
+    def _enqueue(self, request: Request, now: float) -> None:
         self.num_arrivals += 1
-        request._state.queued_at = self.now
+        request._state.queued(now)
         self.queue.push(request)
         for method in self._events.queued:
-            method(request, self.now)
+            method(request, now)
 
-    def _queue_again(self, request: Request) -> None:
+    def _queue_again(self, request: Request, now: float) -> None:
         self.num_arrivals += 1
         request._state.transition(RequestStatus.PREEMPTED)
-        request._state.queued_at = self.now
+        request._state.queued(now)
         self.queue.push(request)
 
-    def _park_idle(self, request: Request, reason: ParkReason) -> None:
-        state = request._state
-        state.transition(reason.status)
-        state.deferral, state.deferred_since = PARKED, self.now
+    def _park_idle(self, request: Request, reason: ParkReason, now: float) -> None:
+        request._state.transition(reason.status)
+        request._state.undefer()
+        request._state.defer(PARKED, now)
         self.parked[request.request_id] = request
         for method in self._events.parked:
-            method(request, self.now)
+            method(request, now)
 
     def _unpark(self, request: Request) -> None:
         """A parked request gets its former status: waiting, or preempted if it ever ran."""

@@ -1,4 +1,4 @@
-"""How are steps rolled back that could not be executed?"""
+"""Rolls back steps that could not be executed."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ def take_back(
     table: RequestTable,
     encoder: EncoderCache | None,
     loading: Loading | None,
+    now: float,
 ) -> None:
     """Roll back these steps, which are no longer in flight, newest first."""
     for record in void:
-        rewind(record, batch, kv, table)
+        rewind(record, batch, kv, table, now)
         if loading is not None:
-            loading.roll_back(record)
+            loading.roll_back(record, now)
     table.repeat_reports(void)
     if encoder is not None:
         outputs = [record.output for record in reversed(void) if record.output is not None]
         encoder.void(void[-1].step_id, [entry for output in outputs for entry in output.freed_encoder_entries])
     newest = steps.records[-1] if steps.records else None
-    kv.journal = newest.journal if newest is not None else None
+    kv.log_to(newest.journal if newest is not None else None)
     batch.lower_fences(newest.step_id if newest is not None else None)
 
 
-def rewind(record: StepRecord, batch: Batch, kv: KVCache, table: RequestTable) -> None:
+def rewind(record: StepRecord, batch: Batch, kv: KVCache, table: RequestTable, now: float) -> None:
     """Roll back one void step; later ones are rolled back already."""
     kv.undo(record.journal)
     for admission in reversed(record.admitted):
-        table.roll_back(admission)
+        table.roll_back(admission, now)
     done = (
         record.output if record.output is not None else record.advance
     )  # without an output: a policy raised before there was one

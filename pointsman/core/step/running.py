@@ -45,9 +45,9 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class Preempt(Protocol):
-    """Preempts a running request."""
+    """Preempts a running request, at a time."""
 
-    def __call__(self, request: Request, cause: PreemptionCause, need: Need, /) -> None: ...
+    def __call__(self, request: Request, cause: PreemptionCause, need: Need, now: float, /) -> None: ...
 
 
 class Advance(NamedTuple):
@@ -250,7 +250,7 @@ class Running:
         index = int((members.rows == asking).argmax())
         victim = self._victim.choose(self._view, index)
         need = Need(members.requests[index], num_missing, self._victim.name)
-        preempt(members.requests[victim], PreemptionCause.MEMORY, need)
+        preempt(members.requests[victim], PreemptionCause.MEMORY, need, self._view.now)
         return int(members.rows[victim])
 
     # ------------------------------------------------------------------ general

@@ -75,7 +75,9 @@ class Update:
         self._encoder = encoder
         self._transfers = transfers
 
-    def append(self, step: StepRecord, output: SchedulerOutput, result: StepResult) -> tuple[UpdateFields, Ends]:
+    def append(
+        self, step: StepRecord, output: SchedulerOutput, result: StepResult, now: float
+    ) -> tuple[UpdateFields, Ends]:
         """Parts 1 and 2: check the result of the oldest step in flight, append its tokens, and find requests that stop.
 
         Raises:
@@ -83,14 +85,14 @@ class Update:
         """
         members, drafts = step.members, output.num_draft_tokens if len(output.draft_token_ids) else None
         if members is None or members is not self._batch.members or result.errors or result.unsampled:
-            return self._append_to_some(step, output, result, drafts)
+            return self._append_to_some(step, output, result, drafts, now)
         if drafts is None and result.counts is None:
             num_rows = len(members.requests)
             token_ids = flat_tokens(result.token_ids, num_rows, ROW_TOKENS, SAMPLED, StepResultError)
             runs: Runs = new_tuple(Runs, (members.ones, members.ends, token_ids))
         else:
             runs = _checked_run_per_row(members, output, result, drafts)
-        step.is_over = True
+        step.result_arrived()
         decodes = output.samples is members.trues  # every row computed its newest token, and drafts
         computed: Any = output.num_computed_tokens if decodes else None
         runs, ends = self._append_runs(members, drafts, runs, computed)
@@ -118,7 +120,7 @@ class Update:
         runs.token_ids.setflags(False)  # type: ignore[call-arg]
         return UpdateFields(runs.token_ids, runs.counts), ends
 
-    def finish(self, update: UpdateFields, ends: Ends) -> None:
+    def finish(self, update: UpdateFields, ends: Ends, now: float) -> None:
         """Part 3: finish requests that stop, and free their blocks; those with further prompt parts continue."""
         ends.sort(key=_row_index)
         over: list[End] = []
@@ -128,18 +130,18 @@ class Update:
                 parts.append(end.request)
             else:
                 over.append(end)
-        self._table.finish(over)
+        self._table.finish(over, now)
         for request in parts:
-            self._parts.complete(request)
+            self._parts.complete(request, now)
         update.finished = (*[end.request for end in over], *[request for request in parts if request.is_finished])
         update.completed_parts = tuple([request for request in parts if not request.is_finished])
 
     def _append_to_some(
-        self, step: StepRecord, output: SchedulerOutput, result: StepResult, drafts: IntArray | None
+        self, step: StepRecord, output: SchedulerOutput, result: StepResult, drafts: IntArray | None, now: float
     ) -> tuple[UpdateFields, Ends]:
         """As `append`, if not every row samples, a request has lost its row since, or rows failed or have no token."""
         at, runs = checked_runs(output, result, drafts)
-        step.is_over = True
+        step.result_arrived()
         ends = self._errors(output, result) + self._completions(output, result)
         kept = np.zeros(output.num_rows, dtype=np.int64)
         live = self._batch.serial[output.rows[at]] == output.serials[at]
@@ -160,7 +162,7 @@ class Update:
                 kept[row_index], end = self._deliver(request, num_drafts, runs.run(index))
                 ends += [(row_index, end)] if end is not None else []
         if result.unsampled:
-            self._sample_again(output, result)
+            self._sample_again(output, result, now)
         lengths = kept[at]
         token_ids = runs.token_ids if lengths.tobytes() == runs.counts.tobytes() else runs.cut(lengths).token_ids
         set_writeable(kept, False)
@@ -242,10 +244,10 @@ class Update:
 
     # ------------------------------------------------------------------ parts
 
-    def _sample_again(self, output: SchedulerOutput, result: StepResult) -> None:
+    def _sample_again(self, output: SchedulerOutput, result: StepResult, now: float) -> None:
         """Rows without a token, see `RequestTable.sample_again`."""
         requests = [(output.requests[index], output.serials[index]) for index in sorted(result.unsampled)]
-        self._table.sample_again([r for r, serial in requests if not r.is_finished and r.serial == serial])
+        self._table.sample_again([r for r, serial in requests if not r.is_finished and r.serial == serial], now)
 
     def _completions(self, output: SchedulerOutput, result: StepResult) -> Ends:
         """Requests that sample nothing, and whose prompts are now computed."""

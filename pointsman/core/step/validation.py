@@ -11,7 +11,7 @@ from pointsman.core.kv.cache import KVCache
 from pointsman.core.state.inputs import EncoderInput
 from pointsman.core.state.repetition import RepetitionWatch
 from pointsman.core.state.request import Request
-from pointsman.core.state.status import FinishReason, RequestStatus
+from pointsman.core.state.status import FinishReason
 
 _num_embeddings = attrgetter("num_embeddings")
 _NO_ROOM = ", which leaves no room for a generated token"
@@ -73,7 +73,7 @@ def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str
             return why
     if max_tokens == 0:
         # The computed prompt counts as its one sample: with it in flight, it wants no more tokens.
-        state.token_limit, state.limit_detail = prompt + 1, "max_tokens"
+        state.limit(prompt + 1, "max_tokens")
         return None
     limit, detail = prompt + max_tokens, "max_tokens"
     if config.max_model_len < limit:
@@ -84,7 +84,7 @@ def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str
     num_usable_tokens = kv.num_usable_tokens_of(request)
     if num_usable_tokens + 1 < limit:
         limit, detail = num_usable_tokens + 1, "kv_capacity"
-    state.token_limit, state.limit_detail = limit, detail
+    state.limit(limit, detail)
     if prompt + known >= limit:
         return (
             f"it has {prompt} prompt tokens and {known} generated before, and {detail} ends it at {limit}, so nothing "
@@ -94,7 +94,7 @@ def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str
         watch = RepetitionWatch(request.repetition_detection, request.token_limit - prompt)
         for token_id in request.output_token_ids.tolist():
             watch.observe(token_id)
-        request._state.repetition_watch = watch
+        state.watch(watch)
     return None
 
 
@@ -131,8 +131,7 @@ def encoder_inputs_fit(config: SchedulerConfig, inputs: Sequence[EncoderInput], 
 
 def refused(request: Request, why: str) -> RequestRefused:
     """Finish a request that can never run; returns the error to raise."""
-    request._state.transition(RequestStatus.FINISHED_REFUSED)
-    request._state.finish_reason, request._state.finish_detail = FinishReason.REFUSED, why
+    request._state.finished(FinishReason.REFUSED, why, None)
     return RequestRefused(f"request {request.request_id!r} refused: {why}")
 
 

@@ -284,7 +284,7 @@ class KVGroups(KVCache):
     def num_publications(self) -> int:
         return self._num_publications
 
-    def open_step(self, step_id: int, journal: Journal, oldest: int) -> None:
+    def open_step(self, step_id: int, journal: Journal | None, oldest: int) -> None:
         self.journal = journal
         self._published.clear()
         self._is_ahead = oldest < step_id
