@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pointsman.core.observe.side_file import WhenFull
 from pointsman.engine.outputs.request_output import RequestMetrics
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from pointsman.core import Explanation
     from pointsman.engine.outputs.request_output import Resumed
     from pointsman.engine.params.pooling import PoolingParams
     from pointsman.engine.params.sampling import SamplingParams
     from pointsman.server.wire.logprobs import Logprobs
+    from pointsman.server.wire.questions import Question
 
 _HEAD = struct.Struct("!IB")
 _PICKLED, _PLAIN = 0, 1
@@ -92,29 +92,12 @@ class Abandon:
     key: int
 
 
-Question: TypeAlias = Literal[
-    "stats",
-    "explain",
-    "explain_all",
-    "reset_prefix_cache",
-    "set_max_num_active_seqs",
-    "set_priority",
-    "pause",
-    "resume",
-    "is_paused",
-    "film",
-    "leave_film",
-    "pulse",
-]
-
-
 @dataclass(slots=True)
 class Ask:
     """A question or command to be answered between two steps."""
 
     key: int
-    question: Question
-    argument: Any = None
+    question: Question[Any]
 
 
 @dataclass(slots=True)
@@ -271,30 +254,6 @@ class Beat:
 
     patience: float
     """Seconds for which it may be silent now; 0: for no longer than usual."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestExplanation:
-    """The scheduler's explanation of a request, with what else an operator wants to know about it."""
-
-    explanation: Explanation
-    arrival_time: float
-    age: float
-    """Seconds since its arrival."""
-    tenant: str
-    user: str | None
-    num_prompt_tokens: int
-    num_output_tokens: int
-    max_tokens: int
-    priority: int
-    ttft_target: float | None
-    retention: float | None
-    deadline_in: float | None
-    """Seconds until its deadline; None: it has none."""
-    waiting_for: float | None
-    """Seconds since its present reason to wait began; None: it does not wait, or was not considered yet."""
-    engine: int = 0
-    """The number of the engine that has it."""
 
 
 # ------------------------------------------------------------------------------------------------- frames

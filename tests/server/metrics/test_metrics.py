@@ -42,6 +42,7 @@ from pointsman.server.metrics.table import (
 from pointsman.server.service.engine_client import EngineClient
 from pointsman.server.service.fleet import EngineFleet
 from pointsman.server.wire.messages import Delta, EngineRequest, StepNote
+from pointsman.server.wire.questions import ResetPrefixCache
 from tests.core.helpers import Host
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -257,7 +258,7 @@ def test_known_requests_give_known_figures(loop: asyncio.Runner, engine: tuple[E
     client, measured = engine
 
     async def work() -> tuple[Samples, Samples]:
-        await client.reset_prefix_cache()
+        await client.ask(ResetPrefixCache(preempt_running=False))
         before = await scrape(measured)
         for index in range(3):  # one after the other: the second and third find two full blocks of the first
             await generate(client, f"same-{index}", list(range(40, 80)), 8)
