@@ -293,8 +293,11 @@ class _ServerCollector(Collector):
         for definition in HISTOGRAMS:
             family = HistogramMetricFamily(definition.name, definition.meaning, labels=BASE_LABELS)
             for base, engine in zip(self._bases, observations.engines, strict=True):
-                histogram = engine.histograms[definition]
-                family.add_metric(base, histogram.buckets(), histogram.sum)
+                labels = dict(zip(BASE_LABELS, base, strict=True))
+                (counted,) = engine.histograms[definition].collect()
+                for sample in counted.samples:
+                    if not sample.name.endswith("_created"):  # the start of the process says the same
+                        family.add_sample(sample.name, {**labels, **sample.labels}, sample.value)
             yield family
         refused = observations.refused
         yield self._of_server(REQUESTS_REFUSED, refused)
