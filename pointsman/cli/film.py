@@ -24,7 +24,8 @@ from pointsman.core.observe.film_format import MAGIC, FilmError, Op
 from pointsman.core.observe.side_file import SideFile
 from pointsman.files import lines_of, open_regular
 from pointsman.web.film import Film
-from pointsman.web.story import Teller, counted, life_of, lives_of, meaning_of, preemptions_of
+from pointsman.web.story import Teller, life_of, lives_of, meaning_of, preemptions_of
+from pointsman.web.words import counted
 
 MOST_ROWS = 40
 """Requests that a table names."""

@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -27,7 +27,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from pointsman.core import SchedulerOutput
-from pointsman.core.errors import UnknownRequest
 from pointsman.core.observe.side_file import BackgroundFile, SideFile, reason_of
 from pointsman.core.recording import Recorder
 from pointsman.engine.aio.engine_thread import Add as ThreadAdd
@@ -39,10 +38,8 @@ from pointsman.engine.grammar.process import GrammarServer
 from pointsman.engine.machine import keep_freed_pages
 from pointsman.engine.memory import naming_out_of_memory
 from pointsman.engine.params.engine_args import with_prefill_gap
-from pointsman.engine.pausing import PauseChoice
-from pointsman.engine.pulse import PulseReading
-from pointsman.engine.stats import read_stats
 from pointsman.engine.warming import warm_up
+from pointsman.server.answering import Host, answer
 from pointsman.server.outbox import RemoteMailbox, RemotePort
 from pointsman.server.wire.messages import (
     Abandon,
@@ -53,7 +50,6 @@ from pointsman.server.wire.messages import (
     EngineInfo,
     EngineRequest,
     Failed,
-    RequestExplanation,
     Start,
     StepNote,
     Stop,
@@ -87,7 +83,6 @@ class EngineProcess:
         self._sock = sock
         self._info = describe(engine, str(start.options.get("model") or "demo"))
         self._port = RemotePort(sock)
-        self._live = LiveFilm(engine.scheduler)
         self._scheduler_time = 0.0
         self._num_generated_tokens = 0
         self._thread = EngineThread(
@@ -97,6 +92,8 @@ class EngineProcess:
             on_step=self._note_step,
             on_beat=self._note_beat,
         )
+        live = LiveFilm(engine.scheduler)
+        self._host = Host(engine, self._port.mailboxes, live, self._thread.pulse)
 
     def run(self, unpacker: Unpacker) -> int:
         """Serve until the engine or the API process ends; returns the exit code."""
@@ -177,75 +174,19 @@ class EngineProcess:
         future: Future[Any] = Future()
         future.add_done_callback(partial(self._answer, message.key))
         try:
-            self._thread.send(Call(partial(getattr(self, f"_{message.question}"), message.argument), future))
+            self._thread.send(Call(lambda _: answer(self._host, message.question), future))
         except EngineDeadError as error:
             future.set_exception(error)
 
     def _answer(self, key: int, future: Future[Any]) -> None:
         error = future.exception()
-        answer = None if error is not None else future.result()
-        if isinstance(answer, Future):  # the answer takes further steps
-            answer.add_done_callback(partial(self._answer, key))
+        value = None if error is not None else future.result()
+        if isinstance(value, Future):  # the answer takes further steps
+            value.add_done_callback(partial(self._answer, key))
         else:
-            self._port.outbox.put(Answer(key, answer, None if error is None else portable(error)))
+            self._port.outbox.put(Answer(key, value, None if error is None else portable(error)))
 
-    # ------------------------------------------------------------------ questions; in the engine's thread
-
-    @staticmethod
-    def _stats(_: None, engine: Engine) -> Any:
-        return read_stats(engine, engine.clock())
-
-    @staticmethod
-    def _reset_prefix_cache(preempt_running: bool, engine: Engine) -> None:
-        engine.scheduler.reset_prefix_cache(engine.clock(), preempt_running=preempt_running)
-
-    @staticmethod
-    def _set_max_num_active_seqs(limit: int | None, engine: Engine) -> int:
-        engine.scheduler.set_max_num_active_seqs(limit, engine.clock())
-        return engine.scheduler.config.num_seats
-
-    @staticmethod
-    def _set_priority(changes: tuple[Sequence[str], int], engine: Engine) -> list[str]:
-        request_ids, priority = changes
-        known = [one for one in request_ids if engine.scheduler.get_request(one) is not None]
-        for request_id in known:
-            engine.scheduler.set_priority(request_id, priority, engine.clock())
-        return known
-
-    @staticmethod
-    def _pause(how: tuple[PauseChoice, bool], engine: Engine) -> Future[None]:
-        mode, clear_cache = how
-        return engine.pause(mode, clear_cache=clear_cache)
-
-    @staticmethod
-    def _resume(_: None, engine: Engine) -> None:
-        engine.resume()
-
-    @staticmethod
-    def _is_paused(_: None, engine: Engine) -> bool:
-        return engine.is_paused
-
-    def _film(self, watcher: int, _: Engine) -> bytes:
-        return self._live.take(watcher)
-
-    def _leave_film(self, watcher: int, _: Engine) -> None:
-        self._live.leave(watcher)
-
-    def _pulse(self, _: None, __: Engine) -> PulseReading:
-        return self._thread.pulse.take()
-
-    def _explain(self, request_id: str, engine: Engine) -> RequestExplanation:
-        for mailbox in list(self._port.mailboxes.values()):
-            if mailbox.request.request_id == request_id:
-                return explain(engine, mailbox)
-        raise UnknownRequest(f"no request {request_id!r} is waiting, parked or running; it may have ended")
-
-    def _explain_all(self, _: None, engine: Engine) -> list[RequestExplanation]:
-        return [
-            explain(engine, mailbox)
-            for mailbox in list(self._port.mailboxes.values())
-            if engine.scheduler.get_request(mailbox.request.request_id) is not None
-        ]
+    # ------------------------------------------------------------------ in the engine's thread
 
     def _note_beat(self, patience: float) -> None:
         if patience or self._port.outbox.is_clear:  # beats are not kept for an API process that does not read
@@ -258,34 +199,6 @@ class EngineProcess:
         self._num_generated_tokens, self._scheduler_time = counters.num_generated_tokens, counters.scheduler_time
         if output.num_rows:
             self._port.note_step(StepNote(output.total_num_scheduled_tokens, generated, seconds))
-
-
-def explain(engine: Engine, mailbox: RemoteMailbox) -> RequestExplanation:
-    """The state of a request.
-
-    Raises:
-        UnknownRequest: it has finished.
-    """
-    wanted, now = mailbox.request, engine.clock()
-    explanation = engine.scheduler.explain(wanted.request_id)
-    request = engine.scheduler.get_request(wanted.request_id)
-    if request is None:
-        raise UnknownRequest(f"request {wanted.request_id!r} has ended")
-    return RequestExplanation(
-        explanation=explanation,
-        arrival_time=request.arrival_time,
-        age=now - request.arrival_time,
-        tenant=request.tenant,
-        user=wanted.user,
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_output_tokens=request.num_tokens - request.num_prompt_tokens,
-        max_tokens=request.max_tokens,
-        priority=request.priority,
-        ttft_target=request.ttft_target,
-        retention=request.retention,
-        deadline_in=None if wanted.deadline is None else wanted.deadline - now,
-        waiting_for=None if explanation.since is None else now - explanation.since,
-    )
 
 
 def describe(engine: Engine, model: str) -> EngineInfo:

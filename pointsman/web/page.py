@@ -2,8 +2,9 @@
 
 Their parts are in `page/`: `film.js` reads films, `counts.js` counts what happened, `story.js` puts it into words,
 `line.js` and `diagram.js` draw it, `view.html` and `view.js` show one film, `frame.html` is what all pages have, and
-each has a body and a script of its own. A page's policy (Content-Security-Policy) allows its scripts and its style
-sheet, by their hashes, and nothing else.
+each has a body and a script of its own. Each page also has the words of `words.py`, so films of other versions are told
+in them as well. A page's policy (Content-Security-Policy) allows its scripts and its style sheet, by their hashes, and
+nothing else.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import json
 import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+
+from pointsman.web.words import page_words
 
 VIEW = ("film.js", "counts.js", "story.js", "line.js", "diagram.js", "view.js")
 """The scripts of a page that shows films, before its own."""
@@ -48,7 +52,8 @@ def assemble(
     def read(file: str) -> str:
         return folder.joinpath(file).read_text(encoding="utf-8")
 
-    style, script = read("page.css"), "\n".join(read(file) for file in (*VIEW, *scripts, f"{name}.js"))
+    style = read("page.css")
+    script = "\n".join([words_script(), *(read(file) for file in (*VIEW, *scripts, f"{name}.js"))])
     connect = "connect-src 'self'; " if connects else ""
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)} 'unsafe-hashes'; {connect}"
@@ -69,6 +74,12 @@ def assemble(
     text = read("frame.html").replace("{body}", read(f"{name}.html"))
     # In one pass, so that a title may be called like a part.
     return re.sub(rf"\{{({'|'.join(parts)})\}}", lambda found: parts[found[1]], text)
+
+
+def words_script() -> str:
+    """The script before all others: it defines `WORDS`, and makes them strict."""
+    words = json.dumps(page_words()).replace("<", "\\u003c")  # no text ends the element of the script
+    return f'"use strict";\nconst WORDS = {words};'
 
 
 def _hash(text: str) -> str:

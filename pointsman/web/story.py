@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from pointsman.core.observe.explain import CAUSES as REASONS
-from pointsman.core.observe.explain import lacking
+from pointsman.core.observe.explain import CAUSES, lacking
 from pointsman.core.observe.film_format import Op
+from pointsman.web import words
 from pointsman.web.film import Event, Film, State
+from pointsman.web.words import BEHIND
 
-CAUSES = {
-    "parked": "the host parked it",
-    "reset": "the prefix cache was reset, and what runs is computed again",
-    "unsampled": "no token came for it from a step that samples",
-}
 Before = TypeVar("Before", str, None)
-CHOICES = {
-    "latest": "was admitted last of those that run",
-    "lowest-priority": "is the least urgent of those that run",
-    "least-cost": "costs least to compute again, of those that free enough",
-}
-"""Why the victim is this one, by the policy that chose it."""
-RECOVERIES = ("", ", and what is evicted of it is computed again", ", and what is evicted of it is swapped")
-RESOURCES = {reason.value: cause.resource for reason, cause in REASONS.items()}
+RESOURCES = {reason.value: cause.resource for reason, cause in CAUSES.items()}
 """What is short, by the name of the reason."""
-TEXTS = {reason.value: cause.text for reason, cause in REASONS.items()}
-BEHIND = "behind others"
-"""Waiting before it was asked for: the queue was blocked before it, or no step came."""
+TEXTS = {reason.value: cause.text for reason, cause in CAUSES.items()}
 
 
 class Teller:
@@ -43,60 +30,36 @@ class Teller:
 
     def sentence(self, event: Event) -> str | None:
         """What happened to a request, or to the scheduler as a whole; None: a step, or nothing worth a sentence."""
+        template = words.SENTENCES.get(event.op)
+        return None if template is None else words.fill(template, self._values(event))
+
+    def _values(self, event: Event) -> dict[str, Any]:
+        """What the sentence of an event is filled in with."""
         fields, names = event.fields, self._names
         if event.request is None:
-            if event.op is Op.FAILED:
-                return f"{counted(fields['steps'], 'step')} failed and will be decided again"
-            if event.op is Op.PAUSED:
-                return ("resumed", "paused: nobody is admitted", "paused")[fields["mode"]]
-            if event.op is Op.LIMITED:
-                return (
-                    f"at most {fields['limit'] - 1} requests run" if fields["limit"] else "no limit of active requests"
-                )
-            return None
-        who, request = self.name(event.request), self._film.requests[event.request]
+            return {**fields, "num_active": fields.get("limit", 0) - 1}
+        request = self._film.requests[event.request]
+        values: dict[str, Any] = {**fields, "who": request.request_id}
         match event.op:
             case Op.ADDED:
-                tenant = f" of tenant {request.tenant}" if request.tenant else ""
-                return f"{who} is added{tenant}: {counted(request.num_prompt_tokens, 'prompt token')}"
-            case Op.REFUSED:
-                return f"{who} is refused: {fields['why']}"
+                values |= {"tenant": request.tenant, "num_prompt_tokens": request.num_prompt_tokens}
             case Op.PARKED:
-                return f"{who} is parked: {names['statuses'][fields['status']].replace('_', ' ')}"
+                values["why"] = spaced(names["statuses"][fields["status"]])
             case Op.DEFERRED:
                 reason, missing = names["reasons"][fields["reason"]], fields["missing"]
                 resource = RESOURCES.get(reason)
-                lacks = f" for {lacking(missing, resource)}" if missing and resource else ""
-                holder = f"; {self.name(fields['holder'] - 1)} holds most" if fields["holder"] else ""
-                return f"{who} waits{lacks}: {meaning_of(reason)}{holder}"
-            case Op.ADMITTED:
-                verb = "resumes" if fields["resumed"] else "starts"
-                cached = f", {counted(fields['cached'], 'token')} of it cached" if fields["cached"] else ""
-                return f"{who} {verb}{cached}"
+                values["why"] = meaning_of(reason)
+                values["lacks"] = lacking(missing, resource) if missing and resource else ""
+                values["holder"] = self.name(fields["holder"] - 1) if fields["holder"] else ""
             case Op.PREEMPTED:
                 lost, cached = fields["lost"], fields["cached"]
-                share = "none" if not cached else "all" if cached == lost else f"{cached:,}"
-                kept = f", {share} of it still cached then" if lost else ""
-                return (
-                    f"{who} is preempted: {self._cause(event)}; it gives up the KV of {counted(lost, 'token')}{kept}"
-                    f"{RECOVERIES[fields['recovery']]}"
-                )
-            case Op.ROLLED_BACK:
-                return f"{who} waits again, since its step failed"
+                share = words.SHARES["none" if not cached else "all"] if cached in (0, lost) else f"{cached:,}"
+                values["why"] = self._cause(event)
+                values["share"] = share if lost else ""
+                values["recovery"] = words.RECOVERIES[fields["recovery"]]
             case Op.FINISHED:
-                why = names["finish_reasons"][fields["reason"]]
-                detail = f" ({fields['detail']})" if fields["detail"] else ""
-                return f"{who} finishes: {why}{detail}, {counted(fields['generated'], 'token')} generated"
-            case Op.PRIORITY:
-                return f"{who} gets priority {fields['priority']}"
-            case Op.EXTENDED:
-                return f"{who} has {counted(fields['prompt'], 'prompt token')} now"
-            case Op.LOAD_STARTED:
-                return f"{who} loads {counted(fields['tokens'], 'token')}"
-            case Op.LOAD_FINISHED:
-                verb = "lacks some of what it loads" if fields["failed"] else "has loaded"
-                return f"{who} {verb}: {counted(fields['tokens'], 'token')}"
-        return None
+                values["why"] = names["finish_reasons"][fields["reason"]]
+        return values
 
     def _cause(self, event: Event) -> str:
         """Whose need a preemption was, and why it is this request."""
@@ -104,27 +67,29 @@ class Teller:
         assert event.request is not None
         cause: str = self._names["causes"][fields["cause"]]
         if not fields["by"]:
-            return CAUSES.get(cause, cause)
-        by, missing = fields["by"] - 1, fields["missing"]
-        if not missing:
-            return f"{self.name(by)} is more urgent and takes its place"
-        asking = "it" if by == event.request else self.name(by)
-        need = f"{asking} needs a block{' itself' if asking == 'it' else ''}, and none is free"
-        if missing > 1:
-            need = f"{missing:,} blocks are missing, the first of them for {'itself' if asking == 'it' else asking}"
-        chooser = fields["chooser"]
-        rule = CHOICES.get(chooser, f"is the choice of the policy {chooser}")
-        return f"{need}; {self.name(event.request)} {rule}"
+            return words.PREEMPTIONS.get(cause, cause)
+        by, missing, chooser = fields["by"] - 1, fields["missing"], fields["chooser"]
+        values = {
+            "who": self.name(event.request),
+            "by": self.name(by),
+            "missing": missing,
+            "several": missing > 1,
+            "rule": words.RULES.get(chooser) or words.fill(words.OTHER_RULE, {"chooser": chooser}),
+        }
+        need = words.NEEDS["own" if by == event.request else "other"] if missing else words.MORE_URGENT
+        return words.fill(need, values)
 
     def why(self, state: State, number: int) -> str:
         """Why a request that does not run waits."""
         one = state.requests[number]
         if number == state.blocker or number in state.skipped:
-            holder = "" if one.holder is None else f", most of it held by {self.name(one.holder)}"
-            return f"{(one.reason or one.status).replace('_', ' ')}{holder}"
+            holder = "" if one.holder is None else self.name(one.holder)
+            return words.fill(words.WAITS["asked"], {"why": spaced(one.reason or one.status), "holder": holder})
         if number in state.parked:
-            return one.status.replace("_", " ")
-        return "not asked yet" if state.blocker is None else f"behind {self.name(state.blocker)}"
+            return spaced(one.status)
+        if state.blocker is None:
+            return words.WAITS["first"]
+        return words.fill(words.WAITS["behind"], {"blocker": self.name(state.blocker)})
 
     def decided(self, frame: int) -> list[str]:
         """What led to a frame's step, in order."""
@@ -147,9 +112,9 @@ class Preemption:
     def cost(self) -> str:
         """In words."""
         if self.resumed_after is None or self.num_recomputed_tokens is None:
-            return "it did not resume"
-        recomputed = counted(self.num_recomputed_tokens, "token")
-        return f"it resumed after {self.resumed_after:.3f} s, with {recomputed} to compute again"
+            return words.COSTS["open"]
+        values = {"seconds": f"{self.resumed_after:.3f}", "num_again": self.num_recomputed_tokens}
+        return words.fill(words.COSTS["resumed"], values)
 
 
 def preemptions_of(film: Film) -> list[Preemption]:
@@ -201,7 +166,7 @@ def life_of(film: Film, number: int) -> Life:
             if event.op is Op.PREEMPTED:
                 num_lost = event.fields["lost"]
             elif event.op is Op.ADMITTED and num_lost and sentence:
-                sentence += f", {counted(max(0, num_lost - event.fields['cached']), 'token')} to compute again"
+                sentence += words.fill(words.AGAIN, {"num_again": max(0, num_lost - event.fields["cached"])})
             if sentence:
                 life.moments.append((event.time, sentence))
     return life
@@ -302,11 +267,10 @@ def meaning_of(reason: str) -> str:
     """A reason for waiting, as the keys of `Life.waited` have it, in words."""
     first, _, blocked = reason.partition(", ")
     if first == BEHIND:
-        of_first = f"; of the first in the queue: {meaning_of(blocked)}" if blocked else ""
-        return f"it was not its turn{of_first}"
-    return TEXTS.get(reason, reason.replace("_", " "))
+        return words.fill(words.NOT_ITS_TURN, {"first": meaning_of(blocked) if blocked else ""})
+    return TEXTS.get(reason, spaced(reason))
 
 
-def counted(count: int, what: str) -> str:
-    """A number of things, in words."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+def spaced(name: str) -> str:
+    """The name of a reason or a status, as text."""
+    return name.replace("_", " ")

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from pointsman.server.service.engine_client import EngineClient
+from pointsman.server.wire.questions import ExplainAll, ResetPrefixCache, Resume, SetMaxNumActiveSeqs
 
 MAX_IDLE = 3
 """Engines that are kept; they take memory and no time."""
@@ -72,11 +73,11 @@ async def cancel(tasks: set[asyncio.Task[Any]]) -> None:
 async def tidy(client: EngineClient) -> None:
     """Leave an engine as if nobody had used it, but for its counters."""
     client.inbox.on_steps = client.inbox.on_end = None
-    await client.resume()
-    await client.set_max_num_active_seqs(None)
-    while await client.explain_all():
+    await client.ask(Resume())
+    await client.ask(SetMaxNumActiveSeqs(None))
+    while await client.ask(ExplainAll()):
         await asyncio.sleep(0.01)
-    await client.reset_prefix_cache()
+    await client.ask(ResetPrefixCache(preempt_running=False))
 
 
 async def end(client: EngineClient) -> None:

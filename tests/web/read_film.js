@@ -1,17 +1,18 @@
 // Prints what the page's reader says of films: a line of JSON for each line of JSON on stdin, {film, steps, requests}.
-// steps: [frame, step], or [frame, null] for what was true when all its steps were over.
+// steps: [frame, step], or [frame, null] for what was true when all its steps were over. Its argument: the words of pages.
 
 "use strict";
 
 const fs = require("fs");
 const path = require("path");
 const page = path.join(__dirname, "..", "..", "pointsman", "web", "page");
+globalThis.WORDS = JSON.parse(process.argv[2]); // a page has all of it in one script
 const { Film, firstOf } = require(path.join(page, "film.js"));
 const { BEHIND, Counts, PLACES } = require(path.join(page, "counts.js"));
 const { MOVES } = require(path.join(page, "diagram.js"));
 const { Teller } = require(path.join(page, "story.js"));
 
-Object.assign(globalThis, { firstOf, BEHIND }); // a page has all of it in one script
+Object.assign(globalThis, { firstOf, BEHIND });
 
 async function answer({ film: file, steps, requests }) {
   const bytes = fs.readFileSync(file);

@@ -19,6 +19,7 @@ from pointsman.core.observe.film_format import COLUMNS, Op, read_header, write_h
 from pointsman.web.film import Film, State
 from pointsman.web.story import Teller, life_of
 from pointsman.web.timeline import timeline_of
+from pointsman.web.words import page_words
 from tests.forms import seeds
 from tests.property.test_fast_forward import FOCUS
 from tests.property.test_fast_forward import drive as drive_twins
@@ -35,7 +36,9 @@ FOCUS_OF_STEPS = ("anything", "swap", "drafts", "prefill-first")
 
 def answers(questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     asked = "".join(json.dumps(question) + "\n" for question in questions)
-    done = subprocess.run(["node", str(READER)], input=asked, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        ["node", str(READER), json.dumps(page_words())], input=asked, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -25,6 +25,8 @@ from pointsman.core.step.assembly import Parts
 
 MAX_HOLDERS = 8
 """Maximum number of holders named in an explanation."""
+LACKING = "{missing:,} more {resource}"
+"""How much of a resource is short."""
 _ENDING = re.compile(r"s\b")
 
 
@@ -346,7 +348,12 @@ CAUSES: dict[Reason, Cause] = {
 
 def lacking(missing: int, resource: str) -> str:
     """ "3 more KV blocks", "1 more KV block"."""
-    return f"{missing:,} more {resource if missing != 1 else _ENDING.sub('', resource, count=1)}"
+    return LACKING.format(missing=missing, resource=resource if missing != 1 else one_of(resource))
+
+
+def one_of(resource: str) -> str:
+    """The name of one: "KV block", of "KV blocks"."""
+    return _ENDING.sub("", resource, count=1)
 
 
 def _sentence(request: Request, reason: Reason | None, missing: int, holders: list[Holder], parts: Parts) -> str:

@@ -38,6 +38,7 @@ from pointsman.server.service.heartbeat import DEFAULT_TIMEOUT
 from pointsman.server.service.remote import EngineListener, HostLostError, Invitation, host_engine
 from pointsman.server.shares import share_out
 from pointsman.server.wire.messages import Start
+from pointsman.server.wire.questions import Stats
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +141,10 @@ class Api:
         if fleet is not None and now - self._wanted_at >= SECONDS_BETWEEN_LOADS:
             self._wanted_at = now
             self._wanted = replicas_wanted(
-                [Load(stats.scheduler.num_running, stats.scheduler.num_waiting) for stats in await fleet.stats()],
+                [
+                    Load(stats.scheduler.num_running, stats.scheduler.num_waiting)
+                    for stats in await fleet.ask_each(Stats())
+                ],
                 fleet.num_unsent,
                 self._settings.engines_per_replica,
                 fleet.info.max_num_running,

@@ -23,6 +23,7 @@ from pointsman.engine.errors import EngineDeadError, EngineStalledError
 from pointsman.server.api.access import OperatorRules
 from pointsman.server.service.service import Service, WatchedResponse
 from pointsman.server.wire.errors import ApiError
+from pointsman.server.wire.questions import Film, LeaveFilm
 from pointsman.web.live import SECONDS_BETWEEN_PARTS, TooManyWatchers
 from pointsman.web.page import PAGE_HEADERS, assemble
 
@@ -64,7 +65,7 @@ def live_router(service: Service, operators: OperatorRules) -> APIRouter:
         watcher = next(watchers)
         try:
             try:
-                records = await service.ask(client.film(watcher, engine))
+                records = await service.ask(Film(watcher), engine=engine)
             except TooManyWatchers as error:
                 raise ApiError(503, str(error), headers={"retry-after": "60"}, reason="other") from error
             headers = {
@@ -79,17 +80,17 @@ def live_router(service: Service, operators: OperatorRules) -> APIRouter:
                     if records:
                         await send_part(watcher, engine, records, send)
                     await asyncio.sleep(SECONDS_BETWEEN_PARTS)
-                    records = await client.film(watcher, engine)
+                    records = await client.ask(Film(watcher), engine)
             await send({"type": "http.response.body", "body": b""})
         finally:
-            client.leave_film(watcher, engine)
+            client.tell(LeaveFilm(watcher), engine)
 
     async def send_part(watcher: int, engine: int, records: bytes, send: Send) -> None:
         sending = asyncio.ensure_future(send({"type": "http.response.body", "body": records, "more_body": True}))
         try:
             done, _ = await asyncio.wait((sending,), timeout=SECONDS_TO_READ)
             if not done:
-                client.leave_film(watcher, engine)
+                client.tell(LeaveFilm(watcher), engine)
             await sending
         finally:
             sending.cancel()

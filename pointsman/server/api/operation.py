@@ -22,13 +22,13 @@ from pointsman.server.api.access import OperatorRules
 from pointsman.server.api.openapi import errors
 from pointsman.server.service.service import Service
 from pointsman.server.wire.errors import ApiError
+from pointsman.server.wire.questions import IsPaused, Pause, ResetPrefixCache, Resume, SetMaxNumActiveSeqs
 from pointsman.server.wire.responses import ActiveSeqsResponse, PausedResponse, ResetResponse, StatusResponse
 
 
 def operation_router(service: Service, operators: OperatorRules) -> APIRouter:
     """The routes."""
     router = APIRouter(tags=["operation"], dependencies=[Depends(operators.require)])
-    client = service.client
 
     @router.post("/pause", response_model=StatusResponse, responses=errors(400, 403, 409, 500, 503))
     async def pause(
@@ -44,7 +44,7 @@ def operation_router(service: Service, operators: OperatorRules) -> APIRouter:
         changed then. With mode "wait" it takes as long as the running requests do.
         """
         try:
-            await service.ask(client.pause(mode, clear_cache), has_timeout=mode != "wait")
+            await service.ask(Pause(mode, clear_cache), has_timeout=mode != "wait")
         except ResumedError as error:
             raise ApiError(409, f"{error}; pause it again") from error
         return JSONResponse({"status": "paused"})
@@ -52,13 +52,13 @@ def operation_router(service: Service, operators: OperatorRules) -> APIRouter:
     @router.post("/resume", response_model=StatusResponse, responses=errors(403, 500, 503))
     async def resume() -> Response:
         """Continue after a pause. Without a pause, nothing happens."""
-        await service.ask(client.resume())
+        await service.ask(Resume())
         return JSONResponse({"status": "resumed"})
 
     @router.get("/is_paused", response_model=PausedResponse, responses=errors(403, 500, 503))
     async def is_paused() -> Response:
         """Whether the engine was paused, and not resumed since."""
-        return JSONResponse({"is_paused": await service.ask(client.is_paused())})
+        return JSONResponse({"is_paused": await service.ask(IsPaused())})
 
     @router.post("/reset_prefix_cache", response_model=ResetResponse, responses=errors(400, 403, 500, 503))
     async def reset_prefix_cache(
@@ -68,7 +68,7 @@ def operation_router(service: Service, operators: OperatorRules) -> APIRouter:
         ] = False,
     ) -> Response:
         """Forget every cached prefix."""
-        await service.ask(client.reset_prefix_cache(preempt_running=reset_running_requests))
+        await service.ask(ResetPrefixCache(reset_running_requests))
         return JSONResponse({"success": True})
 
     @router.post("/max_num_active_seqs", response_model=ActiveSeqsResponse, responses=errors(400, 403, 500, 503))
@@ -77,7 +77,7 @@ def operation_router(service: Service, operators: OperatorRules) -> APIRouter:
     ) -> Response:
         """Change how many requests may run at once. Running ones continue; none is admitted until fewer run."""
         try:
-            in_force = await service.ask(client.set_max_num_active_seqs(limit))
+            in_force = await service.ask(SetMaxNumActiveSeqs(limit))
         except ConfigError as error:
             raise ApiError(400, str(error), param="limit") from error
         return JSONResponse({"max_num_active_seqs": in_force})

@@ -23,7 +23,7 @@ from pointsman.server.api.openapi import MAX_PATH, errors
 from pointsman.server.service.service import Service
 from pointsman.server.service.urgency import check_priority_is_read
 from pointsman.server.wire.errors import ApiError, not_found, shown
-from pointsman.server.wire.messages import RequestExplanation
+from pointsman.server.wire.questions import Explain, ExplainAll, RequestExplanation, SetPriority
 from pointsman.server.wire.responses import PriorityResponse, RequestList, RequestState
 
 
@@ -41,7 +41,7 @@ def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
     ) -> Response:
         """Every unfinished request of the engine, or of the client whose key was sent. Each of n samples is one."""
         found = None if answer_id is None else set(names.find(answer_id, viewer))
-        explanations = await service.ask(service.client.explain_all())
+        explanations = await service.ask(ExplainAll())
         ids = (one.explanation.request_id for one in explanations)
         chosen = [names.belongs(one, viewer) and (found is None or one in found) for one in ids]
         shown_to = partial(names.shown, viewer=viewer)
@@ -70,7 +70,7 @@ def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
         if not found and viewer is not None:  # the engine knows every client's
             raise unknown
         try:
-            explanation = await service.ask(service.client.explain(found[0] if found else request_id))
+            explanation = await service.ask(Explain(found[0] if found else request_id))
         except UnknownRequest as error:
             raise unknown from error
         shown_to = partial(names.shown, viewer=viewer)
@@ -91,7 +91,7 @@ def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
         """
         check_priority_is_read(priority, service.client.info)
         found = names.find(request_id) or [request_id]
-        changed = await service.ask(service.client.set_priority(found, priority))
+        changed = await service.ask(SetPriority(tuple(found), priority))
         if not changed:
             raise not_found(f"no request {shown(request_id)} is waiting, parked or running; it may have ended")
         return JSONResponse({"priority": priority, "requests": [names.shown(one) for one in changed]})

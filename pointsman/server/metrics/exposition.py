@@ -58,6 +58,7 @@ from pointsman.server.metrics.table import (
 )
 from pointsman.server.stages import CONNECTIONS
 from pointsman.server.wire.connections import Connections
+from pointsman.server.wire.questions import AnswerT, Question, Stats
 
 if TYPE_CHECKING:
     from pointsman.engine.stats import EngineStats
@@ -85,8 +86,8 @@ class MeasuredClient(Protocol):
     def is_alive(self) -> bool:
         """Whether the engine process runs."""
 
-    async def stats(self) -> EngineStats:
-        """Counters and gauges at one moment.
+    async def ask(self, question: Question[AnswerT]) -> AnswerT:
+        """The answer to a question.
 
         Raises:
             EngineDeadError: the process has ended.
@@ -149,7 +150,7 @@ class MeasuredEngine:
     def ask(self) -> asyncio.Task[EngineStats]:
         """Take a new reading, if there is an answer in time."""
         if self._asking is None:
-            self._asking = asyncio.create_task(self.client.stats())
+            self._asking = asyncio.create_task(self.client.ask(Stats()))
             self._asking.add_done_callback(self._answered)
         return self._asking
 
@@ -292,8 +293,11 @@ class _ServerCollector(Collector):
         for definition in HISTOGRAMS:
             family = HistogramMetricFamily(definition.name, definition.meaning, labels=BASE_LABELS)
             for base, engine in zip(self._bases, observations.engines, strict=True):
-                histogram = engine.histograms[definition]
-                family.add_metric(base, histogram.buckets(), histogram.sum)
+                labels = dict(zip(BASE_LABELS, base, strict=True))
+                (counted,) = engine.histograms[definition].collect()
+                for sample in counted.samples:
+                    if not sample.name.endswith("_created"):  # the start of the process says the same
+                        family.add_sample(sample.name, {**labels, **sample.labels}, sample.value)
             yield family
         refused = observations.refused
         yield self._of_server(REQUESTS_REFUSED, refused)

@@ -1,19 +1,14 @@
 """What the API process counts while requests run: histograms, refused requests and open streams.
 
-Everything here happens in the event loop's thread, once per delta of every stream, so nothing takes a lock, and values
-are only noted: they are sorted into buckets when many are there, or when they are read. `Histogram` is why there is no
-`prometheus_client.Histogram`: that one walks its buckets, takes two locks and adds one observation at a time, and
-several tokens often come in one delta.
+Everything here happens in the event loop's thread. The histograms are those of `prometheus_client`.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from prometheus_client.utils import floatToGoString
+from prometheus_client import Histogram
 
 from pointsman.server.metrics.table import (
     DECODE_TIME,
@@ -43,69 +38,6 @@ from pointsman.server.metrics.tenants import TenantCounts
 if TYPE_CHECKING:
     from pointsman.engine.outputs.request_output import RequestMetrics
     from pointsman.server.wire.messages import Delta, EngineRequest, StepNote
-
-
-MAX_NEW = 512
-"""Values that a histogram holds before it sorts them into its buckets."""
-
-
-class Histogram:
-    """The number of values between ascending bounds, and their sum.
-
-    Args:
-        bounds: upper bounds of the buckets, inclusive, ascending; one more bucket holds what is above all of them.
-    """
-
-    __slots__ = ("_bounds", "_counts", "_names", "_new", "_sum")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self._names: list[str] = [
-            floatToGoString(bound)  # type: ignore[no-untyped-call]  # prometheus_client has no types here
-            for bound in (*bounds, float("inf"))
-        ]
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-        self._new: list[float] = []  # not in a bucket yet
-
-    def observe(self, value: float, times: int = 1) -> None:
-        """Count `value`, `times` times."""
-        if times == 1:
-            self._new.append(value)
-            if len(self._new) >= MAX_NEW:
-                self._settle()
-        else:
-            self._counts[bisect_left(self._bounds, value)] += times
-            self._sum += value * times
-
-    def _settle(self) -> None:
-        """Count the new values: each bound is looked for among them, and not each of them among the bounds."""
-        new = self._new
-        self._sum = sum(new, self._sum)
-        new.sort()
-        before = 0
-        for index, bound in enumerate(self._bounds):
-            up_to = bisect_right(new, bound, before)
-            self._counts[index] += up_to - before
-            before = up_to
-        self._counts[-1] += len(new) - before
-        new.clear()
-
-    @property
-    def sum(self) -> float:
-        """Of the values."""
-        self._settle()
-        return self._sum
-
-    @property
-    def count(self) -> int:
-        """The number of values."""
-        return sum(self._counts) + len(self._new)
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, values up to it) of every bucket, in Prometheus' form: cumulative, "+Inf" last."""
-        self._settle()
-        return list(zip(self._names, accumulate(self._counts), strict=True))
 
 
 class Observations:
@@ -140,7 +72,7 @@ class EngineObservations:
 
     def __init__(self, max_model_len: int) -> None:
         tokens = token_buckets(max_model_len)
-        self.histograms: dict[Definition, Histogram] = {one: Histogram(one.buckets or tokens) for one in HISTOGRAMS}
+        self.histograms = {one: _histogram(one, one.buckets or tokens) for one in HISTOGRAMS}
         # Bound once: they are called for every delta and step.
         self.first_token = self.histograms[TIME_TO_FIRST_TOKEN].observe
         self._inter_token = self.histograms[INTER_TOKEN_LATENCY].observe
@@ -149,8 +81,8 @@ class EngineObservations:
 
     def inter_token(self, seconds: float, num_tokens: int) -> None:
         """`num_tokens` came `seconds` after the token before them; each counts with an equal share of the time."""
-        if num_tokens > 0:
-            self._inter_token(seconds / num_tokens, num_tokens)
+        for _ in range(num_tokens):
+            self._inter_token(seconds / num_tokens)
 
     def steps(self, notes: Iterable[StepNote]) -> None:
         """Steps of the engine, in any number at once."""
@@ -200,3 +132,8 @@ class EngineObservations:
         histograms[DECODE_TIME].observe(end - first_token)
         if num_output_tokens > 1:
             histograms[TIME_PER_OUTPUT_TOKEN].observe((end - first_token) / (num_output_tokens - 1))
+
+
+def _histogram(definition: Definition, buckets: tuple[float, ...]) -> Histogram:
+    """Without labels, which `exposition.py` adds."""
+    return Histogram(definition.name, definition.meaning, buckets=buckets, registry=None)

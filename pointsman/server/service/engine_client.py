@@ -29,8 +29,7 @@ from typing import Any, Protocol
 
 from pointsman.core.observe.side_file import WhenFull
 from pointsman.engine.errors import EngineDeadError, EngineStalledError, ModelLoadError
-from pointsman.engine.pausing import PauseChoice
-from pointsman.engine.stats import DEFAULT_INTERVAL, EngineStats
+from pointsman.engine.stats import DEFAULT_INTERVAL
 from pointsman.engine.text.tokenizer import model_directory, read_tokenizer
 from pointsman.server.service.heartbeat import DEFAULT_TIMEOUT, INTERVAL, Heartbeat
 from pointsman.server.service.inbox import ClientStream, Inbox
@@ -44,12 +43,11 @@ from pointsman.server.wire.messages import (
     EngineInfo,
     EngineRequest,
     Failed,
-    Question,
-    RequestExplanation,
     Start,
     Stop,
     pack,
 )
+from pointsman.server.wire.questions import AnswerT, Question, TakePulse
 
 logger = logging.getLogger(__name__)
 
@@ -278,93 +276,28 @@ class EngineClient:
 
     # ------------------------------------------------------------------ questions
 
-    async def stats(self) -> EngineStats:
-        """Counters and gauges of engine and scheduler at one moment.
+    async def ask(self, question: Question[AnswerT]) -> AnswerT:
+        """The engine's answer to a question.
 
         Raises:
-            EngineDeadError: the engine process has ended; so do the questions below.
+            EngineDeadError: the engine process has ended.
+            EngineStalledError: it has given no sign of life for long.
+            Exception: what the question's class says.
         """
-        stats: EngineStats = await self._ask("stats")
-        return stats
-
-    async def explain(self, request_id: str) -> RequestExplanation:
-        """The state of a request, why it waits, for which requests and since when.
-
-        Raises:
-            UnknownRequest: no such request, or it has finished.
-        """
-        explanation: RequestExplanation = await self._ask("explain", request_id)
-        return explanation
-
-    async def explain_all(self) -> list[RequestExplanation]:
-        """The same of every unfinished request, in the order of their arrival here."""
-        explanations: list[RequestExplanation] = await self._ask("explain_all")
-        return explanations
-
-    async def reset_prefix_cache(self, *, preempt_running: bool = False) -> None:
-        """Forget every cached prefix. Running requests keep their KV, or recompute it (`preempt_running`)."""
-        await self._ask("reset_prefix_cache", preempt_running)
-
-    async def set_max_num_active_seqs(self, limit: int | None) -> int:
-        """Change how many requests may run at once; None: `max_num_seqs`. Returns the new limit.
-
-        Raises:
-            ConfigError: the limit is out of range.
-        """
-        in_force: int = await self._ask("set_max_num_active_seqs", limit)
-        return in_force
-
-    async def set_priority(self, request_ids: Sequence[str], priority: int) -> list[str]:
-        """Change the priority of requests; if they are queued, their places change at once. Returns those that there
-        are: the others have finished, or never were.
-
-        Raises:
-            ValueError: the priority is no integer of 64 bits.
-        """
-        changed: list[str] = await self._ask("set_priority", (list(request_ids), priority))
-        return changed
-
-    async def pause(self, mode: PauseChoice, clear_cache: bool) -> None:
-        """Start no request until `resume`, and return when no step runs any more; see `Engine.pause`.
-
-        Raises:
-            ResumedError: the engine was resumed meanwhile.
-        """
-        await self._ask("pause", (mode, clear_cache))
-
-    async def resume(self) -> None:
-        """Continue after a pause; without a pause, nothing happens."""
-        await self._ask("resume")
-
-    async def is_paused(self) -> bool:
-        """Whether the engine was paused, and not resumed since."""
-        paused: bool = await self._ask("is_paused")
-        return paused
-
-    async def film(self, watcher: int) -> bytes:
-        """What is new for a watcher of the scheduler's live film: records, see `web/live.py`. The first time begins to
-        watch, until `leave_film`.
-
-        Raises:
-            TooManyWatchers: it would be one too many.
-        """
-        records: bytes = await self._ask("film", watcher)
-        return records
-
-    def leave_film(self, watcher: int) -> None:
-        """It watches no more. Nothing is waited for: a reader that is gone cannot wait."""
-        self._send(Ask(next(self._keys), "leave_film", watcher))
-
-    async def _ask(self, question: Question, argument: Any = None) -> Any:
         self.check_health()
         self.check_answers()
         key = next(self._keys)
-        self._questions[key] = future = asyncio.get_running_loop().create_future()
-        self._send(Ask(key, question, argument))
+        future: asyncio.Future[AnswerT] = asyncio.get_running_loop().create_future()
+        self._questions[key] = future
+        self._send(Ask(key, question))
         try:
             return await future
         finally:
             self._questions.pop(key, None)
+
+    def tell(self, question: Question[None]) -> None:
+        """Send a command and wait for nothing, for callers that cannot wait. A dead engine gets none."""
+        self._send(Ask(next(self._keys), question))
 
     # ------------------------------------------------------------------ health and end
 
@@ -527,7 +460,7 @@ class EngineClient:
         asyncio.get_running_loop().call_later(INTERVAL, self._look)
         if self.heartbeat.ask():
             self._pulse_key = next(self._keys)
-            self._send(Ask(self._pulse_key, "pulse"))
+            self._send(Ask(self._pulse_key, TakePulse()))
 
     def _excuse(self) -> bool:
         """Whether an engine that is late may live, as a debugger may hold it."""

@@ -3,7 +3,7 @@ that dies is started again.
 
     fleet = EngineFleet([client, ...], restart=start_again, max_restarts=5)
     stream = fleet.generate(request)          # as `EngineClient`: the engine is chosen when the request is sent
-    await fleet.pause("keep", False)          # all of them, and those that are started later
+    await fleet.ask(Pause("keep", False))     # of all of them, and of those that are started later
 
 Nothing is lost with an engine: its requests go on in another one, or wait for the one that is started. The tokens that
 were received stay output, and what is drawn depends on the engines' seed, the request's id and the position alone, so
@@ -27,19 +27,27 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from pointsman.engine.errors import EngineDeadError, EngineStalledError
-from pointsman.engine.pausing import PauseChoice
 from pointsman.routing import Router
 from pointsman.server.service.engine_client import EngineClient, EngineStartError, queue_in_turns
 from pointsman.server.service.inbox import ClientStream
-from pointsman.server.wire.messages import Delta, EngineInfo, EngineRequest, RequestExplanation
+from pointsman.server.wire.messages import Delta, EngineInfo, EngineRequest
+from pointsman.server.wire.questions import (
+    AnswerT,
+    OneEngineQuestion,
+    Pause,
+    Question,
+    RequestQuestion,
+    ResetPrefixCache,
+    Resume,
+    SetMaxNumActiveSeqs,
+    SetPriority,
+)
 
 if TYPE_CHECKING:
-    from pointsman.engine.stats import EngineStats
     from pointsman.server.metrics.observations import EngineObservations
 
 logger = logging.getLogger(__name__)
@@ -52,7 +60,6 @@ DEFAULT_RESUMES = 3
 """How often a request goes on in another engine after a death."""
 NONE_LIVES = "no engine runs at the moment, one is being started; try again in a few seconds"
 
-AnswerT = TypeVar("AnswerT")
 Restart = Callable[[int, int], Awaitable[EngineClient]]
 
 
@@ -95,9 +102,8 @@ class EngineFleet:
         num_blocks = max(1, info.kv_cache_tokens // info.block_size)
         self._router = Router(count, info.block_size, num_blocks) if count > 1 else None
         self._observations: Sequence[EngineObservations] = ()
-        self._paused: tuple[PauseChoice, bool] | None = None
-        self._active_limit: int | None = None
-        self._has_limit = False
+        self._paused: Pause | None = None
+        self._active_limit: SetMaxNumActiveSeqs | None = None
         self._waiting: dict[ClientStream, None] = {}  # for an engine, while none lives
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._num_failures = [0] * count  # one after the other
@@ -225,109 +231,81 @@ class EngineFleet:
 
     # ------------------------------------------------------------------ questions
 
-    async def explain(self, request_id: str) -> RequestExplanation:
-        """As `EngineClient.explain`, of the engine that has the request.
+    async def ask(self, question: Question[AnswerT], engine: int = 0) -> AnswerT:
+        """The answer to a question, of the engines that its class says (`wire/questions.py`).
 
-        Raises:
-            UnknownRequest: no such request, or it has finished.
-        """
-        self.check_health()
-        living = [index for index, engine in enumerate(self.engines) if engine.is_alive]
-        if not living:
-            raise EngineStalledError(NONE_LIVES)
-        # An engine that does not have it says what there is to say.
-        having = [
-            index
-            for index in living
-            if any(one.request.request_id == request_id for one in self.engines[index].inbox.streams.values())
-        ]
-        index = (having or living)[0]
-        return replace(await self.engines[index].explain(request_id), engine=index)
-
-    async def explain_all(self) -> list[RequestExplanation]:
-        """As `EngineClient.explain_all`, of every engine, in the order of arrival."""
-        found = await self._ask_all(lambda engine: engine.explain_all())
-        everything = [replace(one, engine=index) for index, some in found.items() for one in some]
-        return everything if len(found) == 1 else sorted(everything, key=lambda one: one.arrival_time)
-
-    async def reset_prefix_cache(self, *, preempt_running: bool = False) -> None:
-        """As `EngineClient.reset_prefix_cache`, in every engine."""
-        await self._ask_all(lambda engine: engine.reset_prefix_cache(preempt_running=preempt_running))
-        if self._router is not None:
-            self._router.forget()
-
-    async def set_max_num_active_seqs(self, limit: int | None) -> int:
-        """As `EngineClient.set_max_num_active_seqs`, of each engine; those that are started later have it too."""
-        in_force = await self._ask_all(lambda engine: engine.set_max_num_active_seqs(limit))
-        self._active_limit, self._has_limit = limit, True
-        return next(iter(in_force.values()))
-
-    async def set_priority(self, request_ids: Sequence[str], priority: int) -> list[str]:
-        """As `EngineClient.set_priority`, wherever the requests are."""
-        found = await self._ask_all(lambda engine: engine.set_priority(request_ids, priority))
-        changed = {request_id for some in found.values() for request_id in some}
-        waiting = [stream.request for stream in self._waiting if stream.request.request_id in request_ids]
-        running = [stream.request for engine in self.engines for stream in engine.inbox.streams.values()]
-        for request in (*waiting, *(one for one in running if one.request_id in changed)):
-            request.priority = priority  # where its engine dies, it goes on with this one
-            changed.add(request.request_id)
-        return [request_id for request_id in request_ids if request_id in changed]
-
-    async def pause(self, mode: PauseChoice, clear_cache: bool) -> None:
-        """As `EngineClient.pause`, of every engine, and of those that are started before `resume`."""
-        before, self._paused = self._paused, (mode, clear_cache)
-        if mode == "abort":
-            self._abort_waiting()
-        try:
-            await self._ask_all(lambda engine: engine.pause(mode, clear_cache))
-        except EngineStalledError:
-            self._paused = before
-            raise
-        if clear_cache and self._router is not None:
-            self._router.forget()
-
-    async def resume(self) -> None:
-        """As `EngineClient.resume`, of every engine."""
-        self._paused = None
-        await self._ask_all(lambda engine: engine.resume())
-
-    async def is_paused(self) -> bool:
-        """Whether an engine is paused."""
-        return any((await self._ask_all(lambda engine: engine.is_paused())).values())
-
-    async def stats(self) -> list[EngineStats]:
-        """As `EngineClient.stats`, of each engine that lives."""
-        living = [engine for engine in self.engines if engine.is_alive]
-        answers = await asyncio.gather(*[engine.stats() for engine in living], return_exceptions=True)
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
-
-    async def film(self, watcher: int, engine: int = 0) -> bytes:
-        """As `EngineClient.film`, of one of the engines.
-
-        Raises:
-            EngineStalledError: that engine does not run now; it may be started again, and others may run.
-        """
-        self.check_health()
-        if not self.engines[engine].is_alive:
-            raise EngineStalledError(f"engine {engine} does not run at the moment; try again later, or another engine")
-        return await self.engines[engine].film(watcher)
-
-    def leave_film(self, watcher: int, engine: int = 0) -> None:
-        """As `EngineClient.leave_film`."""
-        self.engines[engine].leave_film(watcher)
-
-    async def _ask_all(self, ask: Callable[[EngineClient], Awaitable[AnswerT]]) -> dict[int, AnswerT]:
-        """The answers of the engines that live, by their numbers; one that dies meanwhile has none.
+        Args:
+            question: engines that are started later, and requests that wait for one, follow commands as well.
+            engine: the number of the engine that gets a `OneEngineQuestion`.
 
         Raises:
             EngineDeadError: no engine lives, and none will.
-            EngineStalledError: none lives now, or one gives no sign of life; then none is asked.
-            Exception: what one of them raised.
+            EngineStalledError: no engine that is to be asked lives now, or one gives no sign of life; then none is
+                asked.
+            Exception: what the question's class says.
         """
         self.check_health()
+        index = self._chosen(question, engine)
+        if index is not None:
+            return question.merge({index: await self.engines[index].ask(question)})
+        before = self._paused
+        self._note_asked(question)
+        try:
+            answers = await self._ask_all(question)
+        except EngineStalledError:
+            if isinstance(question, Pause):
+                self._paused = before
+            raise
+        merged = question.merge(answers)
+        self._note_answered(question)
+        if isinstance(question, SetPriority):
+            merged = cast(AnswerT, self._set_priority(question, cast(list[str], merged)))
+        return merged
+
+    async def ask_each(self, question: Question[AnswerT]) -> list[AnswerT]:
+        """The answer of each engine that lives; engines that cannot answer are left out."""
+        living = [engine for engine in self.engines if engine.is_alive]
+        answers = await asyncio.gather(*[engine.ask(question) for engine in living], return_exceptions=True)
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    def tell(self, question: OneEngineQuestion[None], engine: int) -> None:
+        """As `EngineClient.tell`, to the engine of this number."""
+        self.engines[engine].tell(question)
+
+    def _chosen(self, question: Question[Any], engine: int) -> int | None:
+        """The number of the engine that gets a question; None: every engine gets it. Where no engine has the request
+        of a `RequestQuestion`, one that lives gets it, and its answer says so.
+
+        Raises:
+            EngineStalledError: that engine does not live now, or none does.
+        """
+        living = [index for index, engine in enumerate(self.engines) if engine.is_alive]
+        match question:
+            case OneEngineQuestion():
+                if engine not in living:
+                    raise EngineStalledError(
+                        f"engine {engine} does not run at the moment; try again later, or another engine"
+                    )
+                return engine
+            case RequestQuestion(request_id):
+                if not living:
+                    raise EngineStalledError(NONE_LIVES)
+                for index in living:
+                    streams = self.engines[index].inbox.streams.values()
+                    if any(one.request.request_id == request_id for one in streams):
+                        return index
+                return living[0]
+        return None
+
+    async def _ask_all(self, question: Question[AnswerT]) -> dict[int, AnswerT]:
+        """The answers of the engines that live, by their numbers; one that dies meanwhile has none.
+
+        Raises:
+            EngineDeadError, EngineStalledError, Exception: as for `ask`.
+        """
         for engine in self.engines:
             engine.check_answers()
-        asked = {index: ask(engine) for index, engine in enumerate(self.engines) if engine.is_alive}
+        asked = {index: engine.ask(question) for index, engine in enumerate(self.engines) if engine.is_alive}
         answers = await asyncio.gather(*asked.values(), return_exceptions=True)
         found: dict[int, AnswerT] = {}
         for index, answer in zip(asked, answers, strict=True):
@@ -339,6 +317,37 @@ class EngineFleet:
             self.check_health()
             raise EngineStalledError(NONE_LIVES)
         return found
+
+    def _note_asked(self, question: Question[Any]) -> None:
+        """What a command means for engines that are started from now on, and for requests that wait for one."""
+        match question:
+            case Pause():
+                self._paused = question
+                if question.mode == "abort":
+                    self._abort_waiting()
+            case Resume():
+                self._paused = None
+
+    def _note_answered(self, question: Question[Any]) -> None:
+        """What a command means that all engines have followed."""
+        match question:
+            case SetMaxNumActiveSeqs():
+                self._active_limit = question
+            case ResetPrefixCache() | Pause(clear_cache=True):
+                if self._router is not None:
+                    self._router.forget()
+
+    def _set_priority(self, question: SetPriority, changed: Sequence[str]) -> list[str]:
+        """Change the priority of requests that wait for an engine, and note that of `changed` requests, which go on
+        with it where their engine dies. Returns the ids of all requests that there are.
+        """
+        waiting = [stream.request for stream in self._waiting if stream.request.request_id in question.request_ids]
+        running = [stream.request for engine in self.engines for stream in engine.inbox.streams.values()]
+        known = set(changed)
+        for request in (*waiting, *(one for one in running if one.request_id in known)):
+            request.priority = question.priority
+            known.add(request.request_id)
+        return [request_id for request_id in question.request_ids if request_id in known]
 
     # ------------------------------------------------------------------ deaths and restarts
 
@@ -427,14 +436,11 @@ class EngineFleet:
         """Give a new engine the pause state and the limit of the others, which may change meanwhile."""
         try:
             applied: object = None
-            while applied != (wanted := (self._paused, self._active_limit)):
-                applied = wanted
-                if self._paused is not None:
-                    await engine.pause(*self._paused)
-                else:
-                    await engine.resume()
-                if self._has_limit:
-                    await engine.set_max_num_active_seqs(self._active_limit)
+            while applied != (wanted := (self._paused or Resume(), self._active_limit)):
+                applied = pausing, limit = wanted
+                await engine.ask(pausing)
+                if limit is not None:
+                    await engine.ask(limit)
         except BaseException:
             await engine.shutdown()
             raise

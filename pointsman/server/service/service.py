@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.responses import Response
 
@@ -34,6 +34,7 @@ from pointsman.server.stages import Rooms, has_tenants
 from pointsman.server.wire.answers import TextWriter
 from pointsman.server.wire.errors import ApiError, not_found, shown
 from pointsman.server.wire.messages import EngineRequest
+from pointsman.server.wire.questions import AnswerT, Question
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -51,8 +52,6 @@ logger = logging.getLogger(__name__)
 
 ENGINE_TIMEOUT = 5.0
 """Seconds that the engine has to answer a question; it does so between two steps, and one may be long."""
-
-AnswerT = TypeVar("AnswerT")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -205,14 +204,16 @@ class Service:
 
     # ------------------------------------------------------------------ questions of operators
 
-    async def ask(self, question: Awaitable[AnswerT], *, has_timeout: bool = True) -> AnswerT:
-        """The engine's answer to a question, such as `client.explain_all()`.
+    async def ask(self, question: Question[AnswerT], *, engine: int = 0, has_timeout: bool = True) -> AnswerT:
+        """The engines' answer to a question; `engine` as for `EngineFleet.ask`.
 
         Raises:
             ApiError: 500, there is no engine; 503, none lives now, or it has not answered in time.
+            Exception: what the question's class says.
         """
+        timeout = ENGINE_TIMEOUT if has_timeout else None
         try:
-            return await asyncio.wait_for(question, ENGINE_TIMEOUT if has_timeout else None)
+            return await asyncio.wait_for(self.client.ask(question, engine), timeout)
         except TimeoutError:
             raise ApiError(
                 503,

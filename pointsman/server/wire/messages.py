@@ -1,21 +1,18 @@
 """What crosses between the API process and the engine process: messages over a pair of Unix sockets.
 
-A frame is four bytes of length, one that says how the message is written, and the message. Most messages are pickled.
-The outputs of a step in which requests got tokens, or finished, and nothing else, which is what nearly every step is,
-are written as a tuple by `marshal`: they take a fifth of the time, at both ends. Both ends are the same program, and
-the sockets have no name, so no other program can write into them. Where the engine is on another machine it is a TCP
-connection, of which no message is read before the other end has shown a secret (`service/remote.py`).
+A frame is four bytes of length, and the message, pickled. Both ends are the same program, and the sockets have no name,
+so no other program can write into them. Where the engine is on another machine it is a TCP connection, of which no
+message is read before the other end has shown a secret (`service/remote.py`).
 """
 
 from __future__ import annotations
 
-import marshal
 import pickle
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pointsman.core.observe.side_file import WhenFull
 from pointsman.engine.outputs.request_output import RequestMetrics
@@ -24,14 +21,13 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from pointsman.core import Explanation
     from pointsman.engine.outputs.request_output import Resumed
     from pointsman.engine.params.pooling import PoolingParams
     from pointsman.engine.params.sampling import SamplingParams
     from pointsman.server.wire.logprobs import Logprobs
+    from pointsman.server.wire.questions import Question
 
-_HEAD = struct.Struct("!IB")
-_PICKLED, _PLAIN = 0, 1
+_HEAD = struct.Struct("!I")
 MAX_FRAME = 2**31
 """Bytes; the largest legal message is far smaller."""
 
@@ -92,29 +88,12 @@ class Abandon:
     key: int
 
 
-Question: TypeAlias = Literal[
-    "stats",
-    "explain",
-    "explain_all",
-    "reset_prefix_cache",
-    "set_max_num_active_seqs",
-    "set_priority",
-    "pause",
-    "resume",
-    "is_paused",
-    "film",
-    "leave_film",
-    "pulse",
-]
-
-
 @dataclass(slots=True)
 class Ask:
     """A question or command to be answered between two steps."""
 
     key: int
-    question: Question
-    argument: Any = None
+    question: Question[Any]
 
 
 @dataclass(slots=True)
@@ -273,93 +252,13 @@ class Beat:
     """Seconds for which it may be silent now; 0: for no longer than usual."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestExplanation:
-    """The scheduler's explanation of a request, with what else an operator wants to know about it."""
-
-    explanation: Explanation
-    arrival_time: float
-    age: float
-    """Seconds since its arrival."""
-    tenant: str
-    user: str | None
-    num_prompt_tokens: int
-    num_output_tokens: int
-    max_tokens: int
-    priority: int
-    ttft_target: float | None
-    retention: float | None
-    deadline_in: float | None
-    """Seconds until its deadline; None: it has none."""
-    waiting_for: float | None
-    """Seconds since its present reason to wait began; None: it does not wait, or was not considered yet."""
-    engine: int = 0
-    """The number of the engine that has it."""
-
-
 # ------------------------------------------------------------------------------------------------- frames
 
 
 def pack(message: object) -> bytes:
     """The frame of a message."""
-    body = _plain_outputs(message) if isinstance(message, EngineOutputs) else None
-    if body is not None:
-        return _HEAD.pack(len(body), _PLAIN) + body
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    return _HEAD.pack(len(body), _PICKLED) + body
-
-
-def _plain_outputs(outputs: EngineOutputs) -> bytes | None:
-    """Outputs in which requests got tokens or finished, and nothing else; None: there is more in them."""
-    if outputs.errors:
-        return None
-    ends = []
-    for key, delta in outputs.deltas:
-        end = _plain_end(key, delta)
-        if end is None:
-            return None
-        ends.append(end)
-    return marshal.dumps((outputs.accepted, outputs.tokens, ends, [tuple(step) for step in outputs.steps]))
-
-
-def _plain_end(key: int, delta: Delta) -> tuple[Any, ...] | None:
-    """The last delta of a request, of which only what tokens and times say is left; None: there is more in it."""
-    metrics = delta.metrics
-    if (
-        metrics is None
-        or metrics.preemption_causes
-        or metrics.events
-        or delta.logprobs is not None
-        or delta.prompt_logprobs is not None
-        or delta.embedding is not None
-    ):
-        return None
-    return (
-        key,
-        (delta.text, delta.token_ids, delta.finish_reason, delta.finish_detail, delta.stop_reason),
-        delta.num_cached_tokens,
-        (
-            metrics.arrival_time,
-            metrics.first_scheduled_time,
-            metrics.first_token_time,
-            metrics.finished_time,
-            metrics.num_cached_tokens,
-            metrics.num_external_tokens,
-            metrics.num_preemptions,
-        ),
-    )
-
-
-def _read_plain_outputs(body: memoryview) -> EngineOutputs:
-    accepted, tokens, ends, steps = marshal.loads(body)
-    deltas = [_read_end(*end) for end in ends] if ends else []
-    return EngineOutputs(accepted, tokens, deltas, [], [StepNote._make(step) for step in steps])
-
-
-def _read_end(key: int, said: tuple[Any, ...], num_cached_tokens: int, times: tuple[Any, ...]) -> tuple[int, Delta]:
-    text, token_ids, reason, detail, stop_reason = said
-    metrics = RequestMetrics(*times)
-    return key, Delta(text, token_ids, None, reason, detail, stop_reason, None, metrics, num_cached_tokens)
+    return _HEAD.pack(len(body)) + body
 
 
 class Unpacker:
@@ -375,9 +274,9 @@ class Unpacker:
             ValueError: a frame is longer than any message could be: this is not the other end.
         """
         if not self._buffer and len(data) >= _HEAD.size:
-            length, kind = _HEAD.unpack_from(data)
+            (length,) = _HEAD.unpack_from(data)
             if len(data) == _HEAD.size + length:  # one whole frame, as a rule
-                return (_read(kind, memoryview(data)[_HEAD.size :]),)
+                return (pickle.loads(memoryview(data)[_HEAD.size :]),)
         return self._feed(data)
 
     def _feed(self, data: bytes) -> Iterator[Any]:
@@ -385,21 +284,17 @@ class Unpacker:
         buffer += data
         start = 0
         while len(buffer) - start >= _HEAD.size:
-            length, kind = _HEAD.unpack_from(buffer, start)
+            (length,) = _HEAD.unpack_from(buffer, start)
             if length > MAX_FRAME:
                 raise ValueError(f"a frame of {length} bytes; the limit is {MAX_FRAME}")
             end = start + _HEAD.size + length
             if end > len(buffer):
                 break
             with memoryview(buffer) as view, view[start + _HEAD.size : end] as body:
-                message = _read(kind, body)
+                message = pickle.loads(body)
             start = end
             yield message
         del buffer[:start]
-
-
-def _read(kind: int, body: memoryview) -> Any:
-    return _read_plain_outputs(body) if kind == _PLAIN else pickle.loads(body)
 
 
 def portable(error: BaseException) -> Exception:

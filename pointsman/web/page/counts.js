@@ -8,7 +8,7 @@
 
 "use strict";
 
-const BEHIND = "behind others"; // waiting before it was asked for
+const BEHIND = WORDS.behind; // waiting before it was asked for
 const PLACES = ["new", "waiting", "parked", "running", "preempted", "finished", "refused"];
 // Reasons to wait that more memory would remove.
 const OF_MEMORY = new Set(["watermark", "full_sequence", "decode_reserve", "reserve", "bypass", "blocks", "preemption"]);

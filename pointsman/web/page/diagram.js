@@ -10,25 +10,25 @@ const STATES = {
   new: [180, 24], refused: [304, 24], parked: [56, 118], waiting: [180, 118], running: [180, 222], preempted: [304, 222],
   finished: [180, 336],
 };
-// From, to, how it is drawn, and what triggers it.
+// From, to, and how it is drawn.
 const MOVES = [
-  ["new", "waiting", "M180 43 V99", "a request is added"],
-  ["new", "parked", "M150 43 L82 99", "it is added, and waits for something other than capacity: a grammar, KV from elsewhere, the next part of its prompt"],
-  ["new", "refused", "M228 24 H256", "it can never run, or the queue is full"],
-  ["waiting", "refused", "M212 99 L284 43", "it turns out that it can never run"],
-  ["waiting", "parked", "M132 112 H104", "it has to wait for something other than capacity"],
-  ["parked", "waiting", "M104 124 H132", "what it waited for is there"],
-  ["waiting", "running", "M172 137 V203", "it is admitted: a sequence slot, tokens of the budget and blocks are there"],
-  ["running", "waiting", "M188 203 V137", "the step that admitted it failed"],
-  ["running", "parked", "M144 203 L78 137", "it has to wait for something other than capacity, and gives back its blocks"],
-  ["running", "preempted", "M228 216 H256", "its blocks are needed for another request, or the host takes them"],
-  ["preempted", "running", "M256 228 H228", "it is admitted again, with what is still cached of it"],
-  ["preempted", "parked", "M280 203 C262 160 130 185 70 137", "it has to wait for something other than capacity"],
-  ["parked", "preempted", "M58 137 C118 200 262 175 292 203", "what it waited for is there; it has run before"],
-  ["running", "finished", "M180 241 V317", "it stops, reaches its maximum length, or is aborted"],
-  ["waiting", "finished", "M228 122 C252 150 246 300 218 317", "it is aborted, or its deadline passes"],
-  ["preempted", "finished", "M304 241 C304 300 270 330 228 336", "it is aborted, or its deadline passes"],
-  ["parked", "finished", "M44 137 C44 290 90 336 132 336", "it is aborted, or its deadline passes"],
+  ["new", "waiting", "M180 43 V99"],
+  ["new", "parked", "M150 43 L82 99"],
+  ["new", "refused", "M228 24 H256"],
+  ["waiting", "refused", "M212 99 L284 43"],
+  ["waiting", "parked", "M132 112 H104"],
+  ["parked", "waiting", "M104 124 H132"],
+  ["waiting", "running", "M172 137 V203"],
+  ["running", "waiting", "M188 203 V137"],
+  ["running", "parked", "M144 203 L78 137"],
+  ["running", "preempted", "M228 216 H256"],
+  ["preempted", "running", "M256 228 H228"],
+  ["preempted", "parked", "M280 203 C262 160 130 185 70 137"],
+  ["parked", "preempted", "M58 137 C118 200 262 175 292 203"],
+  ["running", "finished", "M180 241 V317"],
+  ["waiting", "finished", "M228 122 C252 150 246 300 218 317"],
+  ["preempted", "finished", "M304 241 C304 300 270 330 228 336"],
+  ["parked", "finished", "M44 137 C44 290 90 336 132 336"],
 ];
 const RUNGS = [
   ["evicted", "Evict", "cached blocks that no request uses give up their content", "block", "blocks"],
@@ -57,7 +57,7 @@ class Diagram {
     const arrow = (kind) => drawn("marker", { id: `${kind}-${id}`, class: kind, viewBox: "0 0 8 8", refX: 7, refY: 4,
       markerWidth: 8, markerHeight: 8, markerUnits: "userSpaceOnUse", orient: "auto" }, drawn("path", { d: "M0 0 L8 4 L0 8 Z" }));
     this.picture.append(drawn("defs", {}, arrow("arrow"), arrow("lit")));
-    this.moves = MOVES.map(([from, to, path, trigger]) => {
+    this.moves = MOVES.map(([from, to, path]) => {
       const line = drawn("path", { class: "line", d: path });
       const group = drawn("g", { class: "move", tabindex: 0, role: "img" }, drawn("path", { class: "hit", d: path }), line);
       const tell = () => (this.says.textContent = group.getAttribute("aria-label"));
@@ -65,7 +65,7 @@ class Diagram {
       for (const event of ["pointerenter", "focus"]) group.addEventListener(event, tell);
       for (const event of ["pointerleave", "blur"]) group.addEventListener(event, forget);
       this.picture.append(group);
-      return { from, to, trigger, group, line, arrows: [`url(#arrow-${id})`, `url(#lit-${id})`] };
+      return { from, to, trigger: WORDS.moves[`${from} ${to}`], group, line, arrows: [`url(#arrow-${id})`, `url(#lit-${id})`] };
     });
     const { width, height } = STATE_SIZE;
     for (const [name, [x, y]] of Object.entries(STATES)) {

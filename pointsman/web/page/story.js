@@ -1,59 +1,33 @@
-// A film in words, as pointsman/web/story.py puts it: what was decided in a step, and the life of one request.
+// A film in words, as pointsman/web/story.py puts it: what was decided in a step, and the life of one request. The words
+// are in WORDS, which pointsman/web/words.py makes and pointsman/web/page.py puts before the scripts.
 
 "use strict";
-
-const CAUSES = {
-  parked: "the host parked it",
-  reset: "the prefix cache was reset, and what runs is computed again",
-  unsampled: "no token came for it from a step that samples",
-};
-const CHOICES = {
-  latest: "was admitted last of those that run",
-  "lowest-priority": "is the least urgent of those that run",
-  "least-cost": "costs least to compute again, of those that free enough",
-};
-const RECOVERIES = ["", ", and what is evicted of it is computed again", ", and what is evicted of it is swapped"];
-// What is short, or null, and the words: as CAUSES in pointsman/core/observe/explain.py.
-const REASONS = {
-  watermark: ["KV blocks", "the KV blocks left are headroom for what runs (watermark)"],
-  full_sequence: ["KV blocks", "its whole sequence does not fit beside what partial prefills are owed"],
-  decode_reserve: ["KV blocks", "the output that is expected of it would not fit"],
-  reserve: ["KV blocks", "the KV blocks left are kept for what runs, by a reserve"],
-  bypass: ["KV blocks", "the KV blocks released are kept for a request before it"],
-  step_time: [null, "it would make the step longer than its target time"],
-  blocks: ["KV blocks", "the KV cache is full"],
-  sequence_limit: ["sequence slots", "all sequence slots are taken"],
-  budget: ["tokens of the step's budget", "the step is full"],
-  preemption: [null, "running requests ran out of KV blocks; a step that preempts admits no request"],
-  displacement: [null, "a more urgent request is admitted alone into what was preempted for it"],
-  static_batch: [null, "the static batch still runs"],
-  adapter_slots: ["adapter slots", "other adapters hold them, or a request that waited longer has claimed the next"],
-  prefill_first: [null, "prompts go before decoding, and the step is theirs"],
-  partial_prefills: ["places", "as many prefills as allowed are partial"],
-  encoder_budget: ["embeddings", "the step's budget for its encoder inputs is spent"],
-  encoder_cache: ["embeddings", "others hold the encoder cache"],
-  paused: [null, "the scheduler is paused"],
-  in_flight: ["samples", "steps in flight sample for it, and what they sample has to come back first"],
-  kv_connector: [null, "the connector has yet to say what KV it could load"],
-  kv_room: ["KV blocks", "the blocks that transfers may own are taken, and it is next"],
-  kv_load: [null, "its KV is being loaded"],
-  behind: [null, "it is not its turn"],
-  parked: [null, "it is parked"],
-  state: [null, "the state behind its cached prefix is computed in this step"],
-};
 
 const words = (name) => name.replaceAll("_", " ");
 const thousands = (count) => String(count).replace(/\B(?=(\d{3})+$)/g, ",");
 const counted = (count, what) => `${thousands(count)} ${what}${count === 1 ? "" : "s"}`;
 
-// "3 more KV blocks", "1 more KV block"
-const lacking = (missing, resource) => `${thousands(missing)} more ${missing === 1 ? resource.replace(/s\b/, "") : resource}`;
+// The sentence of a template of WORDS, as `fill` in pointsman/web/words.py, which says what a template is.
+function fill(template, values) {
+  if (Array.isArray(template)) {
+    const [by, templates] = template;
+    template = templates[Math.min(Number(values[by]), templates.length - 1)];
+  }
+  const isGiven = (option) => [...option.matchAll(/\{(\w+)/g)].every(([, name]) => values[name]);
+  return template.replace(/\[([^\]]*)\]/g, (_, option) => (isGiven(option) ? option : ""))
+    .replace(/\{(\w+)(?::([^}]+))?\}/g, (_, name, kind) =>
+      (kind === undefined ? values[name] : kind === "," ? thousands(values[name]) : counted(values[name], kind)));
+}
+
+function lacking(missing, resource) {
+  return fill(WORDS.lacking, { missing, resource: resource[missing === 1 ? 0 : 1] });
+}
 
 // A reason for waiting, as the keys of a life's `waited` have it, in words.
 function meaningOf(reason) {
   const [first, blocked] = reason.split(", ");
-  if (first === BEHIND) return blocked ? `it was not its turn; of the first in the queue: ${meaningOf(blocked)}` : "it was not its turn";
-  return REASONS[reason]?.[1] ?? words(reason);
+  if (first === BEHIND) return fill(WORDS.notItsTurn, { first: blocked ? meaningOf(blocked) : "" });
+  return WORDS.reasons[reason]?.text ?? words(reason);
 }
 
 class Teller {
@@ -69,79 +43,62 @@ class Teller {
 
   // What happened; null: a step, or nothing worth a sentence.
   sentence(event) {
-    const names = this.names;
-    if (event.request === null) {
-      if (event.op === "failed") return `${counted(event.steps, "step")} failed and will be decided again`;
-      if (event.op === "paused") return ["resumed", "paused: nobody is admitted", "paused"][event.mode];
-      if (event.op === "limited") {
-        return event.limit ? `at most ${event.limit - 1} requests run` : "no limit of active requests";
-      }
-      return null;
-    }
-    const who = this.name(event.request);
+    const template = WORDS.sentences[event.op];
+    return template === undefined ? null : fill(template, this.valuesOf(event));
+  }
+
+  // What the sentence of an event is filled in with.
+  valuesOf(event) {
+    if (event.request === null) return { ...event, num_active: event.limit - 1 };
+    const { names } = this;
     const request = this.film.requests[event.request];
+    const values = { ...event, who: request.id };
     switch (event.op) {
-      case "added": {
-        const tenant = !request.tenant ? "" : ` of tenant ${request.tenant}`;
-        return `${who} is added${tenant}: ${counted(request.promptTokens, "prompt token")}`;
-      }
-      case "refused":
-        return `${who} is refused: ${event.why}`;
+      case "added":
+        return { ...values, tenant: request.tenant, num_prompt_tokens: request.promptTokens };
       case "parked":
-        return `${who} is parked: ${words(names.statuses[event.status])}`;
+        return { ...values, why: words(names.statuses[event.status]) };
       case "deferred": {
         const reason = names.reasons[event.reason];
-        const resource = REASONS[reason]?.[0];
-        const lacks = event.missing && resource ? ` for ${lacking(event.missing, resource)}` : "";
-        const holder = event.holder ? `; ${this.name(event.holder - 1)} holds most` : "";
-        return `${who} waits${lacks}: ${meaningOf(reason)}${holder}`;
-      }
-      case "admitted": {
-        const cached = event.cached ? `, ${counted(event.cached, "token")} of it cached` : "";
-        return `${who} ${event.resumed ? "resumes" : "starts"}${cached}`;
+        const resource = WORDS.reasons[reason]?.resource;
+        return {
+          ...values,
+          why: meaningOf(reason),
+          lacks: event.missing && resource ? lacking(event.missing, resource) : "",
+          holder: event.holder ? this.name(event.holder - 1) : "",
+        };
       }
       case "preempted": {
         const { lost, cached } = event;
-        const share = !cached ? "none" : cached === lost ? "all" : thousands(cached);
-        const kept = lost ? `, ${share} of it still cached then` : "";
-        return `${who} is preempted: ${this.causeOf(event)}; it gives up the KV of ${counted(lost, "token")}${kept}${RECOVERIES[event.recovery]}`;
+        const share = !cached ? WORDS.shares.none : cached === lost ? WORDS.shares.all : thousands(cached);
+        return { ...values, why: this.causeOf(event), share: lost ? share : "", recovery: WORDS.recoveries[event.recovery] };
       }
-      case "rolled_back":
-        return `${who} waits again, since its step failed`;
-      case "finished": {
-        const detail = event.detail ? ` (${event.detail})` : "";
-        const why = names.finish_reasons[event.reason];
-        return `${who} finishes: ${why}${detail}, ${counted(event.generated, "token")} generated`;
-      }
-      case "priority":
-        return `${who} gets priority ${event.priority}`;
-      case "extended":
-        return `${who} has ${counted(event.prompt, "prompt token")} now`;
-      case "load_started":
-        return `${who} loads ${counted(event.tokens, "token")}`;
-      case "load_finished":
-        return `${who} ${event.failed ? "lacks some of what it loads" : "has loaded"}: ${counted(event.tokens, "token")}`;
+      case "finished":
+        return { ...values, why: names.finish_reasons[event.reason] };
       default:
-        return null;
+        return values;
     }
   }
 
   // Whose need a preemption was, and why it is this request.
   causeOf(event) {
     const cause = this.names.causes[event.cause];
-    if (!event.by) return CAUSES[cause] ?? cause;
+    if (!event.by) return WORDS.preemptions[cause] ?? cause;
     const by = event.by - 1;
-    if (!event.missing) return `${this.name(by)} is more urgent and takes its place`;
-    const isOwn = by === event.request;
-    const need = event.missing === 1 ? `${isOwn ? "it needs a block itself" : `${this.name(by)} needs a block`}, and none is free`
-      : `${thousands(event.missing)} blocks are missing, the first of them for ${isOwn ? "itself" : this.name(by)}`;
-    return `${need}; ${this.name(event.request)} ${CHOICES[event.chooser] ?? `is the choice of the policy ${event.chooser}`}`;
+    const need = event.missing ? WORDS.needs[by === event.request ? "own" : "other"] : WORDS.moreUrgent;
+    return fill(need, {
+      who: this.name(event.request),
+      by: this.name(by),
+      missing: event.missing,
+      several: event.missing > 1,
+      rule: WORDS.rules[event.chooser] ?? fill(WORDS.otherRule, event),
+    });
   }
 
   // What a preemption cost, of those in `counts.preemptions`.
   costOf({ resumedAfter, recomputed }) {
-    return resumedAfter === null ? "it did not resume"
-      : `it resumed after ${resumedAfter.toFixed(3)} s, with ${counted(recomputed, "token")} to compute again`;
+    return resumedAfter === null ? WORDS.costs.open
+      : fill(WORDS.costs.resumed, { seconds: resumedAfter.toFixed(3), num_again: recomputed });
   }
 
   decided(frame) {
@@ -166,11 +123,11 @@ class Teller {
   why(state, number) {
     const one = state.requests.get(number);
     if (number === state.blocker || state.skipped.includes(number)) {
-      const holder = one.holder === null ? "" : `, most of it held by ${this.name(one.holder)}`;
-      return words(one.reason ?? one.status) + holder;
+      const holder = one.holder === null ? "" : this.name(one.holder);
+      return fill(WORDS.waits.asked, { why: words(one.reason ?? one.status), holder });
     }
     if (state.parked.includes(number)) return words(one.status);
-    return state.blocker === null ? "not asked yet" : `behind ${this.name(state.blocker)}`;
+    return state.blocker === null ? WORDS.waits.first : fill(WORDS.waits.behind, { blocker: this.name(state.blocker) });
   }
 
   // What happened to a request, with the frame that each moment led to; how long it ran and waited, and why.
@@ -180,7 +137,7 @@ class Teller {
     for (const { event, frame } of this.counts.ofRequest[number]) {
       let told = this.sentence(event);
       if (event.op === "preempted") lost = event.lost;
-      else if (event.op === "admitted" && lost) told += `, ${counted(Math.max(0, lost - event.cached), "token")} to compute again`;
+      else if (event.op === "admitted" && lost) told += fill(WORDS.again, { num_again: Math.max(0, lost - event.cached) });
       if (told !== null) moments.push([event.time, told, frame]);
     }
     return { moments, ...this.counts.lifeOf(number) };

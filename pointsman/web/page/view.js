@@ -214,7 +214,8 @@ class View {
   point(event) {
     if (this.film === null) return;
     const frame = this.markAt(event);
-    this.part("line").title = frame === null ? "" : this.teller.decided(frame).find((told) => told.includes(" is preempted: ")) ?? "";
+    const preemption = frame === null ? undefined : this.film.eventsOf(frame).find(({ op }) => op === "preempted");
+    this.part("line").title = preemption === undefined ? "" : this.teller.sentence(preemption);
     this.part("line").style.cursor = frame === null ? "" : "pointer";
   }
 

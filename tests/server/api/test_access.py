@@ -22,6 +22,7 @@ from pointsman.server.config import ServerConfig
 from pointsman.server.service.engine_client import EngineClient
 from pointsman.server.service.fleet import EngineFleet
 from pointsman.server.service.names import HIDDEN
+from pointsman.server.wire.questions import ExplainAll, IsPaused
 from tests.forked_engines import start_server
 from tests.server.api.test_bodies import ANSWER, App, call, reads_all
 from tests.server.engine_pool import engine_pool
@@ -182,7 +183,7 @@ def test_each_endpoint_asks_for_its_key(keys: str) -> None:
                 assert answer.json()["error"]["type"] == "PermissionDeniedError"
             if expected:
                 assert not any(one in answer.text for one in (CLIENT, OPERATOR, "wrong-key"))
-        assert await client.is_paused() is False
+        assert await client.ask(IsPaused()) is False
 
     with_server(test, **CONFIGS[keys])
 
@@ -379,7 +380,7 @@ def test_pages_of_other_sites_may_call_nothing_of_operators(keys: str) -> None:
                 answer = await ask(http, method, path, key | headers)
                 assert answer.status_code == 403, (path, headers)
                 assert answer.json()["error"]["type"] == "PermissionDeniedError"
-        assert await client.is_paused() is False
+        assert await client.ask(IsPaused()) is False
         for headers in own:
             for method, path in FOR_OPERATORS:
                 answer = await ask(http, method, path, key | headers)
@@ -563,7 +564,7 @@ def test_without_keys_what_a_proxy_passes_on_is_no_operators() -> None:
             assert answer.status_code == 403, (path, headers)
             assert "--operator-key" in message_of(answer)
             assert next(iter(headers)).lower() in message_of(answer).lower()
-        assert await client.is_paused() is False
+        assert await client.ask(IsPaused()) is False
         for headers in PASSED_ON:
             assert (await ask(http, "GET", "/v1/models", headers)).status_code == 200
 
@@ -578,7 +579,7 @@ def test_without_keys_other_machines_are_no_operators(peer: str) -> None:
             answer = await ask(http, method, path)
             assert answer.status_code == 403, path
             assert "--operator-key" in message_of(answer) and repr(peer) in message_of(answer)
-        assert await client.is_paused() is False
+        assert await client.ask(IsPaused()) is False
         assert (await ask(http, "GET", "/v1/models")).status_code == 200
 
     with_server(test, peer=peer, host="0.0.0.0")
@@ -624,7 +625,7 @@ def test_a_client_sees_its_own_requests_and_an_operator_all() -> None:
         for name, headers in (("secret-of-a", a), ("of-b", b), ("twin", a), ("twin", b), ("of-operator", operator)):
             body = {**LONG, "request_id": name, "user": f"user of {name}"}
             sent.append(asyncio.ensure_future(http.post("/v1/completions", json=body, headers=headers)))
-            while len(await client.explain_all()) < len(sent):
+            while len(await client.ask(ExplainAll())) < len(sent):
                 await asyncio.sleep(0.002)
         everything = await listed(operator)
         assert [one["id"] for one in everything] == [

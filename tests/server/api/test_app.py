@@ -24,6 +24,7 @@ from pointsman.server.api.app import create_app
 from pointsman.server.config import ServerConfig
 from pointsman.server.service.engine_client import EngineClient
 from pointsman.server.service.fleet import EngineFleet
+from pointsman.server.wire.questions import ExplainAll, Pause, Resume
 from pointsman.server.wire.responses import (
     DetokenizeResponse,
     ErrorResponse,
@@ -325,7 +326,7 @@ def test_a_server_that_ends_finishes_what_it_has_and_takes_no_more() -> None:
     async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
         fields = {"prompt": PROMPT, "max_tokens": 100, "ignore_eos": True}
         running = asyncio.ensure_future(http.post("/v1/completions", json=fields))
-        while not await client.explain_all():
+        while not await client.ask(ExplainAll()):
             await asyncio.sleep(0.001)
         app.state.gate.close()
         refused = await http.post("/v1/completions", json=fields)
@@ -342,10 +343,10 @@ def test_a_server_that_ends_finishes_what_it_has_and_takes_no_more() -> None:
 
 def test_two_requests_may_have_one_name() -> None:
     async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
-        await client.pause("keep", False)  # none is to finish while it is looked for
+        await client.ask(Pause("keep", False))  # none is to finish while it is looked for
         fields = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, "request_id": "twin"}
         twins = [asyncio.ensure_future(http.post("/v1/completions", json={**fields, "n": n})) for n in (1, 2)]
-        while len(await client.explain_all()) < 3:
+        while len(await client.ask(ExplainAll())) < 3:
             await asyncio.sleep(0.001)
         found = (await http.get("/v1/requests", params={"id": "cmpl-twin"})).json()["data"]
         assert sorted(one["id"] for one in found) == ["cmpl-twin", "cmpl-twin-0", "cmpl-twin-1"]
@@ -355,7 +356,7 @@ def test_two_requests_may_have_one_name() -> None:
         for one in found:
             shown = (await http.get(f"/v1/requests/{one['engine_id']}")).json()
             assert shown["engine_id"] == one["engine_id"]
-        await client.resume()
+        await client.ask(Resume())
         answers = [await twin for twin in twins]
         assert [one.json()["usage"]["completion_tokens"] for one in answers] == [8, 16]
         error_of(await http.get("/v1/requests/cmpl-twin"), 404)
@@ -372,7 +373,7 @@ def test_an_engine_that_says_nothing_delays_nobody_beyond_a_limit(monkeypatch: p
         fields = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "deadline": 1.0}
         whole = asyncio.ensure_future(http.post("/v1/completions", json=fields))
         stream = asyncio.ensure_future(http.post("/v1/completions", json={**fields, "stream": True, "n": 2}))
-        while len(await client.explain_all()) < 3:
+        while len(await client.ask(ExplainAll())) < 3:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.1)
         os.kill(client.info.pid, signal.SIGSTOP)
@@ -400,10 +401,10 @@ def test_what_has_not_begun_when_the_server_ends_is_to_be_tried_elsewhere() -> N
     async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
         fields = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}
         running = [asyncio.ensure_future(http.post("/v1/completions", json=fields)) for _ in range(2)]
-        while sum(one.num_output_tokens > 0 for one in await client.explain_all()) < 2:
+        while sum(one.num_output_tokens > 0 for one in await client.ask(ExplainAll())) < 2:
             await asyncio.sleep(0.001)
         waiting = asyncio.ensure_future(http.post("/v1/completions", json=fields))
-        while len(await client.explain_all()) < 3:
+        while len(await client.ask(ExplainAll())) < 3:
             await asyncio.sleep(0.001)
         app.state.gate.close()
         await client.shutdown()
@@ -485,7 +486,7 @@ def test_the_engines_death_is_an_error_for_everybody() -> None:
         stream = asyncio.ensure_future(http.post("/v1/chat/completions", json={
             "messages": [{"role": "user", "content": PROMPT}], "stream": True, "ignore_eos": True, "n": 2,
         }))  # fmt: skip
-        while sum(one.num_output_tokens > 0 for one in await client.explain_all()) < 3:  # so answers have begun
+        while sum(one.num_output_tokens > 0 for one in await client.ask(ExplainAll())) < 3:  # so answers have begun
             await asyncio.sleep(0.001)
         os.kill(client.info.pid, signal.SIGKILL)
         assert "SIGKILL" in error_of(await whole, 500)["message"]

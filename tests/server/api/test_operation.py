@@ -13,6 +13,7 @@ from pointsman.server.api.app import create_app
 from pointsman.server.config import ServerConfig
 from pointsman.server.service.engine_client import EngineClient
 from pointsman.server.service.fleet import EngineFleet
+from pointsman.server.wire.questions import Stats
 from tests.server.engine_pool import engine_pool
 
 pytestmark = pytest.mark.e2e
@@ -81,7 +82,7 @@ def test_pausing_in_mode_wait_answers_when_what_ran_has_ended() -> None:
             await asyncio.sleep(0.005)
         assert (await pausing).json() == {"status": "paused"}
         assert (await running).json()["choices"][0]["finish_reason"] == "length"
-        assert (await client.stats()).scheduler.num_cached_free_blocks == 0
+        assert (await client.ask(Stats())).scheduler.num_cached_free_blocks == 0
 
     with_server(test)
 
@@ -107,7 +108,7 @@ def test_by_default_a_pause_aborts_what_is_there_and_keeps_what_comes() -> None:
         await until_it_runs(http)
         assert (await http.post("/pause")).json() == {"status": "paused"}
         assert (await running).json()["choices"][0]["finish_reason"] == "abort"
-        stats = (await client.stats()).scheduler
+        stats = (await client.ask(Stats())).scheduler
         assert stats.num_free_blocks == stats.num_blocks and stats.num_cached_free_blocks == 0
         coming = asyncio.ensure_future(http.post("/v1/completions", json=FIELDS))
         while not await states(http):
@@ -130,12 +131,12 @@ def test_a_mode_that_does_not_exist_is_a_bad_request_and_pauses_nothing() -> Non
 def test_a_reset_can_make_what_runs_compute_its_cache_anew() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         expected = (await http.post("/v1/completions", json=LONG)).json()["choices"][0]["text"]
-        before = (await client.stats()).scheduler.num_preemptions
+        before = (await client.ask(Stats())).scheduler.num_preemptions
         running = asyncio.ensure_future(http.post("/v1/completions", json=LONG))
         await until_it_runs(http)
         answer = await http.post("/reset_prefix_cache", params={"reset_running_requests": "true"})
         assert answer.json() == {"success": True}
-        assert (await client.stats()).scheduler.num_preemptions == before + 1
+        assert (await client.ask(Stats())).scheduler.num_preemptions == before + 1
         assert (await running).json()["choices"][0]["text"] == expected
 
     with_server(test)

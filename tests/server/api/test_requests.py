@@ -9,7 +9,7 @@ import pytest
 
 from pointsman.core.policy.victim import Latest
 from pointsman.server.api.requests import describe
-from pointsman.server.wire.messages import RequestExplanation
+from pointsman.server.wire.questions import RequestExplanation
 from pointsman.server.wire.responses import RequestState
 from tests.core.helpers import Host
 

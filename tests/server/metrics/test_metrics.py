@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import re
 import runpy
 import signal
-from bisect import bisect_left
 from collections.abc import Iterator
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import prometheus_client
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from pointsman.core import PreemptionCause, Request
@@ -29,12 +25,11 @@ from pointsman.engine.outputs.request_output import RequestMetrics
 from pointsman.server.metrics import exposition as metrics
 from pointsman.server.metrics import table as metric_table
 from pointsman.server.metrics.exposition import ServerMetrics
-from pointsman.server.metrics.observations import MAX_NEW, EngineObservations, Histogram, Observations
+from pointsman.server.metrics.observations import EngineObservations, Observations
 from pointsman.server.metrics.readings import SCRAPED
 from pointsman.server.metrics.table import (
     FINISH_REASONS,
     HISTOGRAMS,
-    INTER_TOKEN_BUCKETS,
     REFUSALS,
     Definition,
     token_buckets,
@@ -42,6 +37,7 @@ from pointsman.server.metrics.table import (
 from pointsman.server.service.engine_client import EngineClient
 from pointsman.server.service.fleet import EngineFleet
 from pointsman.server.wire.messages import Delta, EngineRequest, StepNote
+from pointsman.server.wire.questions import ResetPrefixCache
 from tests.core.helpers import Host
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -69,36 +65,6 @@ def flat(text: str) -> Samples:
 # ---------------------------------------------------------------------------------------- histograms
 
 
-values = st.one_of(st.floats(0, 200, allow_nan=False), st.sampled_from(INTER_TOKEN_BUCKETS))
-
-
-@given(st.lists(st.tuples(values, st.integers(1, 5))))
-def test_a_histogram_counts_as_the_librarys_does(observed: list[tuple[float, int]]) -> None:
-    ours = Histogram(INTER_TOKEN_BUCKETS)
-    theirs = prometheus_client.Histogram("x", "x", buckets=INTER_TOKEN_BUCKETS, registry=None)
-    for value, times in observed:
-        ours.observe(value, times)
-        for _ in range(times):
-            theirs.observe(value)
-    samples = theirs.collect()[0].samples
-    assert ours.buckets() == [(one.labels["le"], one.value) for one in samples if one.name == "x_bucket"]
-    assert ours.sum == pytest.approx(next(one.value for one in samples if one.name == "x_sum"))
-    assert ours.count == sum(times for _, times in observed)
-
-
-def test_a_histogram_holds_few_values_outside_of_its_buckets() -> None:
-    generator = random.Random(1)
-    ours, counts = Histogram((1.0, 2.0, 4.0)), [0, 0, 0, 0]
-    for number in range(5 * MAX_NEW + 7):
-        value = generator.choice((0.5, 1.0, 1.5, 3.0, 4.0, 9.0))
-        counts[bisect_left((1.0, 2.0, 4.0), value)] += 1
-        ours.observe(value)
-        assert len(ours._new) < MAX_NEW
-        assert ours.count == number + 1
-    assert [up_to for _, up_to in ours.buckets()] == list(accumulate(counts))
-    assert ours._new == []
-
-
 @pytest.mark.parametrize(
     ("longest", "bounds"),
     [(1, [1]), (9, [1, 2, 5]), (512, [1, 2, 5, 10, 20, 50, 100, 200, 500]), (20, [1, 2, 5, 10, 20])],
@@ -124,13 +90,16 @@ def ended(reason: str, metrics: RequestMetrics, num_output_tokens: int, prompt_l
     return observations
 
 
+def samples_of(histogram: prometheus_client.Histogram) -> dict[str, float]:
+    """Its count and sum, and the values up to each bound, by the bound."""
+    (metric,) = histogram.collect()
+    return {one.labels.get("le", one.name.rpartition("_")[2]): one.value for one in metric.samples}
+
+
 def totals(observations: EngineObservations) -> dict[str, tuple[int, float]]:
     """(number, sum) of every histogram that has seen something."""
-    return {
-        definition.name.split(":")[1]: (histogram.count, pytest.approx(histogram.sum))
-        for definition, histogram in observations.histograms.items()
-        if histogram.count
-    }
+    found = {one.name.split(":")[1]: samples_of(histogram) for one, histogram in observations.histograms.items()}
+    return {name: (own["count"], pytest.approx(own["sum"])) for name, own in found.items() if own["count"]}
 
 
 def test_a_finished_request_is_told_by_phase() -> None:
@@ -179,7 +148,7 @@ def test_tokens_that_come_together_share_the_time() -> None:
     observations.inter_token(0.4, 1)
     observations.inter_token(9.0, 0)  # the end, without a token
     assert totals(observations) == {"inter_token_latency_seconds": (4, 0.7)}
-    buckets = dict(observations.histograms[metric_table.INTER_TOKEN_LATENCY].buckets())
+    buckets = samples_of(observations.histograms[metric_table.INTER_TOKEN_LATENCY])
     assert (buckets["0.075"], buckets["0.1"], buckets["0.4"]) == (0, 3, 4)
 
 
@@ -257,7 +226,7 @@ def test_known_requests_give_known_figures(loop: asyncio.Runner, engine: tuple[E
     client, measured = engine
 
     async def work() -> tuple[Samples, Samples]:
-        await client.reset_prefix_cache()
+        await client.ask(ResetPrefixCache(preempt_running=False))
         before = await scrape(measured)
         for index in range(3):  # one after the other: the second and third find two full blocks of the first
             await generate(client, f"same-{index}", list(range(40, 80)), 8)

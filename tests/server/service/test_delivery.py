@@ -20,6 +20,7 @@ from pointsman.server.wire.answers import Prompt
 from pointsman.server.wire.errors import ApiError
 from pointsman.server.wire.logprobs import Logprobs
 from pointsman.server.wire.messages import Delta, EngineRequest
+from pointsman.server.wire.questions import ExplainAll
 from tests.server.engine_pool import engine_pool
 from tests.server.rooms import backlog
 
@@ -79,9 +80,9 @@ def test_more_samples_than_fit_in_a_message_are_queued_in_order() -> None:
     async def test(client: EngineClient) -> None:
         async with delivery_of(client, "many", Prompt([5, 6]), [endless] * 150) as delivery:
             await client.queue(delivery.streams)
-            found = [one.explanation.request_id for one in await client.explain_all()]
+            found = [one.explanation.request_id for one in await client.ask(ExplainAll())]
             assert found == [f"many-{number}" for number in range(150)]
-        while await client.explain_all():  # left, so aborted
+        while await client.ask(ExplainAll()):  # left, so aborted
             await asyncio.sleep(0.01)
 
     with_client(test)

@@ -17,6 +17,7 @@ from pointsman.server.service.engine_client import EngineClient
 from pointsman.server.service.inbox import ClientStream
 from pointsman.server.service.prompts import PromptReader, TextPrompts
 from pointsman.server.wire.messages import Delta, EngineRequest, StepNote
+from pointsman.server.wire.questions import Explain, ExplainAll, Stats
 from tests.server.engine_pool import engine_pool
 from tests.server.rooms import text_work
 
@@ -53,7 +54,7 @@ def test_texts_are_those_of_the_engine_itself() -> None:
     async def test(client: EngineClient) -> None:
         reader = PromptReader(client.tokenizer, client.info, text_work())
         prompts = await reader.read(TextPrompts("prompt", texts))
-        before = await client.stats()
+        before = await client.ask(Stats())
         steps: list[StepNote] = []
         ends: list[tuple[str, str | None, int]] = []
         client.inbox.on_steps = steps.extend
@@ -73,7 +74,7 @@ def test_texts_are_those_of_the_engine_itself() -> None:
             assert metrics.first_token_time <= metrics.finished_time
             assert type(metrics.finished_time) is type(metrics.first_token_time) is float  # not NumPy's, nor its bytes
         assert sum(step.num_generated_tokens for step in steps) == 120
-        stats = await client.stats()
+        stats = await client.ask(Stats())
         assert stats.scheduler.kv_cache_usage == 0
         assert stats.counters.num_generated_tokens - before.counters.num_generated_tokens == 120
         num_scheduled = stats.scheduler.num_scheduled_tokens - before.scheduler.num_scheduled_tokens
@@ -91,7 +92,7 @@ def test_requests_that_are_sent_together_are_queued_in_order_and_fail_on_their_o
             await stream.start()  # sends nothing again: the ids would be in use
         with pytest.raises(ValueError, match="token id 99999"):
             await bad.start()
-        found = [one.explanation.request_id for one in await client.explain_all()]
+        found = [one.explanation.request_id for one in await client.ask(ExplainAll())]
         assert found == [f"one-{number}" for number in range(20)]
         for stream in streams:
             await stream.aclose()
@@ -122,19 +123,19 @@ def test_who_closes_or_is_cancelled_frees_the_blocks() -> None:
         await anext(closed)
         reader = asyncio.ensure_future(read(client.generate(EngineRequest("cancelled", [7, 8], ENDLESS))))
         await asyncio.sleep(0.1)
-        assert (await client.explain("closed")).explanation.status.value == "running"
-        assert {one.explanation.request_id for one in await client.explain_all()} == {"closed", "cancelled"}
+        assert (await client.ask(Explain("closed"))).explanation.status.value == "running"
+        assert {one.explanation.request_id for one in await client.ask(ExplainAll())} == {"closed", "cancelled"}
         await closed.aclose()
         reader.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reader
         assert [delta async for delta in closed] == []
         end = time.monotonic() + 10
-        while (await client.stats()).scheduler.kv_cache_usage > 0:
+        while (await client.ask(Stats())).scheduler.kv_cache_usage > 0:
             assert time.monotonic() < end
         with pytest.raises(UnknownRequest):
-            await client.explain("closed")
-        assert await client.explain_all() == []
+            await client.ask(Explain("closed"))
+        assert await client.ask(ExplainAll()) == []
 
     with_client(test, max_steps_in_flight=2)
 
@@ -162,7 +163,7 @@ def test_an_explanation_says_who_asks_and_until_when() -> None:
         waiting = client.generate(EngineRequest("second", [7] * 9, GREEDY, user="tenant", deadline=now + 50))
         await waiting.start()
         await anext(first)
-        told = await client.explain("second")
+        told = await client.ask(Explain("second"))
         assert (told.user, told.num_prompt_tokens, told.max_tokens, told.num_output_tokens) == ("tenant", 9, 40, 0)
         assert told.explanation.reason is not None and told.explanation.reason.value == "sequence_limit"
         assert told.explanation.blocker == "first" and told.deadline_in is not None and 0 < told.deadline_in <= 50
@@ -186,7 +187,7 @@ def test_a_killed_engine_is_an_error_for_all() -> None:
         assert time.monotonic() - started < 5 and not client.is_alive and client.dead.is_set()
         assert client.death is not None
         with pytest.raises(EngineDeadError):
-            await client.stats()
+            await client.ask(Stats())
         with pytest.raises(EngineDeadError):
             await client.generate(EngineRequest("late", [5], GREEDY)).start()
 

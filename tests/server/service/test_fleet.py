@@ -18,6 +18,7 @@ from pointsman.server.service.engine_client import EngineClient, EngineStartErro
 from pointsman.server.service.fleet import EngineFleet, start_fleet
 from pointsman.server.service.inbox import ClientStream
 from pointsman.server.wire.messages import Delta, EngineRequest
+from pointsman.server.wire.questions import ExplainAll, ResetPrefixCache, SetPriority, Stats
 from tests.forms import short_or_long
 from tests.server.engine_pool import cancel
 
@@ -125,7 +126,7 @@ async def until_idle(fleet: EngineFleet) -> None:
     """Both engines live, and hold nothing."""
     await until(lambda: fleet.num_alive == len(fleet.engines))
     for engine in fleet.engines:
-        while (stats := await engine.stats()).scheduler.num_running or stats.scheduler.num_waiting:
+        while (stats := await engine.ask(Stats())).scheduler.num_running or stats.scheduler.num_waiting:
             await asyncio.sleep(0.005)
         assert stats.scheduler.num_free_blocks == stats.scheduler.num_blocks
 
@@ -143,7 +144,7 @@ def test_every_kind_of_request_goes_on_as_if_nothing_had_happened(
         expected = dict(zip(undisturbed, await asyncio.gather(*map(read, undisturbed.values())), strict=True))
         cut = set()
         for _ in range(rounds):
-            await fleet.reset_prefix_cache()
+            await fleet.ask(ResetPrefixCache(preempt_running=False))
             streams = streams_of(fleet, CASES)
             await fleet.queue(list(streams.values()))
             reading = {name: asyncio.ensure_future(read(stream)) for name, stream in streams.items()}
@@ -261,13 +262,13 @@ def test_a_priority_that_was_changed_is_kept_and_waiting_requests_are_resumed_in
             for number in range(6)
         ]
         await fleet.queue(streams)
-        assert await fleet.set_priority(["r4", "unknown"], -5) == ["r4"]
-        before = {one.explanation.request_id: one.priority for one in await fleet.explain_all()}
+        assert await fleet.ask(SetPriority(("r4", "unknown"), -5)) == ["r4"]
+        before = {one.explanation.request_id: one.priority for one in await fleet.ask(ExplainAll())}
         await kill(fleet.engines[0])
         await until(lambda: fleet.num_alive == 1)
-        while len(await fleet.explain_all()) < 6:
+        while len(await fleet.ask(ExplainAll())) < 6:
             await asyncio.sleep(0.003)
-        after = await fleet.explain_all()
+        after = await fleet.ask(ExplainAll())
         assert {one.explanation.request_id: one.priority for one in after} == before
         positions = {one.explanation.request_id: one.explanation.position for one in after}
         queued = sorted((place, name) for name, place in positions.items() if place is not None)

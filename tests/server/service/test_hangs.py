@@ -24,6 +24,18 @@ from pointsman.server.service.fleet import EngineFleet, start_fleet
 from pointsman.server.service.heartbeat import INTERVAL
 from pointsman.server.service.inbox import ClientStream
 from pointsman.server.wire.messages import Delta, EngineRequest
+from pointsman.server.wire.questions import (
+    Explain,
+    ExplainAll,
+    Film,
+    IsPaused,
+    Pause,
+    ResetPrefixCache,
+    Resume,
+    SetMaxNumActiveSeqs,
+    SetPriority,
+    Stats,
+)
 from tests.server.engine_pool import cancel
 from tests.server.orders import HeldUp
 
@@ -219,12 +231,12 @@ def test_an_api_process_that_was_stopped_takes_no_engine_for_late() -> None:
 
 def test_engines_that_are_paused_or_idle_are_not_late() -> None:
     async def test(fleet: EngineFleet) -> None:
-        await fleet.pause("keep", False)
+        await fleet.ask(Pause("keep", False))
         waiting = stream_of(fleet, "f", SamplingParams(max_tokens=4))
         await waiting.start()
         await asyncio.sleep(2 * LIMIT)
-        assert await fleet.is_paused() and fleet.num_alive == 2
-        await fleet.resume()
+        assert await fleet.ask(IsPaused()) and fleet.num_alive == 2
+        await fleet.ask(Resume())
         assert (await read(waiting)).token_ids
         await asyncio.sleep(2 * LIMIT)
         assert fleet.num_hangs == [0, 0] and not any(engine.is_slow for engine in fleet.engines)
@@ -234,11 +246,11 @@ def test_engines_that_are_paused_or_idle_are_not_late() -> None:
 
 def test_an_engine_that_is_stopped_in_a_pause_is_paused_again_by_its_successor() -> None:
     async def test(fleet: EngineFleet) -> None:
-        await fleet.pause("keep", False)
+        await fleet.ask(Pause("keep", False))
         stop(fleet.engines[1])
         await until(lambda: fleet.num_hangs[1] == 1)
         await until(lambda: fleet.num_alive == 2)
-        assert await fleet.engines[1].is_paused()
+        assert await fleet.engines[1].ask(IsPaused())
 
     with_fleet(test)
 
@@ -323,20 +335,21 @@ def test_questions_to_an_engine_without_signs_do_not_wait(monkeypatch: pytest.Mo
         await until(lambda: fleet.engines[1].heartbeat.is_stalled)
         begun = time.monotonic()
         questions: list[Awaitable[Any]] = [
-            fleet.explain_all(), fleet.explain(next(one for one in streams if streams[one].engine == 1)),
-            fleet.pause("keep", False), fleet.resume(), fleet.is_paused(), fleet.film(0, 1),
-            fleet.reset_prefix_cache(), fleet.set_max_num_active_seqs(4), fleet.set_priority(["a-1"], 1),
+            fleet.ask(ExplainAll()), fleet.ask(Explain(next(one for one in streams if streams[one].engine == 1))),
+            fleet.ask(Pause("keep", False)), fleet.ask(Resume()), fleet.ask(IsPaused()), fleet.ask(Film(0), 1),
+            fleet.ask(ResetPrefixCache(preempt_running=False)), fleet.ask(SetMaxNumActiveSeqs(4)),
+            fleet.ask(SetPriority(("a-1",), 1)),
         ]  # fmt: skip
         for question in questions:
             with pytest.raises(EngineStalledError, match=r"engine 1 \(process .* no sign of life for [0-9]+ s, since"):
                 await question
-        assert len(await fleet.stats()) == 1
+        assert len(await fleet.ask_each(Stats())) == 1
         assert b'pointsman:engine_up{engine="1",model_name="demo"} 1.0' in (await metrics.render())[0]
         assert time.monotonic() - begun < 1.0
-        assert not await fleet.engines[0].is_paused(), "a command that not all can follow is given to none"
+        assert not await fleet.engines[0].ask(IsPaused()), "a command that not all can follow is given to none"
         go_on(fleet.engines[1])
         await until(lambda: not fleet.engines[1].is_slow)
-        await fleet.explain_all()
+        await fleet.ask(ExplainAll())
 
     with_fleet(test, timeout=30.0)
 

@@ -17,6 +17,7 @@ from pointsman.engine import SamplingParams
 from pointsman.server.service.engine_client import EngineClient
 from pointsman.server.service.inbox import ClientStream
 from pointsman.server.wire.messages import Delta, EngineRequest
+from pointsman.server.wire.questions import ExplainAll
 from tests.server.engine_pool import engine_pool
 
 pytestmark = pytest.mark.e2e
@@ -40,7 +41,7 @@ def test_deltas_that_nobody_reads_come_together() -> None:
     async def test(client: EngineClient) -> None:
         stream = stream_of(client, SamplingParams(max_tokens=50, temperature=0, ignore_eos=True))
         await stream.start()
-        while await client.explain_all():
+        while await client.ask(ExplainAll()):
             await asyncio.sleep(0.01)
         (delta,) = [delta async for delta in stream]
         assert (len(delta.token_ids), delta.finish_reason, stream.num_output_tokens) == (50, "length", 50)
@@ -53,7 +54,7 @@ def test_a_stream_that_was_closed_before_it_was_sent_asks_for_nothing() -> None:
         stream = stream_of(client)
         await stream.aclose()
         await stream.start()
-        assert [delta async for delta in stream] == [] and await client.explain_all() == []
+        assert [delta async for delta in stream] == [] and await client.ask(ExplainAll()) == []
 
     with_client(test)
 

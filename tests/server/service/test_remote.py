@@ -25,6 +25,7 @@ from pointsman.server.service.fleet import EngineFleet, start_fleet
 from pointsman.server.service.inbox import ClientStream
 from pointsman.server.service.remote import EngineListener, HostLostError, Invitation, host_engine, numbered
 from pointsman.server.wire.messages import Delta, EngineRequest, Start
+from pointsman.server.wire.questions import Stats
 from tests.forked_engines import fork_server
 from tests.server.engine_pool import cancel
 
@@ -115,7 +116,7 @@ def test_a_fleet_begins_with_its_first_engine_and_loses_no_request_with_a_host_o
     async def run(fleet: EngineFleet, hosts: Hosts) -> None:
         assert [engine.is_alive for engine in fleet.engines] == [True, False]
         expected = [await read(stream_of(fleet, name)) for name in ("a", "bb")]
-        assert len(await fleet.stats()) == 1
+        assert len(await fleet.ask_each(Stats())) == 1
         text = (await ServerMetrics(fleet, "demo").render())[0].decode()
         assert 'pointsman:engine_up{engine="1",model_name="demo"} 0.0' in text
         assert "pointsman:engine_process" not in text  # of another machine
@@ -305,7 +306,7 @@ def test_nothing_is_unpickled_without_the_token_and_a_token_is_good_once(
                 assert await answer_to(hello(token, evil), port) == b""
             assert await answer_to(b"GET / HTTP/1.1\r\n\r\n", port) == b""  # too short: it waits for the rest, not long
             assert not (tmp_path / "made").exists()
-            assert (await engine.stats()).scheduler.num_running == 0
+            assert (await engine.ask(Stats())).scheduler.num_running == 0
         finally:
             await engine.shutdown()
 
@@ -327,7 +328,7 @@ def test_an_engine_has_the_clock_of_the_api_process() -> None:
         engine = await listener.start(0, 0)
         try:
             # The engine process is in fact on this machine: its clock, set back, is 1000 s behind this one's.
-            assert (await engine.stats()).time == pytest.approx(time.monotonic() - 1000, abs=5)
+            assert (await engine.ask(Stats())).time == pytest.approx(time.monotonic() - 1000, abs=5)
         finally:
             await engine.shutdown()
             await listener.close()

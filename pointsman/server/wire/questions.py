@@ -1,0 +1,203 @@
+"""The questions to an engine, as classes: the arguments, the type of the answer, and the engines that are asked.
+
+    explanation = await fleet.ask(Explain("cmpl-1"))    # a RequestExplanation
+
+A question object crosses to the engine process as it is. Its base class says which engines of a fleet get it:
+
+    Question           every engine that lives; `merge` makes one answer of theirs
+    OneEngineQuestion  the engine that the caller names
+    RequestQuestion    the engine that has the request
+
+A new question needs its class here, a function that answers it (`server/answering.py`) and its route. The client, the
+fleet and the engine process pass on every question alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from pointsman.engine.pulse import PulseReading
+from pointsman.engine.stats import EngineStats
+
+if TYPE_CHECKING:
+    from pointsman.core import Explanation
+    from pointsman.engine.pausing import PauseChoice
+
+AnswerT = TypeVar("AnswerT")
+
+
+@dataclass(frozen=True, slots=True)
+class Question(Generic[AnswerT]):
+    """A question or command to an engine, which answers it between two steps. A fleet asks every engine that lives."""
+
+    def merge(self, answers: Mapping[int, AnswerT]) -> AnswerT:
+        """The answer of a fleet: that of its first engine, where no class below says otherwise.
+
+        Args:
+            answers: at least one, by the number of the engine, ascending.
+        """
+        return next(iter(answers.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class OneEngineQuestion(Question[AnswerT]):
+    """A question to one engine; the caller says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestQuestion(Question[AnswerT]):
+    """A question to the engine that has a request."""
+
+    request_id: str
+
+
+# ------------------------------------------------------------------------------------------------- requests
+
+
+@dataclass(frozen=True, slots=True)
+class RequestExplanation:
+    """The scheduler's explanation of a request, with what else an operator wants to know about it."""
+
+    explanation: Explanation
+    arrival_time: float
+    age: float
+    """Seconds since its arrival."""
+    tenant: str
+    user: str | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    max_tokens: int
+    priority: int
+    ttft_target: float | None
+    retention: float | None
+    deadline_in: float | None
+    """Seconds until its deadline; None: it has none."""
+    waiting_for: float | None
+    """Seconds since its present reason to wait began; None: it does not wait, or was not considered yet."""
+    engine: int = 0
+    """The number of the engine that has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explain(RequestQuestion[RequestExplanation]):
+    """The state of a request, why it waits, for which requests and since when.
+
+    Raises:
+        UnknownRequest: no such request, or it has finished.
+    """
+
+    def merge(self, answers: Mapping[int, RequestExplanation]) -> RequestExplanation:
+        """The answer, with the number of the engine."""
+        ((engine, answer),) = answers.items()
+        return replace(answer, engine=engine)
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainAll(Question[list[RequestExplanation]]):
+    """`Explain` of every unfinished request, in the order in which they reached the API process."""
+
+    def merge(self, answers: Mapping[int, list[RequestExplanation]]) -> list[RequestExplanation]:
+        """All requests, with the numbers of their engines; by arrival where there are several engines."""
+        found = [replace(one, engine=engine) for engine, some in answers.items() for one in some]
+        return found if len(answers) == 1 else sorted(found, key=lambda one: one.arrival_time)
+
+
+@dataclass(frozen=True, slots=True)
+class SetPriority(Question[list[str]]):
+    """Change the priority of requests. A queued request changes its place at once. The answer has the ids that are
+    known; the other requests have finished, or never were.
+
+    Raises:
+        ValueError: the priority is no integer of 64 bits.
+    """
+
+    request_ids: tuple[str, ...]
+    priority: int
+
+    def merge(self, answers: Mapping[int, list[str]]) -> list[str]:
+        """The ids that an engine knows, in the order of `request_ids`."""
+        known = {request_id for some in answers.values() for request_id in some}
+        return [request_id for request_id in self.request_ids if request_id in known]
+
+
+# ------------------------------------------------------------------------------------------------- operation
+
+
+@dataclass(frozen=True, slots=True)
+class Pause(Question[None]):
+    """Start no request until `Resume`; the answer comes when no step runs any more. See `Engine.pause`.
+
+    Raises:
+        ResumedError: the engine was resumed meanwhile.
+    """
+
+    mode: PauseChoice
+    clear_cache: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Resume(Question[None]):
+    """Continue after a pause; without a pause, nothing happens."""
+
+
+@dataclass(frozen=True, slots=True)
+class IsPaused(Question[bool]):
+    """Whether the engine was paused, and not resumed since."""
+
+    def merge(self, answers: Mapping[int, bool]) -> bool:
+        """Whether any engine is paused."""
+        return any(answers.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ResetPrefixCache(Question[None]):
+    """Forget every cached prefix."""
+
+    preempt_running: bool
+    """Whether running requests recompute their KV; False: they keep it, uncached."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetMaxNumActiveSeqs(Question[int]):
+    """Change how many requests may run at once. The answer is the new limit.
+
+    Raises:
+        ConfigError: the limit is out of range.
+    """
+
+    limit: int | None
+    """None: `max_num_seqs`."""
+
+
+# ------------------------------------------------------------------------------------------------- observation
+
+
+@dataclass(frozen=True, slots=True)
+class Stats(OneEngineQuestion[EngineStats]):
+    """Counters and gauges of engine and scheduler at one moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Film(OneEngineQuestion[bytes]):
+    """What is new for a watcher of the scheduler's live film: records, see `web/live.py`. The first question of a
+    watcher begins its film, which `LeaveFilm` ends.
+
+    Raises:
+        TooManyWatchers: it would be one too many.
+    """
+
+    watcher: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveFilm(OneEngineQuestion[None]):
+    """End the film of a watcher."""
+
+    watcher: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakePulse(OneEngineQuestion[PulseReading]):
+    """What the steps of the engine's thread take, for the heartbeat."""
