@@ -113,8 +113,8 @@ class SchedulerConfig:
         Tried((1, 2, 4, None), rank=4),
     ] = None
     """Maximum number of concurrent partial prefills: prompts computed in part, with more to come. A request that would
-    exceed it is skipped, see `max_overtakes`: shorter ones that fit the step may start. None: no cap. With one above 1
-    and no `long_prefill_token_threshold`, that is 4 % of `max_model_len`."""
+    exceed it is skipped: at most `max_overtakes` (64) shorter ones that fit the step start before it. None: no cap.
+    With one above 1 and no `long_prefill_token_threshold`, that is 4 % of `max_model_len`."""
     max_long_partial_prefills: Annotated[
         int | None,
         AtLeast(1),
@@ -191,7 +191,8 @@ class SchedulerConfig:
     """What happens to the KV of a preempted request when the pool evicts it before the request resumes. "recompute": it
     is lost, unless the connector saves all that is evicted. "swap": it is copied to host memory, and back when the
     request resumes. "cheaper": for each victim what takes less time, by the step times and the copies so far. The last
-    two need the prefix cache, and a connector with host memory: `docs/policies.md#recompute-or-swap`."""
+    two need the prefix cache, and a connector with host memory (`--kv-offload-bytes`):
+    `docs/policies.md#recompute-or-swap`."""
     reserves: Annotated[
         tuple[Any, ...],
         PolicyOf("reserve"),
@@ -278,7 +279,8 @@ class SchedulerConfig:
         ),
     ] = ()
     """Pairs (running requests, drafts), ascending: with at least that number of running requests, at most that number
-    of drafts each. Verification is nearly free while steps are small, and costs what it computes once they are full."""
+    of drafts each. Verification is nearly free while steps are small, and costs what it computes once they are full.
+    The option takes `16:2,64:0` for ((16, 2), (64, 0))."""
     pad_first_decodes: bool = False
     """Whether a request whose first step computes one token alone verifies `num_draft_tokens` placeholders beside it
     (`UNSAMPLED`, which no host accepts), unless that step continues a prefill, or a limit on drafts cuts them: so that
@@ -288,8 +290,8 @@ class SchedulerConfig:
         Literal["recompute", "fail"],
         Option(_OUTSIDE, "When KV cannot be loaded: recompute it, or fail the request", is_simulated=False),
     ] = "recompute"
-    """With a connector: what happens to a request whose KV could not all be loaded in time. "recompute": missing tokens
-    are computed. "fail": it finishes with an error."""
+    """With a connector (`--kv-store`): what happens to a request whose KV could not all be loaded in time. "recompute":
+    missing tokens are computed. "fail": it finishes with an error."""
     kv_load_timeout: Annotated[
         float | None,
         Seconds(),
@@ -300,8 +302,8 @@ class SchedulerConfig:
             is_simulated=False,
         ),
     ] = None
-    """With a connector: seconds after which an asynchronous load counts as failed. Its blocks stay held until the host
-    reports that the device is done with them. None: no limit."""
+    """With a connector (`--kv-store`): seconds after which an asynchronous load counts as failed. Its blocks stay held
+    until the host reports that the device is done with them. None: no limit."""
 
     max_loras: Annotated[int, AtLeast(0)] = 0
     """Maximum number of different adapters (LoRA) that run at once. A request whose adapter has no slot is skipped:
