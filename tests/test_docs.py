@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -342,6 +343,17 @@ def test_make_serve_is_the_first_command_of_the_readme() -> None:
     assert dry.returncode == 0, dry.stderr
     *_, installs, serves = dry.stdout.splitlines()
     assert installs.endswith("pointsman models get smollm2 --optional") and serves.endswith("pointsman serve")
+
+
+def test_the_table_of_knobs_is_that_of_their_declarations() -> None:
+    page = OPERATING.read_text(encoding="utf-8")
+    script = runpy.run_path(str(ROOT / "scripts" / "write_knobs.py"))
+    assert page == script["with_table"](page), "run scripts/write_knobs.py"
+    (row,) = (line for line in page.splitlines() if line.startswith("| `--watermark` |"))
+    stale = page.replace(row, f"{row} and more")
+    assert stale != page == script["with_table"](stale)
+    with pytest.raises(ValueError, match="no table to replace"):
+        script["with_table"]("# A page without markers\n")
 
 
 def test_the_operators_page_has_every_option() -> None:

@@ -10,14 +10,12 @@ from typing import Any
 
 from pointsman.cli.knobs import NO_LIMITS
 from pointsman.cli.options import KNOBS
+from pointsman.cli.scheduler_options import flag
 from pointsman.core import SchedulerConfig
 from pointsman.core.presets import SYSTEMS
 from pointsman.engine.params.engine_args import with_prefill_gap
 from pointsman.integrations.vllm.settings import FLAGS
 from pointsman.integrations.vllm.settings import KNOBS as ADDITIONAL
-
-_SIZES = frozenset({"num_blocks", "block_size", "max_model_len"})
-"""Of which `pointsman serve` has options beside the knobs."""
 
 
 def serve_command(model: str, config: SchedulerConfig, names: Iterable[str], others: Mapping[str, Any]) -> str:
@@ -66,7 +64,7 @@ def change_commands(model: str, config: SchedulerConfig, base: SchedulerConfig) 
     else, to be put into a command line that has the rest; None: nothing differs that they have."""
     names = [field.name for field in fields(config) if getattr(config, field.name) != getattr(base, field.name)]
     changed = {name: getattr(config, name) for name in names}
-    ours = {name: value for name, value in changed.items() if value is not None and (name in KNOBS or name in _SIZES)}
+    ours = {name: value for name, value in changed.items() if value is not None and name in KNOBS}
     if changed.get("token_limits") == ():
         ours["token_limits"] = (NO_LIMITS,)
     native = {FLAGS[name]: value for name, value in changed.items() if FLAGS.get(name)}
@@ -108,9 +106,11 @@ def _for_vllm(config: SchedulerConfig, names: Iterable[str], preset: str) -> tup
 def _flags(values: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
     for name, value in values.items():
-        option = name.replace("_", "-")
+        option = flag(name)
         if isinstance(value, tuple):
-            found += [part for each in value for part in (f"--{option.removesuffix('s')}", str(each))]
+            found += [part for each in value for part in (option, str(each))]
+        elif isinstance(value, bool):
+            found.append(option if value else f"--no-{option.removeprefix('--')}")
         else:
-            found += [f"--{'' if value else 'no-'}{option}"] if isinstance(value, bool) else [f"--{option}", f"{value}"]
+            found += [option, f"{value}"]
     return found

@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from typing import Any, get_args, get_origin
 
 from pointsman.cli.errors import CommandError
-from pointsman.cli.options import NUMBERS_OR_WORDS, SIZES
+from pointsman.cli.options import SIZES
+from pointsman.cli.scheduler_options import NUMBERS_OR_WORDS
 from pointsman.files import MAX_WRITTEN, read_input, represented, shown
 
 KINDS = {

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from pointsman.cli.options import NUMBERS_OR_WORDS
+from pointsman.cli.scheduler_options import NUMBERS_OR_WORDS
 from pointsman.core import ConfigError, Scheduler, SchedulerConfig
 from pointsman.core.kv.connector import RecordedConnector
 from pointsman.core.presets import PRESETS
@@ -61,12 +61,7 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
         arguments[name] = size(arguments[name], name)
     if "kv_cache_bytes" in arguments and "num_blocks" in arguments:
         raise ValueError("--num-blocks and --kv-cache-bytes both set the size of the pool; give one of them")
-    if "draft_table" in arguments:
-        arguments["draft_table"] = draft_table(arguments["draft_table"])
-    if "token_limits" in arguments:
-        arguments["token_limits"] = token_limits(arguments["token_limits"])
-    for name in NUMBERS_OR_WORDS & arguments.keys():
-        arguments[name] = number_or_word(arguments[name])
+    arguments = scheduler_values(arguments)
     own = {name: value for name, value in arguments.items() if name in SCHEDULER_NAMES}
     preset = "default" if preset is None else preset
     if (
@@ -87,6 +82,23 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
     what_needs_one_group(arguments.get("disable_hybrid_kv_cache_manager"), config, kv_knobs)
     Scheduler(config, connector=RecordedConnector(saves_evicted=False) if kv_knobs.is_on else None)
     return PRESETS[preset] | arguments
+
+
+def scheduler_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with the knobs of the scheduler read that are text on the command line.
+
+    Raises:
+        ValueError: a text has another form.
+    """
+    values = dict(given)
+    readers = {
+        "draft_table": draft_table,
+        "token_limits": token_limits,
+        **dict.fromkeys(NUMBERS_OR_WORDS, number_or_word),
+    }
+    for name in readers.keys() & values.keys():
+        values[name] = readers[name](values[name])
+    return values
 
 
 def kv_events_config(text: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeVar, get_args
 import typer
 from typer.core import TyperCommand
 
+from pointsman.cli.scheduler_options import of_panel, served_options
 from pointsman.core.observe.side_file import WhenFull
 from pointsman.engine.sources.named import NAMED
 
@@ -175,15 +176,6 @@ KNOBS: dict[str, Any] = {
     "kv_store_bytes": Annotated[
         str | None, typer.Option(metavar="SIZE", help="Maximum size of the KV store's files [default: no limit].")
     ],
-    "kv_load_failure_policy": Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="When KV cannot be loaded: recompute it, or fail the request [default: recompute]."
-        ),
-    ],
-    "kv_load_timeout": Annotated[
-        float | None, typer.Option(help="Seconds after which a load from the KV store fails [default: no limit].")
-    ],
     "disable_hybrid_kv_cache_manager": Annotated[
         bool | None,
         typer.Option(
@@ -203,10 +195,6 @@ KNOBS: dict[str, Any] = {
         float | None,
         typer.Option(help="Seconds without progress after which the log reports a request [default: 0: never]."),
     ],
-    "num_blocks": Annotated[
-        int | None,
-        typer.Option(help="KV blocks in the pool [default: at most 1 GiB; on a GPU by --gpu-memory-utilization]."),
-    ],
     "kv_cache_bytes": Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Size of the pool in bytes instead of --num-blocks, like 64MiB."),
@@ -216,38 +204,6 @@ KNOBS: dict[str, Any] = {
         typer.Option(
             help="Share of a GPU's memory for weights, steps and the pool, where no size of the pool is given "
             "[default: 0.9]."
-        ),
-    ],
-    "block_size": Annotated[int | None, typer.Option(help="Tokens per block [default: 32].")],
-    "max_model_len": Annotated[
-        int | None, typer.Option(help="Maximum tokens of a sequence, prompt and output [default: the model's].")
-    ],
-    "max_num_seqs": Annotated[
-        int | None, typer.Option(help="Maximum number of requests that run at once [default: 64; on a GPU 256].")
-    ],
-    "max_num_active_seqs": Annotated[
-        int | None,
-        typer.Option(help="Maximum number of requests that run at once, if lower [default: --max-num-seqs]."),
-    ],
-    "max_num_batched_tokens": Annotated[
-        int | None, typer.Option(help="Token budget of a step [default: 512; on a GPU 8192].")
-    ],
-    "max_steps_in_flight": Annotated[
-        int | None,
-        typer.Option(
-            help="2: asynchronous scheduling, the next step is scheduled while one executes [default: 1; on a GPU 2 "
-            "without drafts]."
-        ),
-    ],
-    "num_draft_tokens": Annotated[
-        int | None,
-        typer.Option(help="Maximum drafts per request and step, by prompt lookup [default: 0: no speculation]."),
-    ],
-    "draft_table": Annotated[
-        str | None,
-        typer.Option(
-            metavar="RUNNING:DRAFTS,...",
-            help="Fewer drafts as more requests run: 16:2,64:0 is 2 from 16 on and 0 from 64 on.",
         ),
     ],
     "prompt_lookup_min": Annotated[
@@ -263,127 +219,7 @@ KNOBS: dict[str, Any] = {
             help='The same in vLLM\'s form: {"method": "ngram", "num_speculative_tokens": 5}.',
         ),
     ],
-    "order": Annotated[
-        str | None,
-        typer.Option(
-            metavar="POLICY",
-            help="Which waiting request is next: fcfs, priority, or another that pointsman policies lists "
-            "[default: fcfs].",
-        ),
-    ],
-    "victim": Annotated[
-        str | None,
-        typer.Option(
-            metavar="POLICY",
-            help="Which request is preempted for memory: latest, lowest-priority or another [default: by the order].",
-        ),
-    ],
-    "eviction": Annotated[
-        str | None,
-        typer.Option(
-            metavar="POLICY",
-            help="Which cached prefix is evicted first: lru, retention, reuse or another [default: lru].",
-        ),
-    ],
-    "max_policy_failures": Annotated[
-        int | None,
-        typer.Option(
-            help="Steps in which a policy of another package may fail before the default of its kind takes its place "
-            "[default: 3]."
-        ),
-    ],
-    "reserves": Annotated[
-        list[str] | None,
-        typer.Option(
-            "--reserve",
-            metavar="POLICY",
-            help="What else an admission leaves free, such as bypass:bound=16; may be repeated.",
-        ),
-    ],
-    "token_limits": Annotated[
-        list[str] | None,
-        typer.Option(
-            "--token-limit",
-            metavar="POLICY",
-            help="What else limits the tokens of a request or a step, such as prefill-threshold:tokens=512; may be "
-            "repeated [default: none; of serve: prefill-gap, none turns it off].",
-        ),
-    ],
-    "preemption_mode": Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="What becomes of a preempted request's KV that is evicted: recompute, swap to host memory, or what is "
-            "cheaper for each; the last two need --kv-offload-bytes [default: recompute].",
-        ),
-    ],
-    "displace": Annotated[
-        bool | None,
-        typer.Option(
-            "--displace/--no-displace",
-            help="With --order priority: priority preemption for waiting requests [default: displace].",
-        ),
-    ],
-    "watermark": Annotated[
-        float | None,
-        typer.Option(help="Share of the pool that an admission leaves free [default: 0]."),
-    ],
-    "decode_reserve": Annotated[
-        str | None,
-        typer.Option(
-            metavar="TOKENS",
-            help="Output tokens that an admission finds blocks for: a number, or mean, the mean of the last 128 "
-            "requests [default: 0].",
-        ),
-    ],
-    "batching": Annotated[
-        str | None, typer.Option(metavar="NAME", help="mixed (continuous), or static for comparison [default: mixed].")
-    ],
-    "enable_prefix_caching": Annotated[
-        bool | None,
-        typer.Option(
-            "--enable-prefix-caching/--no-enable-prefix-caching",
-            help="Whether equal prefixes share KV blocks [default: enabled].",
-        ),
-    ],
-    "enable_chunked_prefill": Annotated[
-        bool | None,
-        typer.Option(
-            "--enable-chunked-prefill/--no-enable-chunked-prefill",
-            help="Whether a prompt may be computed over several steps [default: enabled].",
-        ),
-    ],
-    "long_prefill_token_threshold": Annotated[
-        int | None,
-        typer.Option(help="Maximum prompt tokens of one request in a step [default: 0: no limit]."),
-    ],
-    "long_prefill_token_threshold_adaptive": Annotated[
-        bool | None,
-        typer.Option(
-            "--long-prefill-token-threshold-adaptive/--no-long-prefill-token-threshold-adaptive",
-            help="Whether the threshold is at least a fair share of the budget [default: no].",
-        ),
-    ],
-    "max_num_partial_prefills": Annotated[
-        int | None, typer.Option(help="Maximum number of partial prefills at once [default: no limit].")
-    ],
-    "max_long_partial_prefills": Annotated[
-        int | None, typer.Option(help="Maximum number of them longer than the threshold [default: no limit].")
-    ],
-    "log_request_events": Annotated[
-        bool | None,
-        typer.Option(
-            "--log-request-events/--no-log-request-events",
-            help="Whether each request keeps a log of its events with times [default: no].",
-        ),
-    ],
-    "full_sequence_must_fit": Annotated[
-        bool | None,
-        typer.Option(
-            "--full-sequence-must-fit/--no-full-sequence-must-fit",
-            help="Whether an admission needs blocks for the whole prompt, not only its first chunk [default: whole].",
-        ),
-    ],
+    **served_options(),
 }
 """Arguments of `Engine` by name, except `threads`, which is `num_threads` there."""
 
@@ -574,8 +410,6 @@ SERVER: dict[str, Any] = {
 
 SIZES = frozenset({"kv_cache_bytes", "max_request_bytes", "max_total_request_bytes"})
 """Options whose value is a number of bytes, written like 64MiB."""
-NUMBERS_OR_WORDS = frozenset({"decode_reserve"})
-"""Options whose value is an integer or a word."""
 
 # ---------------------------------------------------------------------- chat
 
@@ -615,36 +449,12 @@ ENGINE_PANELS: Panels = {
         "max_model_len",
         "kv_cache_dtype",
         "disable_hybrid_kv_cache_manager",
-        "enable_prefix_caching",
+        *of_panel("KV pool and prefix cache"),
     ),
-    "Steps": (
-        "max_num_seqs",
-        "max_num_active_seqs",
-        "max_num_batched_tokens",
-        "enable_chunked_prefill",
-        "long_prefill_token_threshold",
-        "long_prefill_token_threshold_adaptive",
-        "max_num_partial_prefills",
-        "max_long_partial_prefills",
-        "max_steps_in_flight",
-        "batching",
-    ),
-    "Admission and preemption": (
-        "order",
-        "victim",
-        "eviction",
-        "max_policy_failures",
-        "preemption_mode",
-        "reserves",
-        "token_limits",
-        "displace",
-        "full_sequence_must_fit",
-        "watermark",
-        "decode_reserve",
-    ),
+    "Steps": of_panel("Steps"),
+    "Admission and preemption": of_panel("Admission and preemption"),
     "Speculation": (
-        "num_draft_tokens",
-        "draft_table",
+        *of_panel("Speculation"),
         "prompt_lookup_min",
         "prompt_lookup_max",
         "speculative_config",
@@ -654,14 +464,13 @@ ENGINE_PANELS: Panels = {
         "kv_store",
         "kv_store_role",
         "kv_store_bytes",
-        "kv_load_failure_policy",
-        "kv_load_timeout",
+        *of_panel("KV outside the pool"),
         "kv_events_config",
     ),
     "Outputs and observation": (
         "stream_interval",
         "grammar_timeout",
-        "log_request_events",
+        *of_panel("Outputs and observation"),
         "watchdog_seconds",
         "log_requests",
         "log_stats_interval",

@@ -13,8 +13,7 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from pointsman.cli.errors import CommandError
-from pointsman.cli.knobs import number_or_word, size, token_limits
-from pointsman.cli.options import NUMBERS_OR_WORDS
+from pointsman.cli.knobs import scheduler_values, size
 from pointsman.cli.simulator_options import SCHEDULER
 from pointsman.core import SchedulerConfig
 from pointsman.core.errors import PointsmanError
@@ -324,11 +323,7 @@ def _service(options: Mapping[str, Any], preset: str | None, as_vllm: bool) -> S
     name = options.get("routing", "round-robin")
     if name not in ROUTINGS:
         raise UnknownName(f"no routing rule is called {name!r}; choose one of {', '.join(ROUTINGS)}")
-    knobs = {knob: options[knob] for knob in SCHEDULER if knob in options}
-    for knob in NUMBERS_OR_WORDS & knobs.keys():
-        knobs[knob] = number_or_word(knobs[knob])
-    if "token_limits" in knobs:
-        knobs["token_limits"] = token_limits(knobs["token_limits"])
+    knobs = scheduler_values({knob: options[knob] for knob in SCHEDULER if knob in options})
     # A profile has the step times already; model and device then only say how many blocks there are.
     profile = load_profile(options["profile"]) if "profile" in options else None
     if "num_blocks" in knobs and "gpu_memory_utilization" in options:

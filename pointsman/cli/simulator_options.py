@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from pointsman.cli.options import ENGINE_PANELS, KNOBS, Panels
+from pointsman.cli.scheduler_options import SERVED_DEFAULTS, of_panel, simulated_options
 
 ARRIVING: dict[str, Any] = {
     "trace": Annotated[
@@ -114,37 +115,14 @@ SERVED_BY: dict[str, Any] = {
     ],
 }
 
-_OWN_DEFAULTS = {
-    "num_blocks": "KV blocks of each replica, as the engine's log reports them [default: estimated from memory].",
-    "block_size": "Tokens per KV block [default: 16].",
-    "max_model_len": "Maximum tokens of a sequence, prompt and output [default: the model's].",
-    "max_num_seqs": "Maximum number of requests that run at once [default: 256].",
-    "max_num_batched_tokens": "Token budget of a step [default: 8192].",
-}
-_AS_SERVED = (
-    "max_num_active_seqs",
-    "max_steps_in_flight",
-    "order",
-    "victim",
-    "eviction",
-    "preemption_mode",
-    "reserves",
-    "token_limits",
-    "displace",
-    "watermark",
-    "decode_reserve",
-    "batching",
-    "enable_prefix_caching",
-    "enable_chunked_prefill",
-    "long_prefill_token_threshold",
-    "long_prefill_token_threshold_adaptive",
-    "max_num_partial_prefills",
-    "max_long_partial_prefills",
-    "full_sequence_must_fit",
-)
 SCHEDULER: dict[str, Any] = {
-    **{name: Annotated[int | None, typer.Option(help=text)] for name, text in _OWN_DEFAULTS.items()},
-    **{name: KNOBS[name] for name in _AS_SERVED},
+    **simulated_options({name: SERVED_DEFAULTS[name] for name in ("max_model_len", "token_limits")}),
+    "num_blocks": Annotated[
+        int | None,
+        typer.Option(
+            help="KV blocks of each replica, as the engine's log reports them [default: estimated from memory]."
+        ),
+    ],
 }
 """Fields of `SchedulerConfig`; the other knobs of `pointsman serve` have no meaning without a model that runs."""
 
@@ -269,13 +247,7 @@ ListNames = Annotated[bool, typer.Option("--list", help="Show models, devices, s
 
 _SERVICE_PANELS: Panels = {
     "Model, device and fleet": ("profile", "tensor_parallel", "gpu_memory_utilization", "routing"),
-    "KV pool and prefix cache": (
-        "num_blocks",
-        "block_size",
-        "max_model_len",
-        "enable_prefix_caching",
-        "kv_offload_bytes",
-    ),
+    "KV pool and prefix cache": (*of_panel("KV pool and prefix cache"), "kv_offload_bytes"),
     "Steps": ENGINE_PANELS["Steps"],
     "Admission and preemption": ("preset", *ENGINE_PANELS["Admission and preemption"]),
 }

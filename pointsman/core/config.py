@@ -1,20 +1,27 @@
-"""Which knobs does the scheduler have? One validated dataclass, a docstring under each field, and the presets."""
+"""The knobs of the scheduler: one validated dataclass, and the presets.
+
+Each field declares its range, its option of the command line, and what `pointsman tune` tries; `core/knobs.py` explains
+how. Its docstring is its row in docs/operating.md, which `python scripts/write_knobs.py` writes.
+"""
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Self
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Annotated, Any, Literal, Self
 
 from pointsman.core.errors import ConfigError
+from pointsman.core.knobs import AtLeast, Knob, Option, PolicyOf, Seconds, ShareOf, Tried, declared_in
 from pointsman.core.presets import PRESETS, SYSTEMS
 from pointsman.core.state.interfaces import Eviction, Order, Victim
 from pointsman.core.state.layout import FULL, KINDS, KVGroup
-from pointsman.core.state.numbers import MAX_INT
 
 MAX_OVERTAKES = 64
 _ENCODER = ("encoder_budget", "encoder_cache_size")
+_POOL, _STEPS, _ADMISSION = "KV pool and prefix cache", "Steps", "Admission and preemption"
+_SPECULATION, _OUTSIDE = "Speculation", "KV outside the pool"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,95 +32,286 @@ class SchedulerConfig:
         ConfigError: a value is out of range, or a knob would have no effect as the others are set.
     """
 
-    num_blocks: int
-    """KV blocks in the pool, ids 0 to num_blocks - 1."""
-    max_model_len: int
-    """Longest sequence the model can hold, prompt and output together, in tokens."""
-    block_size: int = 16
-    """Tokens per KV block."""
-    num_reserved_blocks: int = 0
+    num_blocks: Annotated[int, AtLeast(1), Option(_POOL, "KV blocks in the pool")]
+    """KV blocks in the pool, ids 0 to num_blocks - 1. `--kv-cache-bytes` gives its size in bytes instead."""
+    block_size: Annotated[int, AtLeast(1), Option(_POOL, "Tokens per KV block")] = 16
+    """Tokens per KV block. Smaller ones waste less at the ends of requests and share shorter prefixes; larger ones are
+    faster to address."""
+    max_model_len: Annotated[int, AtLeast(1), Option(_POOL, "Maximum tokens of a sequence, prompt and output")]
+    """Longest sequence the model can hold, prompt and output together, in tokens. Down to bound what one request may
+    take."""
+    num_reserved_blocks: Annotated[int, AtLeast(0)] = 0
     """Block ids 0 to num_reserved_blocks - 1 are never allocated (vLLM's null block, a trash block)."""
     kv_groups: tuple[KVGroup, ...] = ()
     """Groups of layers with block tables of their own, all of blocks of `block_size` tokens from the one pool:
     `KVGroup("full")`, `KVGroup("window", 1024)`, `KVGroup("chunk", 8192)`. What lies behind a request's window returns
     to the pool while it runs. (): one group of full attention."""
-
-    max_num_seqs: int = 256
-    """Maximum number of requests in a step; hosts size their buffers for it."""
-    max_num_active_seqs: int | None = None
-    """Maximum number of requests that run (hold blocks) at once; None: `max_num_seqs`. At most that, as every running
-    request is in every step, except under "prefill-first". The one limit that `Scheduler.set_max_num_active_seqs` can
-    change while requests run."""
-    max_num_batched_tokens: int = 8192
-    """Token budget: maximum number of tokens that one step computes, over all requests."""
-    max_steps_in_flight: int = 1
-    """Maximum number of outputs of `schedule` without their `update`; 1 is synchronous. With more, the host schedules
-    the next step while it still executes one (vLLM's `async_scheduling`)."""
-
-    enable_chunked_prefill: bool = True
-    """Whether a prompt may be computed over several steps. Off: a prompt starts only if all its uncached
-    tokens fit one step, and one longer than the budget is refused. A resumed request may always be chunked."""
-    long_prefill_token_threshold: int = 0
-    """Maximum number of tokens that one request may advance in a step, so that a long prompt leaves budget for others;
-    0: no limit. A request that is the only one, queued or running, has the whole budget."""
-    max_num_partial_prefills: int | None = None
-    """Maximum number of concurrent partial prefills: prompts computed in part, with more to come. A request that would
-    exceed it is skipped, see `max_overtakes`: shorter ones that fit the step may start. None: no cap. With one above 1
-    and no `long_prefill_token_threshold`, that is 4 % of `max_model_len`."""
-    max_long_partial_prefills: int | None = None
-    """Maximum number of these that are longer than `long_prefill_token_threshold`, so that long prompts leave the
-    others to shorter ones. None: no such cap."""
-    long_prefill_token_threshold_adaptive: bool = False
-    """Whether the threshold is at least a fair share of the budget: `max_num_batched_tokens` divided by the number of
-    queued and running requests."""
-
-    enable_prefix_caching: bool = True
-    """Whether full blocks are kept after use, to be reused for equal content."""
+    enable_prefix_caching: Annotated[
+        bool, Option(_POOL, "Whether equal prefixes share KV blocks", default="enabled")
+    ] = True
+    """Whether full blocks are kept after use, to be reused for equal content. Off only where no two prompts share a
+    prefix, or for measurements."""
     share_within_step: bool = True
     """Whether a request may read blocks that another one writes in the same step. The host must then write a
     layer's KV for all rows before any row attends."""
 
-    num_draft_tokens: int = 0
-    """Speculation: maximum number of draft tokens that a step verifies for one request, beside its own next token; 0:
-    none. Where the budget does not hold them for every row, all rows verify fewer."""
-    draft_table: tuple[tuple[int, int], ...] = ()
-    """Pairs (running requests, drafts), ascending: with at least that number of running requests, at most that number
-    of drafts each. Verification is nearly free while steps are small, and costs what it computes once they are full."""
+    max_num_seqs: Annotated[
+        int,
+        AtLeast(1),
+        Option(_STEPS, "Maximum number of requests that run at once"),
+        Tried(
+            (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024),
+            rank=2,
+            first=(32, 128, 512),
+        ),
+    ] = 256
+    """Maximum number of requests in a step (sequence slots); hosts size their buffers for it. Up when requests wait for
+    `sequence_limit` and the pool has free blocks; down when they preempt each other."""
+    max_num_active_seqs: Annotated[
+        int | None,
+        AtLeast(1),
+        Option(_STEPS, "Maximum number of requests that run at once, if lower", default="--max-num-seqs"),
+    ] = None
+    """Maximum number of requests that run (hold blocks) at once; None: `max_num_seqs`. At most that, as every running
+    request is in every step, except under "prefill-first". The one limit that `Scheduler.set_max_num_active_seqs` can
+    change while requests run."""
+    max_num_batched_tokens: Annotated[
+        int,
+        AtLeast(1),
+        Option(_STEPS, "Token budget of a step"),
+        Tried(
+            (256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384),
+            rank=1,
+            first=(512, 1024, 2048, 8192),
+        ),
+    ] = 8192
+    """Token budget: maximum number of tokens that one step computes, over all requests, at least `max_num_seqs`. Up for
+    throughput; down when gaps between tokens are uneven below the target of `--token-limit`."""
+    enable_chunked_prefill: Annotated[
+        bool, Option(_STEPS, "Whether a prompt may be computed over several steps", default="enabled")
+    ] = True
+    """Whether a prompt may be computed over several steps. Off: a prompt starts only if all its uncached
+    tokens fit one step, and one longer than the budget is refused. A resumed request may always be chunked."""
+    long_prefill_token_threshold: Annotated[
+        int,
+        AtLeast(0),
+        Option(_STEPS, "Maximum prompt tokens of one request in a step", default="0: no limit"),
+        Tried((256, 512, 1024, 2048, 4096, 0), rank=3),
+    ] = 0
+    """Maximum number of tokens that one request may advance in a step, so that a long prompt leaves budget for others;
+    0: no limit. A request that is the only one, queued or running, has the whole budget. Set it when single long
+    prompts fill steps that others wait for."""
+    long_prefill_token_threshold_adaptive: Annotated[
+        bool, Option(_STEPS, "Whether the threshold is at least a fair share of the budget")
+    ] = False
+    """Whether the threshold is at least a fair share of the budget: `max_num_batched_tokens` divided by the number of
+    queued and running requests. A long prompt is then not slowed down without need."""
+    max_num_partial_prefills: Annotated[
+        int | None,
+        AtLeast(1),
+        Option(_STEPS, "Maximum number of partial prefills at once", default="no limit"),
+        Tried((1, 2, 4, None), rank=4),
+    ] = None
+    """Maximum number of concurrent partial prefills: prompts computed in part, with more to come. A request that would
+    exceed it is skipped: at most `max_overtakes` (64) shorter ones that fit the step start before it. None: no cap.
+    With one above 1 and no `long_prefill_token_threshold`, that is 4 % of `max_model_len`."""
+    max_long_partial_prefills: Annotated[
+        int | None,
+        AtLeast(1),
+        Option(_STEPS, "Maximum number of them longer than the threshold", default="no limit"),
+    ] = None
+    """Maximum number of partial prefills that are longer than `long_prefill_token_threshold`, so that long prompts
+    leave the others to shorter ones. None: no such cap."""
+    max_steps_in_flight: Annotated[
+        int,
+        AtLeast(1),
+        Option(_STEPS, "2: asynchronous scheduling, the next step is scheduled while one executes"),
+    ] = 1
+    """Maximum number of outputs of `schedule` without their `update`; 1 is synchronous. With more, the host schedules
+    the next step while it still executes one (vLLM's `async_scheduling`). Worth trying where steps are short and there
+    is a second core: `docs/engine.md#steps-in-flight`."""
+    batching: Annotated[
+        Literal["mixed", "prefill-first", "static"],
+        Option(_STEPS, "mixed (continuous), or static for comparison"),
+    ] = "mixed"
+    """"mixed": requests join and leave at every step. "prefill-first": a step computes prompts, partial prefills and
+    then new ones, and only if there are none, one token for each that decodes. "static": admit only when nothing
+    runs (for comparison)."""
 
+    order: Annotated[
+        str | Order,
+        PolicyOf("order"),
+        Option(_ADMISSION, "Which waiting request is next: fcfs, priority, or another that pointsman policies lists"),
+        Tried(rank=10),
+    ] = "fcfs"
+    """Which request is admitted next: a name, with parameters if need be ("name:key=value,key=value"), or an object
+    with the `Order` protocol; see `docs/policies.md`. "priority": the smallest `priority` first. "fcfs-front" and
+    "priority-by-arrival" queue preempted requests as other systems do, see `docs/presets.md`. A server refuses requests
+    with a priority where nothing reads it."""
+    victim: Annotated[
+        str | Victim | None,
+        PolicyOf("victim"),
+        Option(
+            _ADMISSION,
+            "Which request is preempted for memory: latest, lowest-priority or another",
+            default="by the order",
+        ),
+        Tried(rank=9, is_for_short_pool=True),
+    ] = None
+    """Which request is preempted when blocks run out: a name, an object with the `Victim` protocol, or None:
+    "lowest-priority" under the orders "priority" and "priority-by-arrival", otherwise "latest"."""
+    eviction: Annotated[
+        str | Eviction,
+        PolicyOf("eviction"),
+        Option(_ADMISSION, "Which cached prefix is evicted first: lru, retention, reuse or another"),
+        Tried(rank=12),
+    ] = "lru"
+    """Which cached prefix is evicted first: a name, with parameters if need be, or an object with the `Eviction`
+    protocol. Others than "lru" need the prefix cache. "reuse" where many prompts share prefixes, "retention" where
+    clients say how long theirs is worth keeping: `docs/policies.md#eviction` has the gains and the bounds."""
+    max_policy_failures: Annotated[
+        int,
+        AtLeast(1),
+        Option(
+            _ADMISSION,
+            "Steps in which a policy of another package may fail before the default of its kind takes its place",
+            is_simulated=False,
+        ),
+    ] = 3
+    """Steps in which a policy of another package may fail, with fewer than 100 others between two of them, before the
+    default of its kind takes its place. Each of them is scheduled again: `docs/policies.md#one-of-your-own`."""
+    preemption_mode: Annotated[
+        Literal["recompute", "swap", "cheaper"],
+        Option(
+            _ADMISSION,
+            "What becomes of a preempted request's KV that is evicted: recompute, swap to host memory, or what is "
+            "cheaper for each; the last two need --kv-offload-bytes",
+        ),
+    ] = "recompute"
+    """What happens to the KV of a preempted request when the pool evicts it before the request resumes. "recompute": it
+    is lost, unless the connector saves all that is evicted. "swap": it is copied to host memory, and back when the
+    request resumes. "cheaper": for each victim what takes less time, by the step times and the copies so far. The last
+    two need the prefix cache, and a connector with host memory (`--kv-offload-bytes`):
+    `docs/policies.md#recompute-or-swap`."""
+    reserves: Annotated[
+        tuple[Any, ...],
+        PolicyOf("reserve"),
+        Option(
+            _ADMISSION,
+            "What else an admission leaves free, such as bypass:bound=16; may be repeated",
+            flag="--reserve",
+        ),
+        Tried(rank=8, is_for_short_pool=True),
+    ] = ()
+    """What else an admission leaves free, beside `full_sequence_must_fit`, `watermark` and `decode_reserve`: names, or
+    `Reserve` objects. They add up. `docs/policies.md#reserves` says which and when."""
+    token_limits: Annotated[
+        tuple[Any, ...],
+        PolicyOf("limit"),
+        Option(
+            _ADMISSION,
+            "What else limits the tokens of a request or a step, such as prefill-threshold:tokens=512; may be repeated",
+            flag="--token-limit",
+        ),
+        Tried(rank=11),
+    ] = ()
+    """What else limits the tokens of a request, or of a step: names, or `Limit` objects. `docs/policies.md#limits` has
+    them."""
+    displace: Annotated[
+        bool | None,
+        Option(_ADMISSION, "With --order priority: priority preemption for waiting requests", default="displace"),
+    ] = None
+    """Under "priority": whether less urgent running requests are preempted for a strictly more urgent waiting
+    one. None: yes under "priority". Under an order without urgency, True is an error."""
+    full_sequence_must_fit: Annotated[
+        bool,
+        Option(
+            _ADMISSION,
+            "Whether an admission needs blocks for the whole prompt, not only its first chunk",
+            default="whole",
+        ),
+        Tried((True, False), is_ordered=False, is_for_short_pool=True, rank=7),
+    ] = True
+    """Admit only if the whole known sequence fits, not just its first chunk, beside what partial prefills are still
+    owed. Off admits more, and preempts more."""
+    watermark: Annotated[
+        float,
+        ShareOf("the pool"),
+        Option(_ADMISSION, "Share of the pool that an admission leaves free"),
+        Tried((0.0, 0.01, 0.02, 0.05, 0.1, 0.2), is_for_short_pool=True, rank=5),
+    ] = 0.0
+    """Share of the pool, rounded down to blocks and at least one, that an admission must leave free while something
+    runs, as headroom for running requests. 0: none. Up against preemptions: 0.01 to 0.1."""
+    decode_reserve: Annotated[
+        int | Literal["mean"],
+        AtLeast(0, of="tokens"),
+        Option(
+            _ADMISSION,
+            "Output tokens that an admission finds blocks for: a number, or mean, the mean of the last 128 requests",
+            metavar="TOKENS",
+        ),
+        Tried((0, 128, 512, "mean"), is_ordered=False, is_for_short_pool=True, rank=6),
+    ] = 0
+    """Expected output of a request, in tokens: while something runs, admit only if the remaining free blocks hold it
+    (or what its limits leave of it). "mean": the mean output of the last 128 requests that finished by themselves. 0:
+    none. Up against preemptions where outputs are long and of similar length."""
+
+    num_draft_tokens: Annotated[
+        int,
+        AtLeast(0),
+        Option(
+            _SPECULATION,
+            "Maximum drafts per request and step, by prompt lookup",
+            default="0: no speculation",
+            is_simulated=False,
+        ),
+    ] = 0
+    """Speculation: maximum number of draft tokens that a step verifies for one request, beside its own next token; 0:
+    none. Where the budget does not hold them for every row, all rows verify fewer. 4 to 7 where outputs quote their
+    prompts: `docs/engine.md#speculation`."""
+    draft_table: Annotated[
+        tuple[tuple[int, int], ...],
+        Option(
+            _SPECULATION,
+            "Fewer drafts as more requests run: 16:2,64:0 is 2 from 16 on and 0 from 64 on",
+            metavar="RUNNING:DRAFTS,...",
+            is_simulated=False,
+        ),
+    ] = ()
+    """Pairs (running requests, drafts), ascending: with at least that number of running requests, at most that number
+    of drafts each. Verification is nearly free while steps are small, and costs what it computes once they are full.
+    The option takes `16:2,64:0` for ((16, 2), (64, 0))."""
     pad_first_decodes: bool = False
     """Whether a request whose first step computes one token alone verifies `num_draft_tokens` placeholders beside it
     (`UNSAMPLED`, which no host accepts), unless that step continues a prefill, or a limit on drafts cuts them: so that
     all rows of the step have as many tokens, as graphs captured for uniform decodes need."""
 
-    max_policy_failures: int = 3
-    """Steps in which a policy of another package may fail, with fewer than 100 others between two of them, before the
-    default of its kind takes its place. Each of them is scheduled again."""
+    kv_load_failure_policy: Annotated[
+        Literal["recompute", "fail"],
+        Option(_OUTSIDE, "When KV cannot be loaded: recompute it, or fail the request", is_simulated=False),
+    ] = "recompute"
+    """With a connector (`--kv-store`): what happens to a request whose KV could not all be loaded in time. "recompute":
+    missing tokens are computed. "fail": it finishes with an error."""
+    kv_load_timeout: Annotated[
+        float | None,
+        Seconds(),
+        Option(
+            _OUTSIDE,
+            "Seconds after which a load from the KV store fails",
+            default="no limit",
+            is_simulated=False,
+        ),
+    ] = None
+    """With a connector (`--kv-store`): seconds after which an asynchronous load counts as failed. Its blocks stay held
+    until the host reports that the device is done with them. None: no limit."""
 
-    order: str | Order = "fcfs"
-    """Which request is admitted next: a name, with parameters if need be ("name:key=value,key=value"), or an object
-    with the `Order` protocol; see `docs/policies.md`. "fcfs-front" and "priority-by-arrival" queue preempted requests
-    as other systems do, see `docs/presets.md`."""
-    victim: str | Victim | None = None
-    """Which request is preempted when blocks run out: a name, an object with the `Victim` protocol, or None:
-    "lowest-priority" under the orders "priority" and "priority-by-arrival", otherwise "latest"."""
-    reserves: tuple[Any, ...] = ()
-    """What else an admission leaves free, beside the knobs below: names, or `Reserve` objects. They add up."""
-    token_limits: tuple[Any, ...] = ()
-    """What else limits the tokens of a request, or of a step: names, or `Limit` objects."""
-    eviction: str | Eviction = "lru"
-    """Which cached prefix is evicted first: a name, with parameters if need be, or an object with the `Eviction`
-    protocol. Others than "lru" need the prefix cache."""
-    displace: bool | None = None
-    """Under "priority": whether less urgent running requests are preempted for a strictly more urgent waiting
-    one. None: yes under "priority". Under an order without urgency, True is an error."""
-
-    max_loras: int = 0
+    max_loras: Annotated[int, AtLeast(0)] = 0
     """Maximum number of different adapters (LoRA) that run at once. A request whose adapter has no slot is skipped:
     those behind it may be admitted. 0: a request with an adapter is refused."""
-    encoder_budget: int = 0
+    encoder_budget: Annotated[int, AtLeast(0)] = 0
     """Maximum number of embeddings of encoder inputs (images, audio) that one step computes. 0: a request with encoder
     inputs is refused."""
-    encoder_cache_size: int = 0
+    encoder_cache_size: Annotated[int, AtLeast(0)] = 0
     """Embeddings that are kept: those that running requests need, and others for reuse."""
     keep_embeddings: bool = True
     """Whether embeddings stay cached for reuse when the rows that need them have passed their placeholders. False: they
@@ -124,46 +322,26 @@ class SchedulerConfig:
     the next chunk has all of them, so a request waits for a step with room for its next input. "begun": the next chunk
     begins with them and may end within them. That holds for False too where no chunk can be as long as the input, and
     where `token_limits` decide how long chunks are."""
-    max_overtakes: int = MAX_OVERTAKES
+    max_overtakes: Annotated[int, AtLeast(0)] = MAX_OVERTAKES
     """How many requests may bypass a skipped one. Then, if it lacks an adapter slot, it claims that of the adapter that
     has held one longest: no request behind it starts with that adapter. If it lacks embeddings, no request behind it is
     admitted."""
-
-    watermark: float = 0.0
-    """Share of the pool, rounded down to blocks and at least one, that an admission must leave free while something
-    runs, as headroom for running requests. 0: none."""
-    decode_reserve: int | Literal["mean"] = 0
-    """Expected output of a request, in tokens: while something runs, admit only if the remaining free blocks hold it
-    (or what its limits leave of it). "mean": the mean output of the last 128 requests that finished by themselves. 0:
-    none."""
-    full_sequence_must_fit: bool = True
-    """Admit only if the whole known sequence fits, not just its first chunk, beside what partial prefills are still
-    owed."""
-
-    preemption_mode: Literal["recompute", "swap", "cheaper"] = "recompute"
-    """What happens to the KV of a preempted request when the pool evicts it before the request resumes. "recompute": it
-    is lost, unless the connector saves all that is evicted. "swap": it is copied to host memory, and back when the
-    request resumes. "cheaper": for each victim what takes less time, by the step times and the copies so far. The last
-    two need the prefix cache, and a connector with host memory (`core/policy/swap.py`)."""
-    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
-    """With a connector: what happens to a request whose KV could not all be loaded in time. "recompute": missing tokens
-    are computed. "fail": it finishes with an error."""
-    kv_load_timeout: float | None = None
-    """With a connector: seconds after which an asynchronous load counts as failed. Its blocks stay held until the host
-    reports that the device is done with them. None: no limit."""
-
-    batching: Literal["mixed", "prefill-first", "static"] = "mixed"
-    """"mixed": requests join and leave at every step. "prefill-first": a step computes prompts, partial prefills and
-    then new ones, and only if there are none, one token for each that decodes. "static": admit only when nothing
-    runs (for comparison)."""
 
     enable_kv_cache_events: bool = False
     """Whether the scheduler keeps what enters and leaves the prefix cache, for `Scheduler.take_kv_events`, which the
     host must then call, or the events accumulate."""
     count_common_prefix: bool = False
     """Whether each output counts the blocks that all its rows begin with (`num_common_prefix_blocks`)."""
-    log_request_events: bool = False
-    """Whether each request keeps a log of its events with their times (`Request.events`)."""
+    log_request_events: Annotated[
+        bool,
+        Option(
+            "Outputs and observation",
+            "Whether each request keeps a log of its events with times",
+            is_simulated=False,
+        ),
+    ] = False
+    """Whether each request keeps a log of its events with their times: queued, scheduled, preempted, resumed, parked,
+    first token, finished. `Request.events` has them, and on a server `GET /v1/requests/ID`."""
 
     # The remaining fields are for the presets that reproduce other systems.
     first_chunk_only: bool = False
@@ -189,8 +367,9 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft_table", _checked_draft_table(self.draft_table))  # JSON has lists
         object.__setattr__(self, "kv_groups", _checked_groups(self.kv_groups))
-        for name in ("reserves", "token_limits"):
-            object.__setattr__(self, name, _checked_policies(name, getattr(self, name)))
+        for name, knob in scheduler_knobs().items():
+            if knob.is_list_of_policies:
+                object.__setattr__(self, name, _checked_policies(name, getattr(self, name)))
         self._check_ranges()
         self._check_combinations()
 
@@ -285,79 +464,11 @@ class SchedulerConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON-ready values; a policy that is an object is given by its name."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("order", "victim", "eviction"):
-            values[name] = _named(values[name])
-        for name in ("reserves", "token_limits"):
-            values[name] = [_named(policy) for policy in values[name]]
-        return values
+        return {name: _written(knob, getattr(self, name)) for name, knob in scheduler_knobs().items()}
 
     def _check_ranges(self) -> None:
-        at_least_one = (
-            "num_blocks",
-            "max_model_len",
-            "block_size",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_steps_in_flight",
-            "max_policy_failures",
-        )
-        for name in at_least_one:
-            _check_int(name, getattr(self, name), 1)
-        at_least_zero = (
-            "num_reserved_blocks",
-            "long_prefill_token_threshold",
-            "num_draft_tokens",
-            "max_loras",
-            "max_overtakes",
-            *_ENCODER,
-        )
-        for name in at_least_zero:
-            _check_int(name, getattr(self, name), 0)
-        decode_reserve: object = self.decode_reserve
-        if isinstance(decode_reserve, str) and decode_reserve != "mean":
-            raise ConfigError(f'decode_reserve is {decode_reserve!r}; give a number of tokens, or "mean"')
-        if decode_reserve != "mean":
-            _check_int("decode_reserve", decode_reserve, 0)
-        for name in ("max_num_active_seqs", "max_num_partial_prefills", "max_long_partial_prefills"):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 1)
-        for name in (
-            "enable_chunked_prefill",
-            "long_prefill_token_threshold_adaptive",
-            "enable_prefix_caching",
-            "share_within_step",
-            "full_sequence_must_fit",
-            "enable_kv_cache_events",
-            "count_common_prefix",
-            "log_request_events",
-            "first_chunk_only",
-            "count_owed_blocks",
-            "admit_after_preemption",
-            "pad_first_decodes",
-            "keep_embeddings",
-            "own_preemption_ends_step",
-            "encoder_blocks_queue",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
-        if not isinstance(self.split_encoder_inputs, bool) and self.split_encoder_inputs != "begun":
-            raise ConfigError(
-                f'split_encoder_inputs is {self.split_encoder_inputs!r}; it must be True, False or "begun"'
-            )
-        if not isinstance(self.watermark, (int, float)):
-            raise ConfigError(f"watermark is {self.watermark!r}; it must be a number, a share of the pool")
-        if not 0.0 <= self.watermark < 1.0:
-            raise ConfigError(f"watermark is {self.watermark}, a share of the pool; choose 0 or more and less than 1")
-        if self.kv_load_timeout is not None:
-            timeout = self.kv_load_timeout
-            if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not 0 < timeout < math.inf:
-                raise ConfigError(f"kv_load_timeout is {timeout!r}; give seconds above 0, or None for no limit")
-        _check_choice("preemption_mode", self.preemption_mode, "recompute", "swap", "cheaper")
-        _check_choice("kv_load_failure_policy", self.kv_load_failure_policy, "recompute", "fail")
-        _check_choice("batching", self.batching, "mixed", "prefill-first", "static")
-        _check_choice("admission_charge", self.admission_charge, "uncached", "whole-fits", "whole")
-        _check_choice("shortage", self.shortage, "replan", "in-order", "look-ahead")
+        for name, knob in scheduler_knobs().items():
+            knob.check(getattr(self, name))
 
     def _check_combinations(self) -> None:
         if self.num_usable_blocks < 1:
@@ -522,17 +633,17 @@ class SchedulerConfig:
             )
 
 
-def _check_int(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {least}")
-    if not least <= value <= MAX_INT:
-        raise ConfigError(f"{name} is {value}; it must be between {least} and {MAX_INT}")
+@cache
+def scheduler_knobs() -> Mapping[str, Knob]:
+    """The fields of `SchedulerConfig` as they are declared, by name, in their order."""
+    return declared_in(SchedulerConfig)
 
 
-def _check_choice(name: str, value: object, *choices: str) -> None:
-    if value not in choices:
-        *others, last = (f'"{choice}"' for choice in choices)
-        raise ConfigError(f"{name} is {value!r}; choose {', '.join(others)} or {last}")
+def _written(knob: Knob, value: Any) -> Any:
+    """A value as JSON has it."""
+    if knob.is_list_of_policies:
+        return [_named(policy) for policy in value]
+    return _named(value) if knob.policy is not None else value
 
 
 def _named(policy: Any) -> Any:
@@ -564,7 +675,7 @@ def _checked_groups(given: object) -> tuple[KVGroup, ...]:
         if group.is_full and group.size != 0:
             raise ConfigError(f'a group in kv_groups is "full", of size {group.size}; leave the size out')
         if not group.is_full:
-            _check_int(f'the size of a "{group.kind}" group in kv_groups', group.size, 1)
+            AtLeast(1).check(f'the size of a "{group.kind}" group in kv_groups', group.size)
     return groups
 
 
@@ -577,7 +688,7 @@ def _checked_draft_table(table: object) -> tuple[tuple[int, int], ...]:
         ) from None
     least = 1
     for running, drafts in pairs:
-        _check_int("a number of running requests in draft_table", running, least)
-        _check_int("a number of drafts in draft_table", drafts, 0)
+        AtLeast(least).check("a number of running requests in draft_table", running)
+        AtLeast(0).check("a number of drafts in draft_table", drafts)
         least = running + 1
     return pairs

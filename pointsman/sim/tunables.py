@@ -1,8 +1,9 @@
-"""Which settings of the scheduler does a search try, and which values of each?
+"""The settings of the scheduler that a search tries, and the values of each.
 
-One table. Policies are those that are registered (`core/policy/registry.py`), those of installed packages included,
-each with the values of its parameters that it declares to be worth a try. Values of a setting with an order stand in
-that order, so that a search can take a value and its neighbours.
+The knobs declare their values in `core/config.py` (`Tried`). The policies are those that are registered
+(`core/policy/registry.py`), those of installed packages included, each with the values of its parameters that it
+declares to be worth a try. Values of a setting with an order stand in that order, so that a search can take a value and
+its neighbours.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from itertools import combinations
 from typing import Any, TypeAlias
 
 from pointsman.core import SchedulerConfig
+from pointsman.core.config import scheduler_knobs
 from pointsman.core.policy.registry import known
 
 REPLICAS = "replicas"
@@ -52,19 +54,13 @@ class Tunable:
 
 HAVE_KNOBS = frozenset({"watermark", "full-sequence", "decode", "mean-decode", "prefill-threshold"})
 """Reserves and limits that settings of their own stand for."""
-_KNOBS = (
-    Tunable("max_num_batched_tokens", (256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)),
-    Tunable("max_num_seqs", (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)),
-    Tunable("long_prefill_token_threshold", (256, 512, 1024, 2048, 4096, 0)),  # 0: no limit
-    Tunable("max_num_partial_prefills", (1, 2, 4, None)),
-    Tunable("watermark", (0.0, 0.01, 0.02, 0.05, 0.1, 0.2), is_for_short_pool=True),
-    Tunable("decode_reserve", (0, 128, 512, "mean"), is_ordered=False, is_for_short_pool=True),
-    Tunable("full_sequence_must_fit", (True, False), is_ordered=False, is_for_short_pool=True),
+_TRIED = sorted(
+    ((name, knob.tried) for name, knob in scheduler_knobs().items() if knob.tried is not None),
+    key=lambda each: each[1].rank,
 )
-"""Those with the largest effect first."""
-NAMES = (*(each.name for each in _KNOBS), "reserves", "victim", "order", "token_limits", "eviction")
-"""Fields of `SchedulerConfig` that a search may set."""
-DESIGN = {"max_num_batched_tokens": (512, 1024, 2048, 8192), "max_num_seqs": (32, 128, 512)}
+NAMES = tuple(name for name, _ in _TRIED)
+"""Fields of `SchedulerConfig` that a search may set, those with the largest effect first."""
+DESIGN = {name: tried.first for name, tried in _TRIED if tried.first}
 """A search begins with all combinations of these."""
 
 
@@ -75,16 +71,25 @@ def tunables(varied: frozenset[str]) -> tuple[Tunable, ...]:
     Raises:
         ConfigError: an installed package's policy cannot be loaded.
     """
-    reserves, limits = specs("reserve", varied), specs("limit", varied)
-    pairs = [pair for pair in combinations(reserves, 2) if not any(":" in spec for spec in pair)]
-    return (
-        *_KNOBS,
-        Tunable("reserves", ((), *((spec,) for spec in reserves), *pairs), is_ordered=False, is_for_short_pool=True),
-        Tunable("victim", (None, *specs("victim", varied)), is_ordered=False, is_for_short_pool=True),
-        Tunable("order", tuple(specs("order", varied)), is_ordered=False),
-        Tunable("token_limits", ((), *((spec,) for spec in limits)), is_ordered=False),
-        Tunable("eviction", tuple(specs("eviction", varied)), is_ordered=False),
-    )
+    found = []
+    for name, tried in _TRIED:
+        policies = scheduler_knobs()[name].policy is not None
+        values = _policies(name, varied) if policies else tried.values
+        found.append(Tunable(name, values, tried.is_ordered and not policies, tried.is_for_short_pool))
+    return tuple(found)
+
+
+def _policies(name: str, varied: frozenset[str]) -> tuple[Any, ...]:
+    """The values of a knob that holds a policy, or several."""
+    knob = scheduler_knobs()[name]
+    assert knob.policy is not None
+    found = specs(knob.policy.kind, varied)
+    if not knob.is_list_of_policies:
+        return (None, *found) if knob.is_optional else tuple(found)
+    pairs = []
+    if knob.policy.kind == "reserve":  # they add up; limits do not, the lowest one holds
+        pairs = [pair for pair in combinations(found, 2) if not any(":" in spec for spec in pair)]
+    return ((), *((spec,) for spec in found), *pairs)
 
 
 def specs(kind: str, varied: frozenset[str]) -> list[str]:

@@ -71,6 +71,7 @@ def test_the_watermark_is_a_share_of_the_pool(value: float) -> None:
             {"long_prefill_token_threshold": 16, "max_num_batched_tokens": 16},
             "long_prefill_token_threshold is 16 and max_num_batched_tokens 16, so it would have no effect",
         ),
+        ({"displace": "no"}, "displace is 'no'; it must be True or False"),
         ({"displace": True}, 'displace=True has no effect under order "fcfs"; use order="priority" or leave it unset'),
         ({"displace": True, "order": "priority", "batching": "static"}, "displace=True has no effect .*static"),
         ({"displace": True, "order": "fcfs-front"}, 'displace=True has no effect under order "fcfs-front"'),

@@ -1,0 +1,93 @@
+"""Options for the knobs of the scheduler, made from their declarations in `core/config.py`.
+
+A default that is not that of `SchedulerConfig` is a rule of the engine or of the server. `engine/params/engine_args.py`
+has these rules, and `SERVED_DEFAULTS` has the words for those that are no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING
+from typing import Annotated, Any
+
+import typer
+
+from pointsman.core.config import scheduler_knobs
+from pointsman.engine.params.engine_args import GPU_DEFAULTS, SCHEDULER_DEFAULTS
+
+OPTIONS = {name: knob.option for name, knob in scheduler_knobs().items() if knob.option is not None}
+"""The options that are declared, by the name of their knob."""
+NUMBERS_OR_WORDS = frozenset(name for name in OPTIONS if (knob := scheduler_knobs()[name]).words and int in knob.kinds)
+"""Options whose value is an integer or a word."""
+SERVED_DEFAULTS: Mapping[str, str] = {
+    "num_blocks": "at most 1 GiB; on a GPU by --gpu-memory-utilization",
+    "max_model_len": "the model's",
+    "max_steps_in_flight": "1; on a GPU 2 without drafts",
+    "token_limits": "none; of serve: prefill-gap, none turns it off",
+}
+"""Defaults of `pointsman generate` and `serve` that depend on more than the device."""
+
+
+def flag(name: str) -> str:
+    """The option of the command line that sets a knob or another setting, such as "--max-num-seqs"."""
+    declared = OPTIONS[name].flag if name in OPTIONS else None
+    return declared or f"--{name.replace('_', '-')}"
+
+
+def of_panel(title: str) -> tuple[str, ...]:
+    """The knobs that are listed in the part `title` of a help page."""
+    return tuple(name for name, option in OPTIONS.items() if option.panel == title)
+
+
+def served_default(name: str) -> str:
+    """The default of `pointsman serve` in words, of the CPU and of a GPU; "": there is nothing to say."""
+    if name in SERVED_DEFAULTS:
+        return SERVED_DEFAULTS[name]
+    default = default_in_words(name)
+    cpu, gpu = (str(defaults.get(name, default)) for defaults in (SCHEDULER_DEFAULTS, GPU_DEFAULTS))
+    return cpu if cpu == gpu else f"{cpu}; on a GPU {gpu}"
+
+
+def default_in_words(name: str) -> str:
+    """The default of `SchedulerConfig` in words; "": there is nothing to say."""
+    words, value = OPTIONS[name].default, scheduler_knobs()[name].default
+    if words is not None:
+        return words
+    if value in (MISSING, None, ()):
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def served_options() -> dict[str, Any]:
+    """The options of `pointsman generate` and `serve` by name."""
+    return {name: _annotation(name, served_default(name)) for name in OPTIONS}
+
+
+def simulated_options(defaults: Mapping[str, str]) -> dict[str, Any]:
+    """The options of the simulator by name.
+
+    Args:
+        defaults: in words, where they are not those of `SchedulerConfig`.
+    """
+    return {
+        name: _annotation(name, defaults[name] if name in defaults else default_in_words(name))
+        for name, option in OPTIONS.items()
+        if option.is_simulated
+    }
+
+
+def _annotation(name: str, default: str) -> Any:
+    """What Typer reads. A value that is neither a number nor a flag is text, which `cli/knobs.py` reads."""
+    knob, option = scheduler_knobs()[name], OPTIONS[name]
+    kind: Any = str if knob.words else next((each for each in (bool, int, float) if each in knob.kinds), str)
+    names, metavar = flag(name), option.metavar
+    if kind is bool:
+        names = f"{names}/--no-{names.removeprefix('--')}"
+    elif kind is str and metavar is None:
+        metavar = "NAME" if knob.policy is None else "POLICY"
+    if knob.is_list_of_policies:
+        kind = list[str]
+    text = f"{option.help} [default: {default}]." if default else f"{option.help}."
+    return Annotated[kind | None, typer.Option(names, metavar=metavar, help=text)]

@@ -1,0 +1,209 @@
+"""How a field of `SchedulerConfig` declares a knob: its range, its option, and whether a search of settings tries it.
+
+    max_num_seqs: Annotated[
+        int,
+        AtLeast(1),
+        Option("Steps", "Maximum number of requests that run at once"),
+        Tried((8, 16, 32, 64), rank=2),
+    ] = 256
+
+`scheduler_knobs` in `core/config.py` returns the declarations. Other places are made from them, so that a new field
+needs none of its own:
+
+| what | where |
+| --- | --- |
+| checks of the ranges; `bool` and `Literal` are ranges themselves | `SchedulerConfig` |
+| options of the command line, keys of its configuration file, arguments on Ray | `cli/scheduler_options.py` |
+| settings that `pointsman tune` searches | `sim/tunables.py` |
+| knobs that the drop-in for vLLM takes | `integrations/vllm/settings.py` |
+| the table in docs/operating.md | `scripts/write_knobs.py` |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, fields
+from types import MappingProxyType, NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+
+from pointsman.core.errors import ConfigError
+from pointsman.core.state.numbers import MAX_INT
+
+# ---------------------------------------------------------------------- ranges
+
+
+@dataclass(frozen=True, slots=True)
+class AtLeast:
+    """An integer from `least` to `MAX_INT`."""
+
+    least: int
+    of: str = ""
+    """What it counts; needed where the knob may be a word, too."""
+
+    def check(self, name: str, value: object) -> None:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {self.least}")
+        if not self.least <= value <= MAX_INT:
+            raise ConfigError(f"{name} is {value}; it must be between {self.least} and {MAX_INT}")
+
+
+@dataclass(frozen=True, slots=True)
+class ShareOf:
+    """A number from 0 to less than 1."""
+
+    whole: str
+
+    def check(self, name: str, value: object) -> None:
+        if not isinstance(value, (int, float)):
+            raise ConfigError(f"{name} is {value!r}; it must be a number, a share of {self.whole}")
+        if not 0.0 <= value < 1.0:
+            raise ConfigError(f"{name} is {value}, a share of {self.whole}; choose 0 or more and less than 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """A finite time above 0; None is no limit."""
+
+    def check(self, name: str, value: object) -> None:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise ConfigError(f"{name} is {value!r}; give seconds above 0, or None for no limit")
+
+
+Range: TypeAlias = AtLeast | ShareOf | Seconds
+"""Each raises `ConfigError` for the value of a knob that is outside."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOf:
+    """A policy of one kind, or a list of them. The registry checks it, which knows the names."""
+
+    kind: str
+    """A key of `KINDS` in `core/policy/registry.py`."""
+
+
+# ---------------------------------------------------------------------- options, and values of a search
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """The option of the command line that sets a knob."""
+
+    panel: str
+    """Title of the part of a help page in which it is listed."""
+    help: str
+    """What it does, in one sentence without its full stop. The help page adds the default."""
+    default: str | None = None
+    """The default in words; None: the value of the field, where that can be read."""
+    flag: str | None = None
+    """Name, such as "--reserve"; None: by the name of the field."""
+    metavar: str | None = None
+    """What stands for the value in the help; None: by the type of the field."""
+    is_simulated: bool = True
+    """Whether the simulator has it too; False: it has no effect without a model that runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What a search of settings (`pointsman tune`) tries."""
+
+    values: tuple[Any, ...] = ()
+    """In their order. Of a policy: left out, because the registered ones are tried."""
+    is_ordered: bool = True
+    """Whether values that stand beside each other are alike."""
+    is_for_short_pool: bool = False
+    """Whether it makes a difference only where KV blocks run out."""
+    rank: float = math.inf
+    """Place among the settings of a search, those with the largest effect first."""
+    first: tuple[Any, ...] = ()
+    """A search begins with all combinations of these; (): it begins with the default alone."""
+
+
+# ---------------------------------------------------------------------- knobs
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """A field of `SchedulerConfig` as it is declared."""
+
+    name: str
+    default: Any
+    """`dataclasses.MISSING`: it must be given."""
+    kinds: tuple[Any, ...]
+    """Types of its values without None and words: `(int,)`."""
+    words: tuple[str, ...]
+    """Words that it may be, the choices of its `Literal`."""
+    is_optional: bool
+    """Whether it may be None."""
+    range: Range | None
+    policy: PolicyOf | None
+    option: Option | None
+    tried: Tried | None
+
+    @property
+    def is_list_of_policies(self) -> bool:
+        """Whether it holds several policies."""
+        return self.policy is not None and tuple in self.kinds
+
+    def check(self, value: object) -> None:
+        """Whether the value is in range.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if value is None and self.is_optional:
+            return
+        if bool in self.kinds:
+            if not isinstance(value, bool) and value not in self.words:
+                raise ConfigError(f"{self.name} is {value!r}; it must be {_either('True', 'False', *self._quoted)}")
+        elif value in self.words:
+            return
+        elif self.words and not self.kinds:
+            raise ConfigError(f"{self.name} is {value!r}; choose {_either(*self._quoted)}")
+        elif self.words and isinstance(value, str):
+            counted = self.range.of if isinstance(self.range, AtLeast) else ""
+            number = f"a number of {counted}" if counted else "a number"
+            raise ConfigError(f"{self.name} is {value!r}; give {number}, or {_either(*self._quoted)}")
+        elif self.range is not None:
+            self.range.check(self.name, value)
+
+    @property
+    def _quoted(self) -> list[str]:
+        return [f'"{word}"' for word in self.words]
+
+
+def declared_in(config: type[Any]) -> Mapping[str, Knob]:
+    """The knobs that the fields of a dataclass declare, by name, in their order."""
+    hints = get_type_hints(config, include_extras=True)
+    return MappingProxyType({field.name: _knob(field, hints[field.name]) for field in fields(config)})
+
+
+def _knob(field: Field[Any], hint: Any) -> Knob:
+    declared: tuple[Any, ...] = ()
+    if get_origin(hint) is Annotated:
+        hint, *rest = get_args(hint)
+        declared = tuple(rest)
+    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return Knob(
+        name=field.name,
+        default=field.default,
+        kinds=tuple(
+            get_origin(each) or each for each in members if get_origin(each) is not Literal and each != NoneType
+        ),
+        words=tuple(word for each in members if get_origin(each) is Literal for word in get_args(each)),
+        is_optional=NoneType in members,
+        range=_of_type(Range, declared),
+        policy=_of_type(PolicyOf, declared),
+        option=_of_type(Option, declared),
+        tried=_of_type(Tried, declared),
+    )
+
+
+def _of_type(kind: Any, declared: tuple[Any, ...]) -> Any:
+    return next((each for each in declared if isinstance(each, kind)), None)
+
+
+def _either(*choices: str) -> str:
+    """The choices as a reader lists them: "a, b or c"."""
+    *others, last = choices
+    return f"{', '.join(others)} or {last}" if others else last
