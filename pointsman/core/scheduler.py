@@ -191,7 +191,7 @@ class Scheduler:
             raise
         for guard in self._guards:
             guard.step_succeeded()
-        step.emitted(output, self._batch.members, self._kv.take_returned())
+        step.emitted(output, self._batch.members, self._kv.take_returned() if self._kv.returned else ())
         self._steps.records.append(step)
         self._next_step_id += 1
         for method in self._events.stepped:

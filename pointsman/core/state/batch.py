@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.state.acceptance import Acceptance
-from pointsman.core.state.numbers import BOOL, MAX_INT, ONE, ZERO, set_writeable
+from pointsman.core.state.numbers import BOOL, MAX_INT, ONE, TWO, ZERO, set_writeable
 from pointsman.core.state.request import Request, RequestState
 from pointsman.core.state.runs import Runs
 
@@ -113,7 +113,7 @@ class Members:
         set_writeable(self.serials, False)
         self._batch = batch
         self._num_flushes = -1
-        self._places = rows  # see `places_less_tokens`, since that number of flushes
+        self._places = rows  # see `places_behind`, since that number of flushes
         self.span: slice | None = None
         """If these are all running rows: a slice of the columns that holds them, and others, which are free. None: they
         are too few, or too few of the slice."""
@@ -139,10 +139,10 @@ class Members:
     def __len__(self) -> int:
         return len(self.requests)
 
-    def places_less_tokens(self, batch: Batch) -> Int64Array:
-        """[members] where the newest token of each row is among the recent ones, less its number of tokens."""
+    def places_behind(self, batch: Batch) -> Int64Array:
+        """[members] where the token behind position p of each row is among the recent ones, less p."""
         if self._num_flushes != batch.num_flushes:
-            self._num_flushes, self._places = batch.num_flushes, batch.recent_offset[self.rows] - ONE
+            self._num_flushes, self._places = batch.num_flushes, batch.recent_offset[self.rows] + ONE
         return self._places
 
     def without(self, batch: Batch, requests: list[Request]) -> Members:
@@ -407,28 +407,27 @@ class Batch:
         """Tokens, at least one, that every running row can append before its recent tokens must be flushed."""
         return self._least_room
 
-    def append(self, live: Members, runs: Runs, num_tokens: Int64Array, longest: int, is_last: bool) -> None:
-        """The tokens of run i for row i of `live`, some or all of the running rows, which then has `num_tokens[i]`.
+    def append(self, live: Members, runs: Runs, newest: Int64Array, longest: int, is_last: bool) -> None:
+        """The tokens of run i for row i of `live`, some or all of the running rows, behind its token at `newest[i]`.
 
         The longest run has at most `longest` tokens: those of one step, or `room`. `is_last`: no further sample of
         these rows is in flight.
         """
         rows, (counts, ends, token_ids) = live.rows, runs
         span = live.span if live is self.members else None
-        places = live.places_less_tokens(self) + num_tokens
-        if counts is live.ones:
-            self._flat_recent[places] = token_ids
-        else:
+        is_single = counts is live.ones
+        places = live.places_behind(self) + newest
+        if not is_single:
+            places += counts
             places -= ends
-            places += ONE
             places = places.repeat(counts)
             places += self.count_up[: len(places)] if len(places) < len(self.count_up) else np.arange(len(places))
-            self._flat_recent[places] = token_ids
-        if span is not None and counts is live.ones:
+        self._flat_recent[places] = token_ids
+        if span is not None and is_single:
             column = self.num_tokens[span]
             column += ONE
         else:
-            self.num_tokens[rows] = num_tokens
+            self.num_tokens[rows] = newest + TWO if is_single else newest + counts + ONE
         where: Int64Array | slice = rows if span is None else span
         if is_last:
             self.num_pending[where] = ZERO
@@ -437,7 +436,7 @@ class Batch:
         self.least_left -= longest
         self._least_room -= longest
         if self._least_room <= 0:
-            self._make_room(live.requests, rows, num_tokens)
+            self._make_room(live.requests, rows, self.num_tokens[rows])
 
     def may_end(self, most: int) -> bool:
         """Whether `most` further tokens would bring a running row to its token limit."""

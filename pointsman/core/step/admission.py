@@ -158,18 +158,20 @@ class Admission:
 
         After priority preemption only the `displacer` is admitted.
         """
-        table, queue, batch = self._table, self._table.queue, self._batch
-        skipped: list[tuple[Request, int]] = []  # with how many were admitted before it was checked
-        blocker: Request | None = None
-        repeats = False  # what the step before found behind the head
-        advance, admitted, search = step.advance, step.admitted, self._search
-        assert advance is not None
+        table, search = self._table, self._search
+        queue = table.queue
         if not len(queue):
             self._batch_forms = False
-            table.note_blocked([], None)
+            if table.blocker is not None or table.skipped:
+                table.note_blocked([], None)
             if search is not None:
                 search.forget()
             return
+        batch, advance, admitted = self._batch, step.advance, step.admitted
+        assert advance is not None
+        skipped: list[tuple[Request, int]] = []  # with how many were admitted before it was checked
+        blocker: Request | None = None
+        repeats = False  # what the step before found behind the head
         closed = self._closed(advance.preempted)
         self._batch_forms = False
         for open_queue in self._openers:

@@ -94,20 +94,19 @@ class Emission:
         cached, external, resumed = NO_INTS, NO_INTS, _NO_BOOLS
         if admitted:
             advance, cached, external, resumed = self._with_admitted(advance, admitted)
-        requests, rows, serials, computed, scheduled, samples, num_drafts, drafts = advance[:8]
-        block_ids, block_rows, total = advance[8:11]
+        requests, rows, serials, computed, counts, samples, num_drafts, drafts, ids, of_rows, total, _, _ = advance
         groups = places = completes = NO_INTS
         if not self._has_tables:
-            block_ids, block_rows, groups, places = self._blocks_of_groups(advance, resync)
+            ids, of_rows, groups, places = self._blocks_of_groups(advance, resync)
         elif resync:
             self._keep_unsynced(advance)
-            block_ids, block_rows = self._kv.tables(self._batch, rows)
+            ids, of_rows = self._kv.tables(self._batch, rows)
         if self._batch.num_no_sample:
             samples, completes = self._without_completions(advance)
         preempted, finished = self._table.take_reports()
         encoder_inputs, freed_entries = self._encoder.close() if self._encoder is not None else ((), ())
-        if block_ids.dtype is not INT32:
-            block_ids = block_ids.astype(INT32, copy=False) if len(block_ids) else NO_TOKENS
+        if ids.dtype is not INT32:
+            ids = ids.astype(INT32, copy=False) if len(ids) else NO_TOKENS
         # By position, in the order of the fields: with keywords it takes three times as long.
         fields = OutputFields(
             record.step_id,
@@ -118,7 +117,7 @@ class Emission:
             rows,
             serials,
             computed,
-            scheduled,
+            counts,
             samples,
             num_drafts,
             drafts,
@@ -126,8 +125,8 @@ class Emission:
             cached,
             external,
             resumed,
-            block_ids,
-            block_rows,
+            ids,
+            of_rows,
             encoder_inputs,
             freed_entries,
             tuple(preempted) if preempted else (),
@@ -141,11 +140,11 @@ class Emission:
         # Arrays made for this output; those that steps share are flagged where they are made. By position, in a third
         # of the time of the keyword, which the types demand.
         computed.setflags(False)  # type: ignore[call-arg]
-        if len(block_ids):
-            block_ids.setflags(False)  # type: ignore[call-arg]
-            block_rows.setflags(False)  # type: ignore[call-arg]
-        if scheduled is not members.ones:
-            for made in (scheduled, num_drafts, drafts):
+        if len(ids):
+            ids.setflags(False)  # type: ignore[call-arg]
+            of_rows.setflags(False)  # type: ignore[call-arg]
+        if counts is not members.ones:
+            for made in (counts, num_drafts, drafts):
                 set_writeable(made, False)
         if samples is not members.trues:
             for flagged in (samples, completes, rows, serials, cached, external, resumed):

@@ -209,8 +209,22 @@ class Running:
         if drafts.waiting:
             token_ids = drafts.take_all()
         batch.schedule(rows, computed, granted, members.trues, not in_flight)
-        of_rows = (members.requests, rows, members.serials, computed, granted, members.trues, num_drafts, token_ids)
-        advance: Advance = new_tuple(Advance, (*of_rows, block_ids, lacking, total, preempted, ()))
+        fields = (
+            members.requests,
+            rows,
+            members.serials,
+            computed,
+            granted,
+            members.trues,
+            num_drafts,
+            token_ids,
+            block_ids,
+            lacking,
+            total,
+            preempted,
+            (),
+        )
+        advance: Advance = new_tuple(Advance, fields)
         return advance
 
     def advance_steps(self, num_steps: int) -> tuple[Advance, Int64Array]:

@@ -20,7 +20,7 @@ from pointsman.core.kv.cache import KVCache
 from pointsman.core.kv.transfers import Transfers
 from pointsman.core.policy.encoder_budget import EncoderCache
 from pointsman.core.state.batch import WATCHED, Batch, Members
-from pointsman.core.state.numbers import INT64, ONE, TWO, flat_tokens, set_writeable
+from pointsman.core.state.numbers import INT64, ONE, flat_tokens, set_writeable
 from pointsman.core.state.output import IntArray, SchedulerOutput, StepResult, UpdateFields
 from pointsman.core.state.repetition import REPETITION_DETECTED
 from pointsman.core.state.request import Request
@@ -94,8 +94,8 @@ class Update:
             runs = _checked_run_per_row(members, output, result, drafts)
         step.result_arrived()
         decodes = output.samples is members.trues  # every row computed its newest token, and drafts
-        computed: Any = output.num_computed_tokens if decodes else None
-        runs, ends = self._append_runs(members, drafts, runs, computed)
+        newest: Any = output.num_computed_tokens if decodes else None
+        runs, ends = self._append_runs(members, drafts, runs, newest)
         if runs.counts is not members.ones:
             runs.counts.setflags(False)  # type: ignore[call-arg]
         return UpdateFields(runs.token_ids, runs.counts), ends
@@ -108,15 +108,14 @@ class Update:
             last: [rows] those of the last step.
         """
         batch, members = self._batch, self._batch.members
-        num_rows, num_tokens, done = len(members), batch.num_tokens[members.rows], 0
+        num_rows, newest, done = len(members), batch.num_tokens[members.rows] - ONE, 0
         while done < num_steps - 1:
             piece = min(num_steps - 1 - done, batch.room)
             by_row = tokens.repeat(piece) if tokens.ndim == 1 else tokens[done : done + piece].T.ravel()
-            num_tokens = num_tokens + piece
-            batch.append(members, Runs.of(np.full(num_rows, piece), by_row), num_tokens, piece, True)
-            done += piece
+            batch.append(members, Runs.of(np.full(num_rows, piece), by_row), newest, piece, True)
+            newest, done = newest + piece, done + piece
         runs = new_tuple(Runs, (members.ones, members.ends, last.copy()))
-        runs, ends = self._append_runs(members, None, runs)
+        runs, ends = self._append_runs(members, None, runs, newest)
         runs.token_ids.setflags(False)  # type: ignore[call-arg]
         return UpdateFields(runs.token_ids, runs.counts), ends
 
@@ -169,47 +168,36 @@ class Update:
         return UpdateFields(token_ids, kept), ends
 
     def _append_runs(
-        self, live: Members, drafts: IntArray | None, runs: Runs, computed: IntArray | None = None
+        self, live: Members, drafts: IntArray | None, runs: Runs, newest: Int64Array | None = None
     ) -> tuple[Runs, Ends]:
         """Append the runs of live rows up to their stops. Returns the appended runs, and which requests stop.
 
         Args:
             drafts: [s] how many drafts each row verified; None: no row of the step did, and each run is one token.
-            computed: [s] computed tokens before the step, if it computed the newest token of each row, and drafts.
+            newest: [s] the position of the newest known token of each row; None: to be looked up.
         """
-        batch, rows = self._batch, live.rows
-        longest, sampled = 1, runs.counts
+        batch, rows, sampled = self._batch, live.rows, runs.counts
         ends: Ends = []  # an alias of a type is slow to call
-        num_tokens: Int64Array
-        if computed is None:
-            num_tokens = batch.num_tokens[rows] + sampled
-        elif sampled is live.ones:
-            num_tokens = computed + TWO  # less than a gather
-        else:
-            num_tokens = computed + sampled
-            num_tokens += ONE
-        if drafts is not None:
-            longest += batch.max_drafts
-        done = self._may_be_done(live, runs, num_tokens, longest)
+        if newest is None:
+            newest = batch.num_tokens[rows] - ONE
+        longest = 1 if drafts is None else 1 + batch.max_drafts
+        done = self._may_be_done(live, runs, newest, longest)
         if done is not None:
-            runs, ends = _cut_at_stops(live.requests, num_tokens, runs, done)
+            runs, ends = _cut_at_stops(live.requests, newest, runs, done)
         is_last = len(self._steps.records) <= 1
         if drafts is not None:
-            if runs.counts is not sampled:
-                num_tokens -= sampled - runs.counts
-                sampled = np.minimum(sampled, runs.counts + 1)  # a draft that finishes its request was accepted
             if is_last:  # then nothing of these rows is in flight
-                batch.num_computed_tokens[rows] = num_tokens - ONE
+                batch.num_computed_tokens[rows] = newest + runs.counts
             else:
                 batch.num_computed_tokens[rows] -= drafts + 1 - runs.counts
+            if runs.counts is not sampled:
+                sampled = np.minimum(sampled, runs.counts + 1)  # a draft that finishes its request was accepted
             batch.acceptance.add(rows, drafts, sampled)
-        batch.append(live, runs, num_tokens, longest, is_last)
+        batch.append(live, runs, newest, longest, is_last)
         return runs, ends
 
-    def _may_be_done(
-        self, live: Members, runs: Runs, num_tokens: Int64Array, longest: int
-    ) -> npt.NDArray[np.bool_] | None:
-        """[s] which rows may finish with their runs, which bring them to `num_tokens`; None: none of them."""
+    def _may_be_done(self, live: Members, runs: Runs, newest: Int64Array, longest: int) -> npt.NDArray[np.bool_] | None:
+        """[s] which rows may finish with their runs, behind their newest tokens; None: none of them."""
         batch = self._batch
         done: npt.NDArray[np.bool_] | None = None
         if longest > 1:
@@ -222,7 +210,7 @@ class Update:
         if longest > 1 and done is not None:
             done = np.logical_or.reduceat(done, runs.starts) if np.count_nonzero(done) else None
         if batch.least_left <= longest and batch.may_end(longest):
-            at_limit = num_tokens >= live.token_limit
+            at_limit = newest + runs.counts >= live.token_limit - ONE
             done = at_limit if done is None else done | at_limit
         if batch.num_watched:
             watched = (batch.flags[live.rows] & WATCHED) != 0
@@ -279,16 +267,16 @@ class Update:
 
 
 def _cut_at_stops(
-    requests: Sequence[Request], num_tokens: Int64Array, runs: Runs, done: npt.NDArray[np.bool_]
+    requests: Sequence[Request], newest: Int64Array, runs: Runs, done: npt.NDArray[np.bool_]
 ) -> tuple[Runs, Ends]:
     """The runs up to their stops, and which requests stop with them; only those that are `done` may have one.
 
-    `num_tokens` are the requests' tokens with their whole runs.
+    `newest` are the positions of the requests' newest tokens before these runs.
     """
     ends, shorter = Ends(), dict[int, int]()
     for index in done.nonzero()[0].tolist():
         run = runs.run(index)
-        length, end = _cut_at_stop(requests[index], num_tokens.item(index) - len(run), run)
+        length, end = _cut_at_stop(requests[index], newest.item(index) + 1, run)
         if end is not None:
             ends.append((index, end))
         if length < len(run):
