@@ -2,7 +2,7 @@
 takes no fast branch, give equal outputs, states and explanations over random workloads, configurations and calls from
 outside; and planted faults are found.
 
-The fast branches: every row decodes one token (`Running._share_steadily`), and every row has a token
+The fast branches: every row decodes one token (`Running._advance_steadily`), and every row has a token
 (`Update.append`)."""
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def test_fast_branches_decide_as_the_general_ones(seed: int, name: str) -> None:
 
 
 def test_most_steps_take_the_fast_branches(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = dict.fromkeys(("Running._share_steadily", "Admission._deferral"), 0)
+    taken = dict.fromkeys(("Running._advance_steadily", "Admission._deferral"), 0)
 
     def count(name: str) -> None:
         original = find(name)

@@ -176,14 +176,14 @@ def token_limit_is_off_by_one(patch: Patch) -> None:
 def everyone_runs_ahead_at_once(patch: Patch) -> None:
     """Steady decoding does not look who must wait for its sample; the count is right."""
 
-    def advance_steady(original: Any, running: Any, in_flight: bool) -> Any:
+    def is_steady(original: Any, running: Any, in_flight: bool) -> bool:
         batch = running._batch
         count, batch.num_not_ahead = batch.num_not_ahead, 0
-        advance = original(running, in_flight)
+        steady = bool(original(running, in_flight))
         batch.num_not_ahead = count
-        return advance
+        return steady
 
-    around(patch, "Running._share_steadily", advance_steady)
+    around(patch, "Running._is_steady", is_steady)
 
 
 def everyone_runs_ahead_in_mixed_steps(patch: Patch) -> None:
@@ -420,10 +420,10 @@ def samples_of_a_complete_part_are_kept(patch: Patch) -> None:
 def last_token_of_a_part_stays(patch: Patch) -> None:
     """The token that ended a part's output becomes part of the prompt, though it was never computed."""
 
-    def take(original: Any, parts: Any, request: Request) -> None:
+    def take(original: Any, parts: Any, request: Request, now: float) -> None:
         output = request.output_token_ids
         request._state.append_output(output[-1:])
-        original(parts, request)
+        original(parts, request, now)
 
     around(patch, "PromptParts._take", take)
 
@@ -916,7 +916,7 @@ def blocks_are_saved_for_no_request(patch: Patch) -> None:
 
 
 def void_load_stands(patch: Patch) -> None:
-    replace(patch, "Loading.roll_back", lambda loading, record: None)
+    replace(patch, "Loading.roll_back", lambda loading, record, now: None)
 
 
 def keys_forget_the_salt(patch: Patch) -> None:
