@@ -235,8 +235,7 @@ class Replica:
             return None
         if not self._is_stepping:
             rows = scheduler.running_rows
-            # Most often a request has arrived that the next step admits: then nothing else need be looked up.
-            if len(rows) and (not scheduler.num_queued or scheduler.horizon(1)):
+            if len(rows):
                 decodes = self._plan_decodes(rows, until)
                 if decodes is not None:
                     return decodes
@@ -245,10 +244,13 @@ class Replica:
 
     def _plan_decodes(self, rows: Int64Array, until: float) -> _Decodes | None:
         """As many plain decodes as are sure; None: none is."""
-        known = self.scheduler.running_num_tokens
+        scheduler, num_steps = self.scheduler, self._num_steps_until(until - self.now)
+        # Most often a request has arrived that the next step admits: then nothing else need be looked up.
+        if scheduler.num_queued and not scheduler.horizon(1):
+            return None
+        known = scheduler.running_num_tokens
         num_left = self._last_token[rows] - known
-        num_steps = min(num_left.item(num_left.argmin()), self._num_steps_until(until - self.now))
-        num_steps = self.scheduler.horizon(num_steps)
+        num_steps = scheduler.horizon(min(num_steps, num_left.item(num_left.argmin())))
         if not num_steps:
             return None
         times = np.empty(num_steps + 1)

@@ -198,12 +198,7 @@ class FastForward:
         if head is not None and blocked is not None:
             wrong = self._wrong_horizon(head, blocked, num_steps)
         preempted, finished = table.take_reports()
-        of_last = advance._replace(
-            num_computed_tokens=advance.num_computed_tokens + (num_steps - 1),
-            num_scheduled_tokens=members.ones,
-            total=len(members),
-        )
-        self._emission.keep(last_step_id, of_last)
+        self._emission.keep(last_step_id, advance, num_steps)
         returned = kv.take_returned()
         self._drafts.updated(last_step_id)
         fields, ends = self._update.append_steps(tokens, last, num_steps)

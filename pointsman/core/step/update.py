@@ -108,16 +108,21 @@ class Update:
             last: [rows] those of the last step.
         """
         batch, members = self._batch, self._batch.members
-        num_rows, newest, done = len(members), batch.num_tokens[members.rows] - ONE, 0
-        while done < num_steps - 1:
-            piece = min(num_steps - 1 - done, batch.room)
+        newest, done, ends = batch.num_tokens[members.rows] - ONE, 0, Ends()
+        while done < num_steps:
+            piece = min(num_steps - done, batch.room)
             by_row = tokens.repeat(piece) if tokens.ndim == 1 else tokens[done : done + piece].T.ravel()
-            batch.append(members, Runs.of(np.full(num_rows, piece), by_row), newest, piece, True)
+            counts = members.ones if piece == 1 else members.ones * piece
+            runs: Runs = new_tuple(Runs, (counts, members.ends * piece, by_row))
+            if done + piece == num_steps:
+                by_row[runs.ends - ONE] = last
+                runs, ends = self._append_runs(members, None, runs, newest, piece)
+            else:
+                batch.append(members, runs, newest, piece, True)
             newest, done = newest + piece, done + piece
-        runs = new_tuple(Runs, (members.ones, members.ends, last.copy()))
-        runs, ends = self._append_runs(members, None, runs, newest)
-        runs.token_ids.setflags(False)  # type: ignore[call-arg]
-        return UpdateFields(runs.token_ids, runs.counts), ends
+        sampled = last.copy()
+        sampled.setflags(False)  # type: ignore[call-arg]
+        return UpdateFields(sampled, members.ones), ends
 
     def finish(self, update: UpdateFields, ends: Ends, now: float) -> None:
         """Part 3: finish requests that stop, and free their blocks; those with further prompt parts continue."""
@@ -168,19 +173,26 @@ class Update:
         return UpdateFields(token_ids, kept), ends
 
     def _append_runs(
-        self, live: Members, drafts: IntArray | None, runs: Runs, newest: Int64Array | None = None
+        self,
+        live: Members,
+        drafts: IntArray | None,
+        runs: Runs,
+        newest: Int64Array | None = None,
+        longest: int = 1,
     ) -> tuple[Runs, Ends]:
         """Append the runs of live rows up to their stops. Returns the appended runs, and which requests stop.
 
         Args:
-            drafts: [s] how many drafts each row verified; None: no row of the step did, and each run is one token.
+            drafts: [s] how many drafts each row verified; None: no row of the step did.
             newest: [s] the position of the newest known token of each row; None: to be looked up.
+            longest: tokens of each run, without drafts.
         """
         batch, rows, sampled = self._batch, live.rows, runs.counts
         ends: Ends = []  # an alias of a type is slow to call
         if newest is None:
             newest = batch.num_tokens[rows] - ONE
-        longest = 1 if drafts is None else 1 + batch.max_drafts
+        if drafts is not None:
+            longest = 1 + batch.max_drafts
         done = self._may_be_done(live, runs, newest, longest)
         if done is not None:
             runs, ends = _cut_at_stops(live.requests, newest, runs, done)
