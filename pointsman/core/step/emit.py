@@ -6,6 +6,8 @@ Beside it: which running requests a step leaves out and since when (`LeftOut`), 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
