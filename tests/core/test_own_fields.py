@@ -1,4 +1,4 @@
-"""A part of the core writes its own fields: stores into another object's attributes are counted, and do not become more."""
+"""A part of the core writes its own fields: stores into another object's attributes are counted and do not rise."""
 
 from __future__ import annotations
 
