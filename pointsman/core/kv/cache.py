@@ -351,6 +351,10 @@ class KVCache(ABC):
         """The step that is being scheduled is void: what it would publish is not published."""
         self.unpublished = []
 
+    def track_shared(self) -> None:
+        """Keep the requests of which others may find the first blocks referenced."""
+        self.shared = []
+
     def track_returned(self, tracks: bool) -> None:
         """Whether blocks that requests release are kept for `take_returned`."""
         self.returned = (self.returned or []) if tracks else None

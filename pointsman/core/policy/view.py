@@ -25,6 +25,7 @@ class SchedulerView:
         "budget",
         "match",
         "now",
+        "num_before",
         "num_missing_blocks",
         "num_owed_blocks",
         "num_running",
@@ -37,6 +38,8 @@ class SchedulerView:
         self._queue = queue
         self.now = 0.0
         self.budget = 0
+        self.num_before = 0
+        """Queued requests that count as gone: those before one that is asked about at its place."""
         self.num_running = 0
         self.num_owed_blocks = 0
         self.num_missing_blocks = 0
@@ -58,6 +61,10 @@ class SchedulerView:
         """A waiting request is checked: see the fields of these names."""
         self.budget, self.num_running, self.num_owed_blocks = budget, num_running, num_owed_blocks
 
+    def look_at(self, place: int) -> None:
+        """A waiting request is asked about that comes after so many others."""
+        self.num_before = place
+
     def found(self, match: Match, num_shared_blocks: int) -> None:
         """The cached prefix of the checked request, of which others hold so many blocks."""
         self.match, self.num_shared_blocks = match, num_shared_blocks
@@ -70,7 +77,7 @@ class SchedulerView:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queue)
+        return len(self._queue) - self.num_before
 
     @property
     def num_prefilling(self) -> int:

@@ -22,9 +22,11 @@ import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv.cache import KVCache, Match
+from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.kv.transfers import NOTHING, External, Transfers
 from pointsman.core.policy.adapters import AdapterSlots
 from pointsman.core.policy.budget import StepBudget, TokenBudget
+from pointsman.core.policy.fcfs import FirstComeFirstServed
 from pointsman.core.policy.gate import Gate, Limit
 from pointsman.core.policy.partial_prefills import PartialPrefills
 from pointsman.core.policy.reserve import Reserves, Shortage
@@ -37,6 +39,7 @@ from pointsman.core.state.request import Request
 from pointsman.core.state.status import Pause
 from pointsman.core.step.in_flight import AdmittedRequest, Grant, StepRecord
 from pointsman.core.step.loading import Loading
+from pointsman.core.step.needs import Need, Needs
 from pointsman.core.step.request_table import RequestTable
 from pointsman.core.step.running import Running
 from pointsman.core.step.search import MAX_SKIPPED, KeptVerdict, Search
@@ -138,8 +141,7 @@ class Admission:
         """The operator's pause; None: not paused."""
         self._kept: KeptVerdict | None = None
         self._lacking: Shortage | None = None  # of the request that was checked last
-        bypass = gates.reserves.bypass
-        self._search = None if bypass is None else Search(bypass, kv.pool, table, asks_connector=transfers is not None)
+        self._search = self._make_search(config)
         self._newly_deferred: list[tuple[Request, Deferral]] = []
         self._batch_forms = True  # static: only the token budget kept the last step from admitting more
 
@@ -191,8 +193,11 @@ class Admission:
                     closed = Reason.DISPLACEMENT
                 if closed is None and len(advance.requests) + len(admitted) >= self._max_rows:
                     closed = Reason.SEQUENCE_LIMIT
+                own: int | None = None
                 if closed is not None:
                     verdict: Grant | Deferral = _closed_for(closed)
+                elif skipped and search is not None:
+                    verdict, own = self._check_behind(search, head, budget, num_running, num_owed_blocks)
                 else:
                     verdict = self.check(head, budget, num_running, num_owed_blocks)
                 if isinstance(verdict, Deferral):
@@ -202,12 +207,14 @@ class Admission:
                     if verdict.blocks_queue or len(skipped) >= MAX_SKIPPED:
                         blocker = head
                         self._batch_forms = verdict.reason is Reason.BUDGET
-                        if search is not None and skipped and len(skipped) < MAX_SKIPPED:
-                            search.note(head, self._lacking, len(admitted))
                         break
-                    repeats = search is not None and self._skips(search, head, skipped, len(admitted))
-                    if repeats:
-                        break
+                    if search is not None and skipped:
+                        search.skip(head, own, len(admitted))
+                    elif search is not None:
+                        repeats = self._none_passes(search, [], step, budget, num_running, num_owed_blocks)
+                        if repeats:
+                            break
+                        search.begin(head, self._kept if self._lacking else None, len(admitted))
                     skipped.append((queue.pop(), len(admitted)))
                 elif verdict.is_async:
                     assert self._loading is not None
@@ -222,6 +229,11 @@ class Admission:
                         break
                     if verdict.num_cached_tokens + verdict.num_tokens < head._state.num_admitted_tokens:
                         num_owed_blocks += self._running.num_owed_of(entry.row)
+                    if search is not None and skipped and len(queue):
+                        popped = [request for request, _ in skipped]
+                        if self._none_passes(search, popped, step, budget, num_running, num_owed_blocks):
+                            repeats = True
+                            break
         finally:  # an order, or a gate, may raise
             self._may_pad = False
             table.note_blocked([request for request, _ in skipped], blocker)
@@ -231,25 +243,13 @@ class Admission:
                 search.open()  # a displacement asks before the next step's admissions
         if search is not None and repeats:
             search.repeat()
-        elif search is not None and skipped:
-            self._kept = search.close(found=bool(admitted)) or self._kept
+        if search is not None and skipped:
+            ended_otherwise = blocker is not None and len(skipped) < MAX_SKIPPED
+            self._kept = search.close(found=bool(admitted) or ended_otherwise) or self._kept
         if admitted:
             batch.join([entry.row for entry in admitted], [entry.request for entry in admitted])
         if self._newly_deferred:
             self._report_deferrals(step.now)
-
-    def _skips(self, search: Search, head: Request, skipped: list[tuple[Request, int]], num_admitted: int) -> bool:
-        """A request is skipped, the first of its step if none is `skipped`. Returns whether the search behind it is
-        done: nothing has changed that could admit any of the others."""
-        lacking = self._lacking
-        if skipped:
-            search.note(head, lacking, num_admitted)
-            return False
-        kept = None if lacking is None else self._kept
-        if kept is not None and search.is_done(kept):
-            return True
-        search.begin(head, kept, num_admitted)
-        return False
 
     def _closed(self, preempted: bool) -> Reason | None:
         """Why this step admits no request at all."""
@@ -349,6 +349,96 @@ class Admission:
         self._newly_deferred.clear()
         if self._search is not None:
             self._search.forget()
+
+    # ------------------------------------------------------------------ behind one that lacks blocks
+
+    def _make_search(self, config: SchedulerConfig) -> Search | None:
+        """Of a scheduler with a reserve that lets requests pass. What they need is remembered where gates do nothing
+        but compare and cut: none defers for anything else than blocks, and none is to hear of every check."""
+        gates, kv, queue = self.gates, self._kv, self._table.queue
+        reserves = gates.reserves
+        if reserves.bypass is None:
+            return None
+        needs = None
+        has_others = self._transfers is not None or gates.partial_prefills is not None or not reserves.are_steady
+        first = queue.first if isinstance(queue, FirstComeFirstServed) and queue.keeps_keys else None
+        if (
+            first is not None
+            and isinstance(kv, KVCacheManager)
+            and not has_others
+            and all(self._is_predictable(limit) for limit in gates.limits)
+        ):
+            must_fit = not config.enable_chunked_prefill or config.first_chunk_only or gates.budget.asks_whole
+            needs = Needs(reserves.bypass, reserves, kv, self._view, self._depends_on_chunk or must_fit)
+        return Search(reserves.bypass, kv.pool, self._table, needs, first)
+
+    def _is_predictable(self, limit: Limit) -> bool:
+        """Whether the limit makes no difference to what a request needs."""
+        return limit.only_cuts and (not self._depends_on_chunk or type(limit).check is Gate.check)
+
+    def _none_passes(
+        self,
+        search: Search,
+        popped: list[Request],
+        step: StepRecord,
+        budget: int,
+        num_running: int,
+        num_owed_blocks: int,
+    ) -> bool:
+        """Whether it is certain that none of those behind the head is admitted: then the search is done. Some were
+        skipped and `popped` before another one was admitted, the head first; or none, and the head lacks something."""
+        needs, view = search.needs, self._view
+        kept = search.head if popped else self._kept if self._lacking is not None else None
+        if not popped and kept is not None and search.is_done(kept):
+            return True
+        if needs is None:
+            return False
+        needs.measure(budget, num_running, num_owed_blocks)
+        is_full = num_running >= self.max_num_active_seqs or budget <= 0 or num_running >= self._max_rows
+        if kept is None or is_full or step.displacer is not None:
+            return False
+        view.open_check(budget, num_running, num_owed_blocks)
+
+        def check(request: Request, place: int) -> Need | None:
+            if request._state.num_pending or request.adapter is not None:
+                return None
+            view.look_at(place)
+            try:
+                verdict = self._judge(request)
+                if not isinstance(verdict, Deferral) or self._lacking is None:
+                    return None
+                need = needs.keep(request, self._lacking)
+            finally:
+                view.look_at(0)
+            if need is not None:
+                self._note(request, verdict, step.now)
+            return need
+
+        def defer(request: Request, verdict: Deferral) -> None:
+            self._note(request, verdict, step.now)
+
+        is_done = search.scan(kept, popped, check, defer)
+        self._kept, self._lacking = kept, kept.shortage
+        return is_done
+
+    def _check_behind(
+        self, search: Search, request: Request, budget: int, num_running: int, num_owed_blocks: int
+    ) -> tuple[Grant | Deferral, int | None]:
+        """As `check`, for a request behind the head, with the blocks that it would take if it lacks blocks. What is
+        remembered of it is not looked up."""
+        needs = search.needs
+        if needs is not None and num_running < self.max_num_active_seqs and budget > 0:
+            is_blocking = request._state.num_overtaken >= search.bound
+            lacks = needs.deferral(request, len(self._table.queue), is_blocking)
+            if lacks is not None:
+                return lacks
+        verdict = self.check(request, budget, num_running, num_owed_blocks)
+        lacking = self._lacking if isinstance(verdict, Deferral) else None
+        if lacking is None:
+            return verdict, None
+        if needs is not None:
+            needs.keep(request, lacking)
+        return verdict, lacking.own
 
     # ------------------------------------------------------------------ while nothing changes
 

@@ -1,20 +1,25 @@
 """The search behind a request that lacks blocks, where a reserve lets others pass it (`policy/bypass.py`).
 
-A step checks up to 64 requests behind the head, one after the other (`admission.py`). What a search has found is kept:
-while nothing changes that could admit one of those it skipped, the next steps repeat its result in O(1).
+A step looks at up to 64 requests behind the head. Three ways lead to the same admissions:
+
+    repeat   nothing has changed that could admit one of them, or its reason: O(1)
+    scan     where the order can say who is next: what is remembered of each (`needs.py`) is compared with the free
+             blocks, the others are checked at their places. Only if one of them may be admitted it does not end here
+    loop     they are taken from the queue one after the other, and returned (`admission.py`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 from pointsman.core.kv.cache import Pool
 from pointsman.core.policy.reserve import LetsPass, Shortage
+from pointsman.core.state.numbers import MAX_INT
 from pointsman.core.state.reason import Deferral
 from pointsman.core.state.request import Request
+from pointsman.core.step.needs import OPEN, OPEN_UNOWED, Levels, Need, Needs, Shortfall
 from pointsman.core.step.request_table import RequestTable
 
 MAX_SKIPPED = 64
@@ -36,42 +41,117 @@ class Search:
     """The search behind the head of the queue, in one step; and its result, for the steps after it.
 
     Args:
-        asks_connector: whether a check may ask a connector. Then a result is repeated also where the reasons may have
-            changed, as each question may be slow.
+        needs: what is remembered of requests; None: nothing is.
+        first: the first requests in the queue, in order, at most as many; None: the order must be asked for each.
     """
 
-    def __init__(self, bypass: LetsPass, pool: Pool, table: RequestTable, *, asks_connector: bool) -> None:
+    def __init__(
+        self,
+        bypass: LetsPass,
+        pool: Pool,
+        table: RequestTable,
+        needs: Needs | None,
+        first: Callable[[int], list[Request]] | None,
+    ) -> None:
         self._bypass = bypass
-        self._asks_connector = asks_connector
+        self.bound = bypass.bound
         self._pool = pool
         self._table = table
-        self._head: KeptVerdict | None = None  # why the head is skipped, if it and all that were checked lack blocks
-        self._lacking: dict[Request, Shortage] = {}  # of those behind it that were checked
-        self._levels: tuple[float, float, float, float] | None = None  # see `_levels_of`; None: not known yet
-        self._num_open = 0  # blocks that those behind the head may take, in the newest step
+        self.needs = needs
+        self._first = first
+        self.head: KeptVerdict | None = None
+        """Why the head is skipped, if it and all that are skipped lack blocks."""
+        self._least = 0  # blocks with which one of those that were skipped would be admitted
         self._num_arrivals = -1  # when the search ended without an admission
         self._skipped: list[Request] = []
         self._blocker: Request | None = None
         self._passed: list[tuple[Request, int]] = []  # lacking blocks, with how many were admitted before it was asked
+        self._checked: Sequence[Request] = ()  # of those that were skipped, before the scan
+        self._shortfalls: list[Shortfall] = []  # of the newest search, if that was a scan
+        self._same: tuple[int, int, int, int] | None = None  # free and open blocks with which they have their reasons
 
     def open(self) -> None:
         """A step begins to check the queue, or has: what is asked next is asked of its head."""
         self._bypass.open_queue()
         self._passed = []
+        if self.needs is not None:
+            self.needs.open()
 
     def is_done(self, kept: KeptVerdict) -> bool:
-        """Whether a search behind the head, which lacks blocks as `kept` says, would again admit no request, and find
-        the same reasons."""
-        if self._head is not kept or self._num_arrivals != self._table.num_arrivals:
+        """Whether a search behind the head, which lacks blocks as `kept` says, would again find nobody."""
+        if self.head is not kept or self._num_arrivals != self._table.num_arrivals:
             return False
         free = self._pool.num_free
         num_open = self._bypass.num_open(free)
-        if self._levels is None:
+        if num_open >= self._least:
             return False
-        low, high, low_open, high_open = self._levels
-        if not (low <= free < high and low_open <= num_open < high_open):
+        if self.needs is not None and self._shortfalls:
+            self._same = self._same or _same_reasons(self._shortfalls, self.needs.levels)
+            low, high, low_open, high_open = self._same
+            if not (low <= free < high and low_open <= num_open < high_open):
+                return False
+            self.needs.set_free(free, num_open)
+        return True
+
+    def scan(
+        self,
+        kept: KeptVerdict,
+        popped: Sequence[Request],
+        check: Callable[[Request, int], Need | None],
+        defer: Callable[[Request, Deferral], None],
+    ) -> bool:
+        """Whether nobody behind the head, which lacks blocks as `kept` says, and behind those that were skipped and
+        `popped`, is admitted: then the search is done.
+
+        `check` checks a request that comes after so many others in the queue. It returns None if it is admitted, or
+        lacks something else than blocks. `defer` notes why a request waits.
+        """
+        needs, first = self.needs, self._first
+        if needs is None or first is None:
             return False
-        self._num_open = num_open
+        known, most_tokens, levels = needs.known, needs.most_tokens, needs.levels
+        num_waiting, bound = len(self._table.queue), self.bound
+        window = first(MAX_SKIPPED + 1 - len(popped))
+        start, end = 0 if popped else 1, len(window)
+        shortfalls: list[Shortfall] = []
+        for place in range(start, end):
+            request = window[place]
+            state = request._state
+            need = known.get(request)
+            if need is not None:
+                shortfall = need[0]
+                if shortfall.levels is not levels:
+                    shortfall.move_to(levels)
+                    shortfalls.append(shortfall)
+                reason = shortfall.reason
+            if (
+                need is None
+                or reason is None
+                or need.serial != state.serial
+                or need.num_waiting > num_waiting - place
+                or need.num_tokens > most_tokens
+            ):
+                need = check(request, place)
+                if need is None:
+                    return False
+                shortfalls.append(need.shortfall)
+            else:
+                before = state.deferral
+                if before is None or before.reason is not reason:
+                    defer(request, shortfall.deferral(reason, levels, state.num_overtaken >= bound))
+            if state.num_overtaken >= bound:
+                end = place
+                break
+        end = min(end, MAX_SKIPPED - len(popped))
+        self._blocker = window[end] if end < len(window) else None
+        self._skipped = [*popped, *window[:end]]
+        self._checked = popped or window[:1]
+        self._shortfalls, self._same = shortfalls, None
+        least = min([each.least for each in shortfalls], default=MAX_INT)
+        self.head, self._least = kept, least + levels[OPEN] - levels[OPEN_UNOWED]
+        self._num_arrivals = self._table.num_arrivals
+        needs.trim(self._skipped)
+        self.repeat()
         return True
 
     def begin(self, head: Request, kept: KeptVerdict | None, num_admitted: int) -> None:
@@ -79,16 +159,8 @@ class Search:
         if kept is not None:
             self._passed.append((head, num_admitted))
         self._num_arrivals = -1  # until this search has ended
-        self._head, self._lacking = kept, {}
-
-    def note(self, request: Request, lacking: Shortage | None, num_admitted: int) -> None:
-        """A request behind the head is skipped, or blocks the queue; None: it lacks something else than blocks.
-        `num_admitted` were admitted before it."""
-        if lacking is None:
-            self._head = None
-        else:
-            self._passed.append((request, num_admitted))
-            self._lacking[request] = lacking
+        self.head, self._least = kept, MAX_INT
+        self._shortfalls = []
 
     def is_spent(self, num_admitted: int) -> bool:
         """Whether one of those that lack blocks was passed as often as it may be."""
@@ -97,34 +169,37 @@ class Search:
             for request, num_before in self._passed
         )
 
-    def close(self, *, found: bool) -> KeptVerdict | None:
-        """The search ends; `found`: a request was admitted. Returns the head's verdict, to be kept."""
-        free = self._pool.num_free
-        self._num_open = self._bypass.num_open(free)
-        self._num_arrivals = -1 if found else self._table.num_arrivals
-        self._levels = None
-        if not found and self._head is not None:
-            lacking = self._lacking.values()
-            if self._asks_connector:
-                self._levels = -inf, inf, -inf, min([each.own for each in lacking], default=inf)
-            else:
-                self._levels = _levels_of(lacking, free, self._num_open)
-        self._skipped, self._blocker = self._table.skipped, self._table.blocker
-        return self._head
-
     def repeat(self) -> None:
         """The search is done: those that it skipped are skipped in this step too."""
         self._table.note_blocked(self._skipped, self._blocker)
 
+    def skip(self, request: Request, own: int | None, num_admitted: int) -> None:
+        """A request behind the head is skipped; it would take `own` blocks, or lacks something else (None).
+        `num_admitted` were admitted before it."""
+        if own is None:
+            self.head = None
+        else:
+            self._passed.append((request, num_admitted))
+            self._least = min(self._least, own)
+
+    def close(self, *, found: bool) -> KeptVerdict | None:
+        """The loop ends; `found`: somebody was admitted, or another reason ended it. Returns the head's verdict, to be
+        kept."""
+        self._num_arrivals = -1 if found else self._table.num_arrivals
+        self._skipped, self._blocker = self._table.skipped, self._table.blocker
+        if self.needs is not None:
+            self.needs.trim(self._skipped)
+        return self.head
+
     def deferral(self, request: Request) -> Deferral | None:
-        """Why a request waits that was checked behind the head, with what it lacks in the newest step; None: the newest
-        step has not repeated a search that checked it."""
-        table, lacking = self._table, self._lacking.get(request)
-        if lacking is None or table.skipped is not self._skipped or request._state.deferral is None:
+        """Why a request waits that the newest step skipped without a check."""
+        table, needs = self._table, self.needs
+        if needs is None or not self._shortfalls or table.skipped is not self._skipped:
             return None
-        if request is not table.blocker and request not in table.skipped:
+        if request is not table.blocker and (request in self._checked or request not in table.skipped):
             return None
-        return request._state.deferral._replace(missing=lacking.own - self._num_open)
+        found = needs.deferral(request, MAX_INT, request is table.blocker)
+        return None if found is None else found[0]
 
     def forget(self) -> None:
         """Nothing is known of requests behind the head, but why they waited in the newest step."""
@@ -133,19 +208,19 @@ class Search:
             deferral = self.deferral(request)
             if deferral is not None:
                 request._state.defer(deferral, request._state.deferred_since)
-        self._head, self._lacking = None, {}
+        self._shortfalls = []
+        if self.needs is not None:
+            self.needs.forget()
 
 
-def _levels_of(lacking: Iterable[Shortage], free: int, num_open: int) -> tuple[float, float, float, float]:
-    """Free and open blocks (least, and one more than most, of each) with which all these requests lack blocks for the
-    reasons that they have now."""
-    low, high, low_open, high_open = -inf, inf, -inf, inf
-    for shortage in set(lacking):
-        kept = shortage.required - shortage.own
-        for enough, _ in (*shortage.rungs, (shortage.required, None)):
-            low, high = (max(low, enough), high) if enough <= free else (low, min(high, enough))
-            enough -= kept  # the blocks that are kept change with the free ones
-            low_open, high_open = (
-                (max(low_open, enough), high_open) if enough <= num_open else (low_open, min(high_open, enough))
-            )
-    return low, high, low_open, high_open
+def _same_reasons(shortfalls: Sequence[Shortfall], levels: Levels) -> tuple[int, int, int, int]:
+    """Free and open blocks (least, and one more than most, of each) with which all keep their reasons at `levels`."""
+    low, high = [-MAX_INT, -MAX_INT], [MAX_INT, MAX_INT]
+    for level, blocks, _ in {rung for each in shortfalls for rung in each.rungs}:
+        which = level % 2
+        at = blocks + levels[which] - levels[level]
+        if at <= levels[which]:
+            low[which] = max(low[which], at)
+        else:
+            high[which] = min(high[which], at)
+    return low[0], high[0], low[1], high[1]

@@ -25,6 +25,39 @@ def crowded_host(**config: Any) -> Host:
     return host
 
 
+def looked_up(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The requests that are looked up in the prefix cache from now on."""
+    found: list[str] = []
+    kv = host.scheduler._kv
+    look_up = kv.look_up
+
+    def noting(request: Any) -> Any:
+        found.append(request.request_id)
+        return look_up(request)
+
+    monkeypatch.setattr(kv, "look_up", noting)
+    return found
+
+
+def test_after_an_arrival_only_the_new_request_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = crowded_host()
+    found = looked_up(host, monkeypatch)
+    host.add("new", 25)
+    assert not names(host.step().admitted)
+    assert found == ["new"]
+    assert [host.explain(name).reason for name in ("other 2", "new")] == [Reason.BLOCKS, Reason.BLOCKS]
+
+
+def test_where_blocks_become_free_those_are_looked_up_that_may_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = crowded_host(reserves=("bypass:kept=0",))
+    found = looked_up(host, monkeypatch)
+    host.abort("first")
+    admitted = names(host.step().admitted)
+    assert admitted == ["other 0", "other 1"]
+    assert set(found) == {"other 0", "other 1"}
+    assert host.explain("other 2").missing == 6 - host.stats().num_free_blocks
+
+
 def test_what_a_request_lacks_is_counted_in_the_newest_step() -> None:
     host = crowded_host()
     before = host.explain("other 1").missing
