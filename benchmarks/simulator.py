@@ -1,11 +1,13 @@
-"""How long a simulation takes, and whether decodes that are done at once give what single steps give.
+"""How long a simulation takes beside AISimulate's, and whether decodes at once give what single steps give.
 
-The unit is the CPU time of 1,000 plain steps (`schedule` and `update`) of the same scheduler with 16 running requests,
-measured in turns with each simulation. Steps have become cheaper since the targets were set, so there are two
-figures: in steps of today, and in steps of then (`STEPS_THEN`), which is what the targets are held against. Simulated
-are an hour of the Azure conversation trace, without and with prefix cache, and the Mooncake trace with its shared
-prefixes; the first requests of both also step by step, and compared. A step costs 6 ms, 34 us for each token and 20 ns
-for each token of context: the hour is about 417,000 steps, with ten requests in each.
+An hour of the Azure conversation trace is simulated, without and with prefix cache, in turns with AISimulate's offline
+replay of the same hour. Both have the same limits and the same pool, and neither's start-up is counted. AISimulate's
+step times are those of its default model for Llama 3.1 8B on an H100. Ours are 6 ms, 34 us for each token and 20 ns for
+each token of context, which is about as long. The hour is about 417,000 steps, with ten requests in each. AISimulate
+with a polynomial for its step times, which costs it least, is measured too, without a target. AISimulate needs the
+environment that `aisimulate_env.py` makes.
+
+The hour and the Mooncake trace, which has shared prefixes, are also simulated step by step, and compared.
 
 Work grows with events, not with steps: 2,000 requests whose outputs, and the time between whose arrivals, are ten
 times as long, in a pool that never fills, must cost little more.
@@ -20,19 +22,23 @@ from __future__ import annotations
 
 import json
 import resource
-import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from time import process_time
 from typing import Any
 
 import numpy as np
-from _common import AZURE_TRACE, REPOSITORY, Targets, argument_parser, finish, note, print_table, run
+from _common import AZURE_TRACE, REPOSITORY, Targets, argument_parser, finish, note, paired_ratio, print_table, run
+from _worker_process import WorkerProcess
+from aisimulate_env import AISIMULATE_VERSION, is_complete, python_of
 
-from pointsman.core import Request, Scheduler, SchedulerConfig, StepResult
+from pointsman.core import SchedulerConfig
 from pointsman.sim.calibrate import calibrate
 from pointsman.sim.profile import EngineSettings
 from pointsman.sim.simulator import Outcome, simulate
@@ -45,14 +51,12 @@ VLLM_LOG = AZURE_TRACE.with_name("vllm_0.19_rtxpro6000_llama31_8b.jsonl")
 VLLM_SETTINGS, VLLM_TRAIN = EngineSettings(max_num_seqs=128, max_num_batched_tokens=2048), 105
 MOST_OFF = {"e2e_mape": 0.015, "ttft_p99_error": 0.04, "tpot_mean_error": 0.015}
 STEP_TIME = LinearStepTime(per_step=6e-3, per_token=3.4e-5, per_context_token=2e-8)
-AZURE_UNITS = {False: 250.0, True: 330.0}  # at most, without and with prefix cache, in steps of then
-STEPS_THEN = 1.35
-"""A plain step of commit e657891, of the day on which the targets were set, takes so many times what one of today
-takes: 16.0 ms for 1,000 to 11.8, the least of six runs each, interleaved (docs/decisions/0064-plain-steps.md)."""
-SAMPLE_SECONDS = 0.05
-SAMPLE_STEPS, WARM_UP_STEPS = 100, 20
-"""Of the unit, at a time."""
-COLUMNS = ("requests", "steps", "events", "cpu_seconds", "units", "units_of_today")
+LLAMA = {"model": "meta-llama/Meta-Llama-3.1-8B", "hardware": "h100_sxm"}
+AISIMULATE = {"aisimulate": {**LLAMA, "timing": "default"}, "polynomial": {**LLAMA, "timing": "polynomial"}}
+"""AISimulate's engines, by name of the side. The targets are for the first one."""
+MAX_RATIOS = {"plain": 0.5, "cached": 0.5}
+"""Our CPU seconds divided by AISimulate's, without and with prefix cache."""
+COLUMNS = ("requests", "steps", "events", "cpu_seconds")
 MOONCAKE_SECONDS = 10.0
 GROWTH = 1.5
 MEMORY_MIB = 1024
@@ -79,58 +83,6 @@ def mooncake_config() -> SchedulerConfig:
     )
 
 
-class Unit:
-    """1,000 plain steps with 16 running requests, measured all through what it is the unit of.
-
-    A shared machine changes its speed within seconds, by up to two, and plain steps feel it more than a simulation
-    does. A few steps every 50 ms see the same moments.
-    """
-
-    def __init__(self) -> None:
-        self._result = StepResult(np.full(16, 7, dtype=np.int32))
-        self._samples: list[float] = []
-        self._taken = 0.0
-        self._renew()
-
-    def time(self, trace: list[TraceRequest], config: SchedulerConfig) -> tuple[Outcome, float, float]:
-        """A simulation, its CPU seconds, and those of the unit meanwhile."""
-        self._samples.clear()
-        before = signal.signal(signal.SIGALRM, lambda *_: self._sample())
-        try:
-            self._sample()
-            self._taken = 0.0  # of the simulation's time
-            outcome, seconds = timed(trace, config)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-        return outcome, seconds - self._taken, fmean(self._samples)
-
-    def _sample(self) -> None:
-        start = process_time()
-        if self._num_left < SAMPLE_STEPS + WARM_UP_STEPS:
-            self._renew()
-        self._step(WARM_UP_STEPS)  # the caches are the simulation's
-        self._samples.append(self._step(SAMPLE_STEPS) * 1_000 / SAMPLE_STEPS)
-        signal.setitimer(signal.ITIMER_REAL, SAMPLE_SECONDS)  # until the next one
-        self._taken += process_time() - start
-
-    def _step(self, count: int) -> float:
-        """CPU seconds of so many steps."""
-        start = process_time()
-        for _ in range(count):
-            self._scheduler.update(self._scheduler.schedule(0.0), self._result, 0.0)
-        self._num_left -= count
-        return process_time() - start
-
-    def _renew(self) -> None:
-        """A scheduler whose requests have all their tokens ahead of them."""
-        self._scheduler = Scheduler(azure_config(False).replace(num_blocks=17_000))
-        self._num_left = 16_000
-        for index in range(16):
-            self._scheduler.add(Request(f"r{index}", range(20), arrival_time=0.0, max_tokens=self._num_left), 0.0)
-        self._step(2 * WARM_UP_STEPS)
-
-
 def azure_trace(limit: int | None) -> list[TraceRequest] | None:
     """The requests that generated something."""
     return _read(AZURE_TRACE, limit)
@@ -150,24 +102,95 @@ def timed(trace: list[TraceRequest], config: SchedulerConfig, *, is_stepping: bo
     return outcome, process_time() - start
 
 
-def in_units(trace: list[TraceRequest], config: SchedulerConfig, unit: Unit, rounds: int) -> dict[str, Any]:
-    """A simulation, and what it costs; medians."""
-    units, seconds = [], []
+class AISimulate:
+    """AISimulate's replays of a trace.
+
+    Args:
+        trace: the requests; they share no prefix.
+        folder: where the trace is written in Mooncake's format.
+    """
+
+    def __init__(self, trace: Sequence[TraceRequest], folder: Path) -> None:
+        self._trace, self._path = trace, folder / "trace.jsonl"
+        block_size = azure_config(False).block_size
+        hashes = count()
+        with self._path.open("w") as file:
+            for request in trace:
+                num_blocks = -(-request.num_prompt_tokens // block_size)
+                line = {
+                    "timestamp": 1e3 * (request.arrival_time - trace[0].arrival_time),
+                    "input_length": request.num_prompt_tokens,
+                    "output_length": request.num_output_tokens,
+                    "hash_ids": [next(hashes) for _ in range(num_blocks)],
+                }
+                file.write(json.dumps(line) + "\n")
+        script = Path(__file__).resolve().with_name("_aisimulate_worker.py")
+        self._worker = WorkerProcess("AISimulate", [python_of(), script], {"HF_HUB_OFFLINE": "1"})
+
+    def open(self, config: SchedulerConfig) -> None:
+        """Compile a replay with each engine and run it once; it replaces those that were open."""
+        names = ("max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching", "num_blocks", "max_model_len")
+        settings = {name: getattr(config, name) for name in names}
+        for name, engine in AISIMULATE.items():
+            command = {"name": name, "settings": settings, "engine": engine, "trace": str(self._path)}
+            self._check(self._worker.ask("open", None, block_size=config.block_size, **command))
+
+    def replay(self, name: str) -> dict[str, Any]:
+        """Run the open replay with an engine once: CPU `seconds`, `mean_itl` in seconds.
+
+        Raises:
+            RuntimeError: it did not complete every request.
+        """
+        return self._check(self._worker.ask("replay", name=name))
+
+    def close(self) -> None:
+        """End its process."""
+        self._worker.close()
+
+    def _check(self, answer: dict[str, Any]) -> dict[str, Any]:
+        if answer["completed"] != len(self._trace):
+            raise RuntimeError(f"AISimulate completed {answer['completed']} of {len(self._trace)} requests")
+        return answer
+
+
+def mean_itl(outcome: Outcome) -> float:
+    """Mean seconds between two tokens of a request, of those that were not refused."""
+    timings = outcome.timings
+    seconds = timings.last_token - timings.first_token
+    ran = np.isfinite(seconds)
+    return float(seconds[ran].sum() / (timings.num_output_tokens[ran] - 1).sum())
+
+
+def costs(
+    trace: list[TraceRequest], config: SchedulerConfig, rounds: int, peer: AISimulate | None = None
+) -> dict[str, Any]:
+    """A simulation and what it costs, in turns with AISimulate's replays if there is one; medians."""
+    seconds: list[float] = []
+    theirs: dict[str, list[dict[str, Any]]] = {} if peer is None else {name: [] for name in AISIMULATE}
+    if peer is not None:
+        peer.open(config)
     for _ in range(rounds):
-        outcome, cpu, unit_seconds = unit.time(trace, config)
-        units.append(cpu / unit_seconds / STEPS_THEN)
+        outcome, cpu = timed(trace, config)
         seconds.append(cpu)
+        if peer is not None:
+            for name, replays in theirs.items():
+                replays.append(peer.replay(name))
     timeline = outcome.timelines[0]
-    return {
+    found: dict[str, Any] = {
         "requests": len(trace),
         "steps": timeline.num_steps,
         "events": len(timeline.events),
         "virtual_seconds": round(outcome.seconds, 1),
         "cpu_seconds": round(median(seconds), 3),
-        "units": round(median(units), 1),
-        "units_of_today": round(median(units) * STEPS_THEN, 1),
+        "mean_itl": round(mean_itl(outcome), 5),
         "preemptions": outcome.stats[0].num_preemptions,
     }
+    for name, replays in theirs.items():
+        its_seconds = [replay["seconds"] for replay in replays]
+        found[f"{name}_seconds"] = round(median(its_seconds), 3)
+        found[f"{name}_ratio"] = round(paired_ratio(seconds, its_seconds), 3)
+        found[f"{name}_mean_itl"] = round(replays[0]["mean_itl"], 5)
+    return found
 
 
 def difference(fast: Outcome, slow: Outcome) -> float:
@@ -244,20 +267,45 @@ def measure_calibration(targets: Targets) -> dict[str, float] | None:
     return found
 
 
-def measure_azure(quick: bool, unit: Unit, targets: Targets) -> dict[str, Any]:
-    """The Azure trace, in units."""
+def measure_azure(quick: bool, targets: Targets) -> dict[str, Any]:
+    """The Azure trace beside AISimulate: figures by kind of run, and targets."""
     trace = azure_trace(NUM_QUICK if quick else None)
-    names = {False: "Azure, no prefix cache, units", True: "Azure, prefix cache, units"}
     if trace is None:
         targets.holds("the Azure trace is needed and not there", False)
         return {}
+    missing = "--quick" if quick else None
+    if missing is None and not is_complete():
+        missing = "there is no environment for it; python benchmarks/aisimulate_env.py makes it"
+    if missing is not None:
+        note(f"skipped: AISimulate ({missing})")
     figures: dict[str, Any] = {}
-    share = len(trace) / 19_366
-    for caching, name in names.items():
-        found = in_units(trace, azure_config(caching), unit, 3 if quick else 5)
-        figures["cached" if caching else "plain"] = found
-        targets.at_most(f"{name} for {len(trace)} requests", found["units"], round(share * AZURE_UNITS[caching], 1))
+    with tempfile.TemporaryDirectory() as folder:
+        peer = AISimulate(trace, Path(folder)) if missing is None else None
+        try:
+            for kind, most in MAX_RATIOS.items():
+                figures[kind] = costs(trace, azure_config(kind == "cached"), 1 if quick else 3, peer)
+                name = f"Azure, {kind}: CPU seconds / AISimulate's"
+                if missing is not None:
+                    targets.skip(name, missing)
+                else:
+                    targets.at_most(name, figures[kind]["aisimulate_ratio"], most)
+        finally:
+            if peer is not None:
+                peer.close()
     return figures
+
+
+def report_azure(figures: dict[str, Any]) -> None:
+    """Tables of the Azure trace beside AISimulate, where it was measured."""
+    header, version = ["", "CPU s", "ratio", "ms between tokens"], AISIMULATE_VERSION.partition(".dev")[0]
+    for kind, found in figures.items():
+        if "aisimulate_seconds" not in found:
+            continue
+        rows: list[list[object]] = [["Pointsman", found["cpu_seconds"], None, 1e3 * found["mean_itl"]]]
+        for name, words in {"aisimulate": "AISimulate", "polynomial": "AISimulate, polynomial step times"}.items():
+            seconds, ratio, itl = (found[f"{name}_{key}"] for key in ("seconds", "ratio", "mean_itl"))
+            rows.append([words, seconds, ratio, 1e3 * itl])
+        print_table(f"Azure, {kind}, {found['requests']:,} requests, beside AISimulate {version}", header, rows)
 
 
 def main() -> int:
@@ -267,19 +315,17 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.only:
         return run_only(arguments.only)
-    quick, targets, unit = arguments.quick, Targets(), Unit()
-    figures: dict[str, Any] = {"quick": quick, "azure": measure_azure(quick, unit, targets)}
+    quick, targets = arguments.quick, Targets()
+    figures: dict[str, Any] = {"quick": quick, "azure": measure_azure(quick, targets)}
+    report_azure(figures["azure"])
     rows = [[f"Azure, {name}", *(found[key] for key in COLUMNS)] for name, found in figures["azure"].items()]
     mooncake = _read(MOONCAKE_TRACE, 400 if quick else None)
     if mooncake is not None:
-        found = figures["mooncake"] = in_units(mooncake, mooncake_config(), unit, 1)
+        found = figures["mooncake"] = costs(mooncake, mooncake_config(), 1)
         rows.append(["Mooncake", *(found[key] for key in COLUMNS)])
         if not quick:
             targets.at_most("CPU seconds of the Mooncake trace", found["cpu_seconds"], MOONCAKE_SECONDS)
-    header = ["", "requests", "steps", "events", "CPU s", "units", "of today"]
-    print_table(
-        "A simulation, in units of 1,000 plain steps with 16 requests, as they were and as they are", header, rows
-    )
+    print_table("simulations", ["", "requests", "steps", "events", "CPU s"], rows)
 
     figures["exact"] = {}
     num_exact = NUM_QUICK if quick else None

@@ -1,0 +1,81 @@
+"""AISimulate's side of `simulator.py`, to be run in the environment that `aisimulate_env.py` makes.
+
+Replies to each JSON line of its standard input with one JSON line. `open` compiles a replay and runs it once, so that
+start-up and the filling of AISimulate's tables of step times are not timed; `replay` runs it again and times that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from time import process_time
+from typing import Any
+
+from aisimulate.compiler import prediction_to_replay_spec
+from aisimulate.config.cli import CorePredictionConfig
+from aisimulate.runner import EngineReplayRunnerFactory
+
+
+class Session:
+    """One replay that can be run any number of times."""
+
+    def __init__(self, trace: str, block_size: int, settings: dict[str, Any], engine: dict[str, Any]) -> None:
+        """`trace`: a file in Mooncake's format, with a hash for each block of `block_size` tokens."""
+        worker = {
+            "scheduler": {
+                "max_batched_tokens": settings["max_num_batched_tokens"],
+                "max_sequences": settings["max_num_seqs"],
+            },
+            "kv_cache": {
+                "block_size": block_size,
+                "prefix_caching": settings["enable_prefix_caching"],
+                "capacity": {"type": "fixed", "blocks": settings["num_blocks"]},
+            },
+            "timing": {"type": engine["timing"]},
+        }
+        config = {
+            "traffic": {
+                "source": {"type": "trace", "paths": [trace], "format": "mooncake", "block_size": block_size},
+                "load": {"type": "trace_timestamps"},
+            },
+            "engine": {
+                "mode": "aggregated",
+                "model": engine["model"],
+                "hardware": engine["hardware"],
+                "backend": "vllm",
+                "context_length": settings["max_model_len"],
+                "workers": {"aggregated": worker},
+            },
+        }
+        self._spec = prediction_to_replay_spec(CorePredictionConfig.model_validate(config))
+        self._runner = EngineReplayRunnerFactory().create(worker_id=0)
+
+    def replay(self) -> dict[str, Any]:
+        """CPU seconds of one replay, the requests that it completed, and the mean time between their tokens."""
+        start = process_time()
+        report = self._runner.run(self._spec)
+        seconds = process_time() - start
+        metrics = report.metrics
+        return {
+            "seconds": seconds,
+            "completed": int(metrics["completed_requests"]),
+            "mean_itl": metrics["mean_itl_ms"] / 1e3,
+        }
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the library prints goes to standard error
+    sessions: dict[str, Session] = {}
+    for line in sys.stdin:
+        command = json.loads(line)
+        what, name = command.pop("command"), command.pop("name")
+        if what == "open":
+            sessions[name] = Session(**command)
+        answers.write(json.dumps(sessions[name].replay()) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
