@@ -401,6 +401,7 @@ class Admission:
         if (
             first is not None
             and isinstance(kv, KVCacheManager)
+            and kv.has_tables
             and not has_others
             and all(self._is_predictable(limit) for limit in gates.limits)
         ):

@@ -98,7 +98,7 @@ def assemble(
     """New parts for a configuration.
 
     Args:
-        kv_cache: who owns the KV blocks; None: a new `KVCacheManager`, or with `kv_groups` a `GroupedKVCache`.
+        kv_cache: who owns the KV blocks; None: a new `KVCacheManager`.
         accepted_drafts: where acceptance is counted, see `Acceptance`.
 
     Raises:
@@ -112,17 +112,13 @@ def assemble(
     own: KVCacheManager | None = None
     if config.has_kv_groups:
         _check_kv_groups(config, connector, kv_cache)
-        from pointsman.core.kv.grouped import GroupedKVCache  # here: most schedulers have no groups
-
-        kv = GroupedKVCache(config)
-    elif kv_cache is None:
+    if kv_cache is None:
         kv = own = KVCacheManager(config, eviction)
         kv.returned = [] if events.wants_blocks else None
         transfers, swap = make_transfers(config, own, connector), make_swap(config, own)
     else:
         kv = kv_cache
-    max_blocks = min(-(-config.max_model_len // config.block_size), config.num_usable_blocks)
-    batch = Batch(config.block_size, max_blocks if kv.has_tables else 1, accepted_drafts)
+    batch = Batch(config.block_size, accepted_drafts)
     if swap is not None and transfers is not None and swap.compares:
         transfers.is_worth_loading = swap.is_worth_loading
     steps = StepsInFlight(config.max_steps_in_flight)
@@ -208,6 +204,7 @@ def _has_plain_steps(
     """Whether a step of a configuration may be plain: see `plain.py`. `others` are parts that such a step lacks."""
     return (
         config.batching == "mixed"
+        and kv.has_tables
         and not config.num_draft_tokens
         and not config.count_common_prefix
         and running.steady_allowed

@@ -110,7 +110,7 @@ class Emission:
         """Which running requests get no tokens, and since when."""
         self.last_output: SchedulerOutput | None = None
         """The newest output, for explanations, if it left a request waiting: it names requests that have finished."""
-        self._common_prefix = CommonPrefix(batch) if config.count_common_prefix else None
+        self._common_prefix = CommonPrefix(batch, kv) if config.count_common_prefix else None
         self._resync = False
         self._unsynced: set[int] = set()  # serials of admissions whose table the host does not have yet
 
@@ -343,8 +343,8 @@ class CommonPrefix:
     a step that takes only some of the running rows it is recomputed.
     """
 
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
+    def __init__(self, batch: Batch, kv: KVCache) -> None:
+        self._batch, self._kv = batch, kv
         self._members: Members | None = None
         self._count = 0
 
@@ -365,7 +365,7 @@ class CommonPrefix:
         start, look = 0, _FIRST_LOOK
         while start < width and len(rows) > 1:
             end = min(start + look, width)
-            tables = batch.block_table[rows, start:end]
+            tables = self._kv.group_tables(batch)[rows, 0, start:end]
             differs = (tables != tables[0]).any(axis=0).nonzero()[0]
             if len(differs):
                 return start + int(differs[0])

@@ -23,8 +23,9 @@ from pointsman.core import (
     StepResult,
     replay,
 )
-from pointsman.core.kv.grouped import GroupedKVCache
 from pointsman.core.kv.manager import KVCacheManager
+from pointsman.core.kv.prefix_tree import Root
+from pointsman.core.kv.windows import Windows
 from tests.core.helpers import Host, small_config
 from tests.forms import seeds, short_of
 
@@ -153,13 +154,15 @@ def test_a_hit_ends_where_every_group_has_its_window() -> None:
     host.add("a", prompt, max_tokens=1)
     host.run_to_end()
     kv = host.scheduler._kv
-    assert isinstance(kv, GroupedKVCache)
-    nodes = kv._prefixes.find(_root(), np.array(prompt, dtype=np.int32).tobytes(), 6, None)
-    (block,) = nodes[4].entries[1][0].blocks
-    kv.pool.uncache([block])
+    assert isinstance(kv, KVCacheManager) and kv.prefix is not None
+    found = kv.prefix.look_up(Root(), np.array(prompt, dtype=np.int32).tobytes(), 6)
+    assert found.has is not None and found.has.all()
+    block = found.blocks[1, 4:5]
+    kv.prefix.evict(block)
+    kv.pool.uncache(block.tolist())
     host.add("b", [*prompt, 1])
     assert host.schedule().num_cached_tokens.tolist() == [16]
-    assert nodes[4].entries[0], "full attention still has the block there"
+    assert kv.prefix.is_cached(found.blocks[0, 4]), "full attention still has the block there"
 
 
 def test_a_chunk_begins_anew() -> None:
@@ -227,12 +230,6 @@ def test_a_request_is_preempted_only_where_no_window_has_anything_to_return() ->
     assert all(request.num_output_tokens == 45 for request in requests)
 
 
-def _root() -> Any:
-    from pointsman.core.kv.prefix_tree import Root
-
-    return Root()
-
-
 # ------------------------------------------------------------------ steady decode
 
 
@@ -275,26 +272,24 @@ def _workload(seed: int, config: SchedulerConfig) -> Iterator[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("steps_in_flight", short_of([1, 2, 3], {1, 2}))
-@pytest.mark.parametrize(
-    "groups", [TWO, (FULL, *[KVGroup("window", 5)] * 3), (WINDOW,), (KVGroup("chunk", 8), FULL), (FULL, FULL)]
-)
+@pytest.mark.parametrize("groups", [TWO, (FULL, *[KVGroup("window", 5)] * 3), (WINDOW,), (KVGroup("chunk", 8), FULL)])
 def test_steady_steps_decide_as_others(
     groups: tuple[KVGroup, ...], steps_in_flight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that exchange a block for the one behind their window, beside rows that are asked one part after another."""
     config = small_config(kv_groups=groups, num_blocks=30 + 20 * len(groups), max_steps_in_flight=steps_in_flight)
     counts = {True: 0, False: 0}
-    steady = GroupedKVCache._grow_steadily
+    steady = Windows._grow_steadily
 
-    def counted(self: GroupedKVCache, batch: Any, rows: Any) -> bool:
+    def counted(self: Windows, batch: Any, rows: Any) -> bool:
         done = steady(self, batch, rows)
         counts[done] += 1
         return done
 
     for seed in PAIRS:
-        monkeypatch.setattr(GroupedKVCache, "_grow_steadily", counted)
+        monkeypatch.setattr(Windows, "_grow_steadily", counted)
         first = list(_workload(seed, config))
-        monkeypatch.setattr(GroupedKVCache, "_grow_steadily", lambda self, batch, rows: False)
+        monkeypatch.setattr(Windows, "_grow_steadily", lambda self, batch, rows: False)
         assert list(_workload(seed, config)) == first
     assert counts[True] >= 15 or steps_in_flight > 1
 
