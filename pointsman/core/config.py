@@ -431,12 +431,7 @@ class SchedulerConfig:
 
     def _check_kv_groups(self) -> None:
         """What there is of one group of full attention alone."""
-        without: tuple[tuple[str, object], ...] = (
-            ("eviction", "lru"),
-            ("preemption_mode", "recompute"),
-            ("enable_kv_cache_events", False),
-            ("count_common_prefix", False),
-        )
+        without: tuple[tuple[str, object], ...] = (("preemption_mode", "recompute"),)
         for name, default in without:
             value = getattr(self, name)
             if value != default:

@@ -256,7 +256,9 @@ class Engine:
         )
         self.clock = clock
         self.watchdog = make_watchdog(self.scheduler, watchdog_seconds, clock)
-        self.kv_events = KVEventsPublisher(events_config, config.block_size) if events_config is not None else None
+        self.kv_events = None
+        if events_config is not None:
+            self.kv_events = KVEventsPublisher(events_config, config.block_size, len(config.kv_groups))
         if self.kv_events is not None:
             weakref.finalize(self, self.kv_events.close)
         self.outputs = OutputProcessor(self.loaded.tokenizer, self.counters, stream_interval)

@@ -6,6 +6,8 @@ block that was given back too early, one of another group, and a cached block of
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from pointsman.core import KVGroup, Request, SchedulerConfig, SchedulerOutput
 
 from .faults import ShadowFault, require
@@ -73,6 +75,15 @@ class GroupShadowHost(ShadowHost):
         require(all(groups[block] == group for group, _, block in told), f"{name} has a block in two groups: {told}")
         low, high = self.config.num_reserved_blocks, self.config.num_blocks
         require(all(low <= block < high for block in groups), f"{name} got a block outside {low}..{high - 1}: {told}")
+
+    def _check_common_prefix(self, output: SchedulerOutput) -> None:
+        """If asked for, it is that of the tables of the first group of full attention."""
+        full = next((index for index, group in enumerate(self.config.kv_groups) if group.is_full), None)
+        tables = [[block for group, _, block in self.placed(each) if group == full] for each in output.requests]
+        same = takewhile(lambda blocks: len(set(blocks)) == 1, zip(*tables, strict=False))
+        common = len(list(same)) if self.config.count_common_prefix else 0
+        told = output.num_common_prefix_blocks
+        require(told == common, f"{told} blocks are told to be common to the rows, {common} are, of {tables}")
 
     def _slots_of(self, sequence: HostSequence, positions: range) -> list[list[int]]:
         """[groups, positions] where each is; -1: the host was told of no block there."""

@@ -100,6 +100,8 @@ class KVCache(ABC):
     """Whether blocks stay cached after use."""
     num_groups: int = 1
     """Block tables of a row, each for a group of layers."""
+    anchor: int | None = None
+    """The index of the first group of full attention whose tables are in the core; None: there is none."""
     has_tables: bool = False
     """Whether a row has one table in the core, which only grows: then outputs list its blocks in order, without groups
     and places."""
@@ -264,6 +266,11 @@ class KVCache(ABC):
         """[rows, groups, blocks] the tables of all rows, read-only; entries of blocks that a row does not hold mean
         nothing. Only of an implementation whose tables are in the core."""
         raise NotImplementedError(f"{type(self).__name__} keeps its tables elsewhere")
+
+    def num_common_blocks(self, rows: npt.NDArray[np.integer]) -> int:
+        """Blocks at the beginning that the tables of these rows have in common, in the first group of full attention; 0
+        without one."""
+        return 0
 
     def tables(self, batch: Batch, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
         """The concatenated block tables of some rows, and for each block the index of its row in `rows`."""

@@ -75,10 +75,16 @@ KVEvent: TypeAlias = "BlockStored | BlockRemoved | AllBlocksCleared"
 
 
 class KVEvents:
-    """Listens to a prefix cache and keeps its events until they are taken."""
+    """Listens to a prefix cache and keeps its events until they are taken.
 
-    def __init__(self, block_size: int) -> None:
+    Args:
+        groups: the groups in the order in which content of theirs is stored, and in reverse removed: the anchor first
+            (`prefix_tree.py`), so that a block of another group follows one that is stored.
+    """
+
+    def __init__(self, block_size: int, groups: Sequence[int] = (0,)) -> None:
         self._block_size = block_size
+        self._groups = groups
         self._hashes: dict[int, list[bytes]] = {}  # of the nodes of each run, by its id
         self._has: dict[int, BoolArray] = {}  # [groups, nodes] which content of it is stored
         self._events: list[KVEvent] = []
@@ -92,18 +98,20 @@ class KVEvents:
         """A request's blocks from `first` on entered the tree, as a run; `has`: [groups, nodes]."""
         self._hashes[run.run_id] = list(block_keys(request, self._block_size)[first : first + run.length])
         self._has[run.run_id] = has
-        for group, is_there in enumerate(has):
-            self._store(request, group, first + is_there.nonzero()[0])
+        for group in self._groups:
+            self._store(request, group, first + np.flatnonzero(has[group]))
 
     def filled(self, run: Run, request: Request, offset: int, groups: Int64Array, indices: Int64Array) -> None:
         """Nodes of a run got their first block of a group; node i is block `offset` + i of the request."""
         self._has[run.run_id][groups, indices] = True
-        for group in sorted(set(groups.tolist())):
+        for group in self._groups:
             self._store(request, group, offset + indices[groups == group])
 
     def _store(self, request: Request, group: int, blocks: Int64Array) -> None:
         """These blocks of a request are stored, which ascend: an event for all that are consecutive."""
-        ends = [*((blocks[1:] != blocks[:-1] + 1).nonzero()[0] + 1).tolist(), len(blocks)] if len(blocks) else []
+        if not len(blocks):
+            return
+        ends = [*(np.flatnonzero(blocks[1:] != blocks[:-1] + 1) + 1).tolist(), len(blocks)]
         start = 0
         for end in ends:
             self._events.append(self._stored(request, group, blocks.item(start), blocks.item(end - 1) + 1))
@@ -120,13 +128,13 @@ class KVEvents:
     def left(self, run: Run, places: Int64Array) -> None:
         """The last block of these places (see `prefix_tree.py`), of nodes that remain, is gone."""
         indices, groups = np.divmod(places, len(self._has[run.run_id]))
-        for group in sorted(set(groups.tolist())):
+        for group in self._groups[::-1]:
             self._remove(run, group, np.sort(indices[groups == group]))
 
     def shrunk(self, run: Run, length: int) -> None:
         """Only the first `length` nodes of a run remain in the tree."""
-        hashes, has = self._hashes[run.run_id], self._has[run.run_id]
-        for group in range(len(has)):
+        hashes = self._hashes[run.run_id]
+        for group in self._groups[::-1]:
             self._remove(run, group, np.arange(length, len(hashes)))
         del hashes[length:]
         if length == 0:

@@ -109,14 +109,15 @@ class KVCacheManager(KVCache):
         if has_windows:
             self._windows = Windows(config, self._tables, self.pool, self._reports, self.take, self._note_return)
         self._attended = AttendedBlocks(groups, size, width)
-        self._anchor = next((index for index, group in enumerate(groups) if group.is_full), None)
+        self.anchor = next((index for index, group in enumerate(groups) if group.is_full), None)
         self._entering = Entering(np.zeros((self.num_groups, 0), dtype=np.int64), NO_BLOCKS, 0, (0, 0, 0))
         self.caches = config.enable_prefix_caching
         self.prefix = None
         if config.enable_prefix_caching:
-            self.prefix = PrefixCache(config.num_blocks, size, self.num_groups, self._anchor)
+            self.prefix = PrefixCache(config.num_blocks, size, self.num_groups, self.anchor)
         if config.enable_kv_cache_events and self.prefix is not None:
-            self.events = self.prefix.listener = KVEvents(size)
+            order = sorted(range(self.num_groups), key=lambda group: group != self.anchor)
+            self.events = self.prefix.listener = KVEvents(size, order)
         self._marks = ContentMarks()
         self.saves: list[Save] | None = None
         """Evictions that no output has reported yet; None: they are not reported."""
@@ -282,7 +283,7 @@ class KVCacheManager(KVCache):
         """Of the blocks of a match, those of one group that were labelled when they were released."""
         if match.table is None:
             return match.blocks
-        group = self._anchor or 0
+        group = self.anchor or 0
         return match.table[group, self._first_of(match).item(group) :]
 
     def num_slots(self, request: Request, blocks: Int64Array) -> int:
@@ -422,6 +423,9 @@ class KVCacheManager(KVCache):
 
     def group_table(self, batch: Batch, row: int) -> Int32Array:
         return self._tables.whole(row, 0, self._tables.ends.item(row), 0).astype(INT32)
+
+    def num_common_blocks(self, rows: npt.NDArray[np.integer]) -> int:
+        return 0 if self.anchor is None else self._tables.num_common(rows, self.anchor)
 
     def table(self, batch: Batch, row: int) -> Int64Array:
         """A copy of the blocks that a row holds, place by place of all its tables."""
@@ -577,8 +581,8 @@ class KVCacheManager(KVCache):
         """Release all blocks of a row, the last ones to be evicted first. A request that is not finished continues with
         the window that it has; one that is, and what comes after it, mostly with that of its prompt."""
         blocks, places, groups = self._tables.placed(row)
-        if self.retaining is not None and self._anchor is not None:
-            self.retaining.straighten(blocks[groups == self._anchor])
+        if self.retaining is not None and self.anchor is not None:
+            self.retaining.straighten(blocks[groups == self.anchor])
         if is_finished and self._windows is not None and self.caches:
             is_last = self._windows.evicted_last(row, places, groups)
             self.pool.release_any(blocks[~is_last][::-1], evict_first=True)
@@ -596,13 +600,13 @@ class KVCacheManager(KVCache):
         count, until, label = self.eviction.retained(request, num_cached, now)
         tenant = request.tenant if self.eviction.per_tenant else None
         table, first = self._tables.whole(row, 0, num_cached, self.prefix.no_block), self._tables.first(row)
-        group = self._anchor or 0
+        group = self.anchor or 0
         pool.label(table[group, first.item(group) :], label)
-        if self._anchor is not None:
-            count = pool.retain(table[self._anchor, :count], until, tenant)
+        if self.anchor is not None:
+            count = pool.retain(table[self.anchor, :count], until, tenant)
         needed = np.maximum(self._attended.first(count), first)
         for group in range(self.num_groups):
-            if group != self._anchor:
+            if group != self.anchor:
                 pool.retain(table[group, needed.item(group) : count], until, tenant)
 
     def undo(self, journal: Journal) -> None:
@@ -690,7 +694,7 @@ class KVCacheManager(KVCache):
             return False
         before: Node = state.prefix_node
         start, given = first, blocks
-        if self._anchor is None and not prefix.is_alive(before):  # nothing is left of what it has published
+        if self.anchor is None and not prefix.is_alive(before):  # nothing is left of what it has published
             start, before = 0, Root.of(request)
             given = np.concatenate([np.full((self.num_groups, first), prefix.no_block), blocks], axis=1)
         spans = prefix.publish(before, token_bytes, start, given, request)

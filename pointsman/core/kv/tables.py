@@ -34,6 +34,7 @@ Int64Array = npt.NDArray[np.int64]
 IntArray = npt.NDArray[np.integer]
 
 FEW_ROWS = 3  # for which a loop takes less time than NumPy
+FIRST_LOOK = 16  # blocks that are compared at first; the number then doubles, so that short prefixes are cheap
 
 
 class Kind:
@@ -167,6 +168,21 @@ class BlockTables:
         held = np.arange(self.ends.item(row))[:, None] >= self.first(row)
         places, groups = held.nonzero()
         return self.ids[row, groups, places].astype(INT64), places, groups
+
+    def num_common(self, rows: IntArray, group: int) -> int:
+        """Blocks that the tables of these rows begin with in a group of full attention; 0 for no row."""
+        if len(rows) == 0:
+            return 0
+        width = int(self.ends[rows].min())
+        start, look = 0, FIRST_LOOK
+        while start < width and len(rows) > 1:
+            end = min(start + look, width)
+            tables = self.ids[rows, group, start:end]
+            differs = (tables != tables[0]).any(axis=0).nonzero()[0]
+            if len(differs):
+                return start + int(differs[0])
+            start, look = end, 2 * look
+        return width
 
     def between(self, rows: Int64Array, groups: Int64Array, starts: Int64Array, ends: Int64Array) -> Int64Array:
         """int64: the blocks of some groups at the places from `starts[i]` to `ends[i]` of `rows[i]`: row by row, place

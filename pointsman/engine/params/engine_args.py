@@ -207,9 +207,6 @@ def what_needs_one_group(disable: bool | None, config: SchedulerConfig, kv: KVKn
     alone: tuple[tuple[str, object, bool], ...] = (
         ("kv_offload_bytes", kv.kv_offload_bytes, kv.kv_offload_bytes is None),
         ("kv_store", kv.kv_store, kv.kv_store is None),
-        ("kv_events_config", "given", not config.enable_kv_cache_events),
-        ("eviction", config.eviction, config.eviction == "lru"),
-        ("count_common_prefix", config.count_common_prefix, not config.count_common_prefix),
     )
     found = next((f"{name} is {value}" for name, value, is_off in alone if not is_off), None)
     if found is not None and disable is False:

@@ -55,9 +55,6 @@ def tables(output: SchedulerOutput, index: int) -> dict[int, dict[int, int]]:
         ({"kv_groups": [("window", 0)]}, 'the size of a "window" group in kv_groups is 0; it must be between 1'),
         ({"kv_groups": "full"}, "kv_groups is 'full'; give pairs of a kind and a size"),
         ({"kv_groups": 3}, "kv_groups is 3; give pairs of a kind and a size"),
-        ({"kv_groups": TWO, "eviction": "reuse"}, "eviction is 'reuse', and with 2 kv_groups it must be 'lru'"),
-        ({"kv_groups": TWO, "enable_kv_cache_events": True}, "enable_kv_cache_events is True, and with 2 kv_groups"),
-        ({"kv_groups": TWO, "count_common_prefix": True}, "count_common_prefix is True, and with 2 kv_groups"),
         ({"kv_groups": TWO, "preemption_mode": "swap"}, "preemption_mode is 'swap', and with 2 kv_groups"),
     ],
 )

@@ -87,9 +87,6 @@ def test_a_block_is_memory_of_one_group() -> None:
     [
         ({}, KVKnobs(kv_offload_bytes=1000), "kv_offload_bytes is 1000"),
         ({}, KVKnobs(kv_store="/kv"), "kv_store is /kv"),
-        ({"enable_kv_cache_events": True}, KVKnobs(), "kv_events_config is given"),
-        ({"eviction": "reuse"}, KVKnobs(), "eviction is reuse"),
-        ({"count_common_prefix": True}, KVKnobs(), "count_common_prefix is True"),
     ],
 )
 def test_what_needs_one_group_turns_groups_off_and_says_so(
