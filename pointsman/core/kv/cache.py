@@ -43,9 +43,12 @@ class Match(NamedTuple):
     """Where it is, for the implementation."""
     num_tokens: int
     table: Int64Array | None = None
-    """[groups, blocks] where the implementation has groups: what is cached at each place; not all of it is needed."""
+    """[groups, blocks] where the implementation has groups: what is cached at each place, maybe beyond the prefix; the
+    number of blocks in the pool where it is nothing."""
     num_known: int = 0
     """Blocks at the beginning that others have computed too, as far as is known; maybe more than can be reused."""
+    num_external: int = 0
+    """Tokens after these that are to be loaded."""
 
 
 class NewBlocks(NamedTuple):
@@ -191,6 +194,10 @@ class KVCache(ABC):
         can be cached where its chunk ends. 0: it waits for a step with more tokens, of which it may get `most`."""
         return want
 
+    def with_external(self, match: Match, num_tokens: int) -> Match:
+        """The same, of a request for which `num_tokens` after the cached ones are loaded."""
+        return match
+
     @abstractmethod
     def num_blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
         """Free blocks that the request takes to hold its first `num_tokens`, if nobody held those of `match`."""
@@ -266,6 +273,10 @@ class KVCache(ABC):
         """[rows, groups, blocks] the tables of all rows, read-only; entries of blocks that a row does not hold mean
         nothing. Only of an implementation whose tables are in the core."""
         raise NotImplementedError(f"{type(self).__name__} keeps its tables elsewhere")
+
+    def first_blocks(self, batch: Batch, row: int, count: int) -> Int64Array:
+        """The first `count` blocks of a row; of several groups [groups, count], -1 where it has none."""
+        return self.table(batch, row)[:count]
 
     def num_common_blocks(self, rows: npt.NDArray[np.integer]) -> int:
         """Blocks at the beginning that the tables of these rows have in common, in the first group of full attention; 0

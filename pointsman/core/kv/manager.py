@@ -24,7 +24,7 @@ import numpy.typing as npt
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv.block_pool import NO_BLOCKS, BlockPool
 from pointsman.core.kv.cache import Journal, KVCache, Match, NewBlocks
-from pointsman.core.kv.content import block_keys
+from pointsman.core.kv.content import block_keys, block_name
 from pointsman.core.kv.content_marks import ContentMarks
 from pointsman.core.kv.events import KVEvents
 from pointsman.core.kv.prefix_tree import Found, Node, Place, PrefixCache, Root, Run, Span
@@ -69,6 +69,8 @@ class Entering(NamedTuple):
 
     table: Int64Array
     """[groups, blocks]"""
+    is_local: BoolArray
+    """[groups, blocks] which of them were found in the prefix cache."""
     first: Int64Array
     """[groups] the first block that it has in each."""
     num_tokens: int
@@ -110,7 +112,8 @@ class KVCacheManager(KVCache):
             self._windows = Windows(config, self._tables, self.pool, self._reports, self.take, self._note_return)
         self._attended = AttendedBlocks(groups, size, width)
         self.anchor = next((index for index, group in enumerate(groups) if group.is_full), None)
-        self._entering = Entering(np.zeros((self.num_groups, 0), dtype=np.int64), NO_BLOCKS, 0, (0, 0, 0))
+        nothing = np.zeros((self.num_groups, 0), dtype=np.int64)
+        self._entering = Entering(nothing, nothing == 0, NO_BLOCKS, 0, (0, 0, 0))
         self.caches = config.enable_prefix_caching
         self.prefix = None
         if config.enable_prefix_caching:
@@ -202,7 +205,9 @@ class KVCacheManager(KVCache):
         """
         state, size = request._state, self.block_size
         if state.holding is not None:
-            return Match(state.holding.blocks, state.prefix_node, len(state.holding.blocks) * size)
+            table = state.holding.table
+            count = table.shape[1]
+            return Match(state.holding.blocks, state.prefix_node, count * size, table, count)
         if self.prefix is None:
             return self._no_match(NO_ROOT)
         root = Root.of(request)
@@ -220,20 +225,49 @@ class KVCacheManager(KVCache):
             return self._no_match(root)
         if self.has_tables:
             blocks = found.blocks[0]
-            return new_tuple(Match, (blocks, found.node(num_known, root), num_known * size, None, num_known))
+            return new_tuple(Match, (blocks, found.node(num_known, root), num_known * size, None, num_known, 0))
         return self._match_in_groups(found, root)
 
     def _no_match(self, root: Root) -> Match:
         table = None if self.has_tables else np.zeros((self.num_groups, 0), dtype=np.int64)
-        return new_tuple(Match, (NO_BLOCKS, root, 0, table, 0))
+        return new_tuple(Match, (NO_BLOCKS, root, 0, table, 0, 0))
 
     def _match_in_groups(self, found: Found, root: Root) -> Match:
         """What can be reused of nodes that were found."""
-        num_known = found.blocks.shape[1]
-        count = num_known if found.has is None else self._attended.num_reusable(found.has)
-        table = found.blocks[:, :count]
-        needed = np.arange(count) >= self._attended.first(count)[:, None]
-        return Match(table[needed], found.node(count, root), count * self.block_size, table, num_known)
+        num_known: int = found.blocks.shape[1]
+        count, table = num_known, found.blocks
+        if found.has is not None and not found.has.all():
+            count, table = self._attended.num_reusable(found.has), np.where(found.has, table, self.pool.num_blocks)
+        match = Match(NO_BLOCKS, found.node(count, root), count * self.block_size, table, num_known)
+        return match._replace(blocks=table[self._is_acquired(match)])
+
+    def _is_acquired(self, match: Match) -> BoolArray:
+        """[groups, known blocks] what a request with this prefix acquires of the table of a match."""
+        assert match.table is not None
+        start = (match.num_tokens + match.num_external) // self.block_size
+        places = np.arange(match.table.shape[1])
+        is_needed: BoolArray = (places >= self._first_of(match)[:, None]) & (places < start)
+        is_needed &= match.table != self.pool.num_blocks
+        return is_needed
+
+    def with_external(self, match: Match, num_tokens: int) -> Match:
+        match = match._replace(num_external=num_tokens)
+        return match if match.table is None else match._replace(blocks=match.table[self._is_acquired(match)])
+
+    def in_pool(self, match: Match, max_blocks: int) -> BoolArray:
+        """[groups, max_blocks] which blocks of a request with this match the pool has."""
+        has = np.zeros((self.num_groups, max_blocks), dtype=np.bool_)
+        if match.table is not None:
+            has[:, : match.table.shape[1]] = (match.table != self.pool.num_blocks)[:, :max_blocks]
+        return has
+
+    def num_reusable(self, has: BoolArray) -> int:
+        """See `AttendedBlocks`."""
+        return self._attended.num_reusable(has)
+
+    def num_blocks_to_hold(self, num_blocks: int) -> int:
+        """Blocks that a request holds which has `num_blocks` of each table, and none behind its windows."""
+        return num_blocks * self.num_groups - int(self._attended.first(num_blocks).sum())
 
     def num_blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
         count = -(-num_tokens // self.block_size) * self.num_groups
@@ -246,7 +280,7 @@ class KVCacheManager(KVCache):
 
     def _first_of(self, match: Match) -> Int64Array:
         """[groups] blocks at the beginning that a request with this prefix does not take."""
-        return self._attended.first(match.num_tokens // self.block_size)
+        return self._attended.first((match.num_tokens + match.num_external) // self.block_size)
 
     def admit(self, request: Request, match: Match, num_tokens: int, now: float) -> Int64Array:
         state, cached = request._state, match.blocks
@@ -255,41 +289,55 @@ class KVCacheManager(KVCache):
             if len(cached) and self.eviction is not None and state.holding is None:
                 self.eviction.started(request, self.retaining.labels[self._labelled(match)])
         start = match.num_tokens // self.block_size
-        num_new = (-(-num_tokens // self.block_size) - start) * self.num_groups
-        if state.holding is not None:
-            new = self.take(num_new)
-            return np.concatenate([state.holding.blocks, new])
-        if len(cached):
-            self.pool.acquire(cached)
-            if self.shared is not None:
-                self.shared.append((request, len(cached)))
-        new = self.take(num_new)
-        state.num_published_blocks = start
-        state.prefix_node = match.node
-        state.prefix_epoch = self.prefix.epoch if self.prefix is not None else 0
-        if self.has_tables:
-            return np.concatenate([cached, new]) if len(cached) else new
+        if state.holding is None:
+            if len(cached):
+                self.pool.acquire(cached)
+                if self.shared is not None:
+                    self.shared.append((request, len(cached)))
+            state.num_published_blocks = start
+            state.prefix_node = match.node
+            state.prefix_epoch = self.prefix.epoch if self.prefix is not None else 0
+        if not self.has_tables:
+            self._enter(request, match, num_tokens)
+            return NO_BLOCKS
+        new = self.take(-(-num_tokens // self.block_size) - start)
+        return np.concatenate([cached, new]) if len(cached) else new
+
+    def _enter(self, request: Request, match: Match, num_tokens: int) -> None:
+        """Make the tables of a request that is admitted: what it has acquired, and new blocks for the rest."""
         assert match.table is not None
-        last = (state.num_prompt_tokens - 1) // self.block_size
-        self._entering = Entering(
-            np.concatenate([match.table, new.reshape(-1, self.num_groups).T], axis=1),
-            self._first_of(match),
-            num_tokens,
-            (last, min(match.num_known, last), start),
-        )
-        return NO_BLOCKS
+        first, none = self._first_of(match), self.pool.num_blocks
+        end, num_known = -(-num_tokens // self.block_size), match.table.shape[1]
+        table = np.full((self.num_groups, end), none)
+        is_local = np.zeros(table.shape, dtype=np.bool_)
+        is_local[:, :num_known] = self._is_acquired(match)[:, :end]
+        table[is_local] = match.table[:, :end][is_local[:, :num_known]]
+        missing = (~is_local & (np.arange(end) >= first[:, None])).T  # place by place
+        table.T[missing] = self.take(int(np.count_nonzero(missing)))
+        last = (request._state.num_prompt_tokens - 1) // self.block_size
+        tails = (last, min(match.num_known, last), match.num_tokens // self.block_size)
+        self._entering = Entering(table, is_local, first, num_tokens, tails)
+
+    def entered(self, blocks: Int64Array, num_cached: int) -> tuple[Int64Array, BoolArray]:
+        """Of the newest admission, for which `admit` has returned these blocks: its tables [groups, blocks], with the
+        number of blocks in the pool where it has none, and which of them were found in the prefix cache: the first
+        `num_cached`, where there is one table."""
+        if self.has_tables:
+            return blocks[None], (np.arange(len(blocks)) < num_cached)[None]
+        return self._entering.table, self._entering.is_local
 
     def _labelled(self, match: Match) -> Int64Array:
         """Of the blocks of a match, those of one group that were labelled when they were released."""
         if match.table is None:
             return match.blocks
         group = self.anchor or 0
-        return match.table[group, self._first_of(match).item(group) :]
+        start = match.num_tokens // self.block_size
+        return match.table[group, self._first_of(match).item(group) : start]
 
     def num_slots(self, request: Request, blocks: Int64Array) -> int:
         if self.has_tables:
             return len(blocks) * self.block_size
-        table, first, num_tokens, _ = self._entering
+        table, _, first, num_tokens, _ = self._entering
         count: int = table.shape[1]
         return count * self.block_size if self._windows is None else self._windows.num_slots(count, num_tokens, first)
 
@@ -299,8 +347,8 @@ class KVCacheManager(KVCache):
         if self.has_tables:
             self._tables.place(row, blocks[None])
             return
-        table, first, _, tails = self._entering
-        self._tables.place(row, table, first)
+        table, _, first, _, tails = self._entering
+        self._tables.place(row, np.where(table < self.pool.num_blocks, table, 0), first)  # a kernel may read any entry
         self._reports.place(row)
         if self._windows is not None:
             self._windows.place(batch, row, tails)
@@ -424,6 +472,21 @@ class KVCacheManager(KVCache):
     def group_table(self, batch: Batch, row: int) -> Int32Array:
         return self._tables.whole(row, 0, self._tables.ends.item(row), 0).astype(INT32)
 
+    def first_blocks(self, batch: Batch, row: int, count: int) -> Int64Array:
+        table = self._tables.whole(row, 0, min(count, self._tables.ends.item(row)), -1)
+        return table[0] if self.has_tables else table
+
+    def names(self, request: Request, group: int, num_blocks: int) -> list[bytes]:
+        """What the first blocks of a request are called outside the pool, as those of a group."""
+        keys = block_keys(request, self.block_size)[:num_blocks]
+        return [block_name(key, group, self.num_groups) for key in keys]
+
+    def names_to_resume(self, request: Request, num_blocks: int) -> tuple[bytes, ...]:
+        """Those of the blocks that a request needs to continue after its first `num_blocks`."""
+        first = self._attended.first(num_blocks).tolist()
+        names = [self.names(request, group, num_blocks)[at:] for group, at in enumerate(first)]
+        return tuple([name for of_group in names for name in of_group])
+
     def num_common_blocks(self, rows: npt.NDArray[np.integer]) -> int:
         return 0 if self.anchor is None else self._tables.num_common(rows, self.anchor)
 
@@ -527,14 +590,20 @@ class KVCacheManager(KVCache):
         if is_new and self.shared is not None:
             self.shared.append((request, state.num_published_blocks))
 
-    def publish_loaded(self, request: Request, blocks: Int64Array) -> None:
-        """Publish the loaded blocks of a request, the first ones of its table."""
+    def publish_loaded(self, request: Request, table: Int64Array) -> None:
+        """Publish the loaded blocks of a request, [groups, blocks] of the beginning of its tables."""
         first = request._state.num_published_blocks
-        self._publish(request, blocks[None, first:], request._state.known_bytes())
+        self._publish(request, table[:, first:].copy(), request._state.known_bytes())
 
     def take_back(self, blocks: Int64Array) -> None:
         """Release blocks that were held without a row, in table order."""
-        self.pool.release(blocks)
+        if self.has_tables:
+            self.pool.release(blocks)
+        else:
+            if self.retaining is not None and self.prefix is not None:
+                of_anchor = [self.pool.is_cached[b] and self.prefix.group_of(b) == self.anchor for b in blocks.tolist()]
+                self.retaining.straighten(blocks[np.array(of_anchor, dtype=np.bool_)])
+            self.pool.release_any(blocks[::-1])
         self._note_return()
         if self.returned is not None:
             self.returned.append(blocks)
@@ -701,12 +770,15 @@ class KVCacheManager(KVCache):
         run, at, length = spans[-1]
         state.prefix_node = new_tuple(Place, (run, at + length - 1))
         state.num_published_blocks = first + count
-        self.pool.set_cached(blocks[0] if self.has_tables else blocks[blocks != prefix.no_block])
+        self.pool.set_cached(given[0] if self.has_tables else given[given != prefix.no_block])
         if self.saves is not None:
-            keys = block_keys(request, self.block_size)[first : first + count]
+            keys = block_keys(request, self.block_size)[start : first + count]
             step = self._newest_step
-            for index, (block, key) in enumerate(zip(blocks[0].tolist(), keys, strict=True), start=first):
-                self._key_of[block] = key, step if index >= num_final else FINAL
+            for group in range(self.num_groups):
+                for index, (block, key) in enumerate(zip(given[group].tolist(), keys, strict=True), start=start):
+                    if block != prefix.no_block:
+                        name = block_name(key, group, self.num_groups)
+                        self._key_of[block] = name, step if index >= num_final else FINAL
         if self.journal is not None:
             self.journal.append(new_tuple(Publication, (request, start, before, given, spans)))
         return True
@@ -729,7 +801,8 @@ class KVCacheManager(KVCache):
             if wanted is not None and wanted.pop(key, 0) == 0:  # once it has left the pool no other can be saved
                 continue
             if step < self._oldest_step:
-                saves.append(Save(block, key))
+                group = 0 if self.prefix is None else self.prefix.group_of(block)
+                saves.append(Save(block, key, group))
                 self.num_saves += 1
 
     def take_saves(self) -> Sequence[Save]:

@@ -279,7 +279,7 @@ class PrefixCache:
         """Add blocks `first`, `first` + 1, ... of a sequence after `node`, that of block `first` - 1.
 
         They are reported to the listener as blocks of `request`. `blocks`: [groups, nodes], `no_block` where a group
-        has none.
+        has none; the tree keeps it.
 
         Returns their nodes; the next publication continues after the last one. Nodes that exist already get these
         blocks, as duplicates where the group has one; the remaining blocks become a run.
@@ -327,8 +327,11 @@ class PrefixCache:
         self._run_of[self.no_block] = ZERO
 
     def _add_to(self, span: Span, blocks: Int64Array, request: Request, start: int) -> None:
-        """Add blocks of a request, from its block `start` on, to nodes that exist."""
+        """Add blocks of a request, from its block `start` on, to nodes that exist. Those that were there already, found
+        before other blocks were loaded beside them, are struck from `blocks`."""
         run, first, count = span
+        places = self._places_of(first, count)
+        blocks[(self._run_of[blocks] == run.run_id) & (self._place_of[blocks] == places)] = self.no_block
         given, has = blocks != self.no_block, self._has(run, first, count)
         for group, at in zip(*(where.tolist() for where in (given & has).nonzero()), strict=True):
             place = (first + at) * self.num_groups + group

@@ -555,9 +555,11 @@ class Admission:
         self._lacking = None
         match = kv.look_up(request)
         cached = match.num_tokens
-        external = NOTHING if self._transfers is None else self._transfers.ask(request, cached)
+        external = NOTHING if self._transfers is None else self._transfers.ask(request, match)
         if isinstance(external, Deferral):
             return external
+        if external.num_tokens:
+            match = kv.with_external(match, external.num_tokens)
         start = cached + external.num_tokens
         view.match = match
         has_shared = len(match.blocks) > 0 and not self.gates.budget.asks_whole

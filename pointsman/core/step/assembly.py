@@ -110,8 +110,11 @@ def assemble(
     transfers: Transfers | None = None
     swap: Swap | None = None
     own: KVCacheManager | None = None
-    if config.has_kv_groups:
-        _check_kv_groups(config, connector, kv_cache)
+    if config.has_kv_groups and kv_cache is not None:
+        raise ConfigError(
+            f"kv_groups has {len(config.kv_groups)} groups, and a kv_cache is given, which keeps groups of its own; "
+            "leave one of the two out"
+        )
     if kv_cache is None:
         kv = own = KVCacheManager(config, eviction)
         kv.returned = [] if events.wants_blocks else None
@@ -212,13 +215,3 @@ def _has_plain_steps(
         and kv.saves is None
         and all(other is None for other in others)
     )
-
-
-def _check_kv_groups(config: SchedulerConfig, connector: KVConnector | None, kv_cache: KVCache | None) -> None:
-    """Raises ConfigError: something else is given that would own the blocks of `kv_groups`, or load them."""
-    what = "a connector" if connector is not None else None if kv_cache is None else "a kv_cache"
-    if what is not None:
-        raise ConfigError(
-            f"kv_groups has {len(config.kv_groups)} groups, and {what} is given, which works with one group of full "
-            "attention; leave one of the two out"
-        )
