@@ -56,7 +56,6 @@ def tables(output: SchedulerOutput, index: int) -> dict[int, dict[int, int]]:
         ({"kv_groups": [("window", 0)]}, 'the size of a "window" group in kv_groups is 0; it must be between 1'),
         ({"kv_groups": "full"}, "kv_groups is 'full'; give pairs of a kind and a size"),
         ({"kv_groups": 3}, "kv_groups is 3; give pairs of a kind and a size"),
-        ({"kv_groups": TWO, "preemption_mode": "swap"}, "preemption_mode is 'swap', and with 2 kv_groups"),
     ],
 )
 def test_what_does_not_fit_groups_is_refused_with_a_remedy(knobs: dict[str, Any], says: str) -> None:
