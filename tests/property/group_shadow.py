@@ -44,6 +44,7 @@ class GroupShadowHost(ShadowHost):
 
     def spoil(self, request: Request, step: ExecutedStep) -> None:
         held = {block for other in self.sequences if other is not request for block in self.table(other)}
+        held |= self.device.blocks() if self.device is not None else set()
         for slot in step.written.get(request, ()):
             rewritten = self.last_writes[slot] != step.output.step_id
             if slot // self.config.block_size not in held and not rewritten:
@@ -58,6 +59,13 @@ class GroupShadowHost(ShadowHost):
         told: list[Placed] = list(zip(*(column.tolist() for column in columns), strict=True))
         if index >= output.num_continued:
             require(sequence.table is None, f"{name} is admitted although it has a row")
+            if self.device is not None:
+                held = set(self.device.holders.get(sequence.request, ()))
+                mine = {block for _, _, block in told}
+                require(mine >= held, f"{name} is admitted with {told}, it holds {held}")
+                if held:
+                    self.device.resumed.add(sequence.request)
+                self.device.let_go(sequence.request)
             sequence.table, sequence.row, sequence.serial = told, row, serial  # type: ignore[assignment]
             sequence.admitted_step = output.step_id
             self._renew_contents(sequence)
@@ -70,6 +78,8 @@ class GroupShadowHost(ShadowHost):
             sequence.table = told if output.resync else [*(sequence.table or []), *told]  # type: ignore[list-item]
         if index >= output.num_continued or output.resync:
             sequence.is_stale = False
+        if self.device is not None:
+            self.device.check_free([block for _, _, block in told], name)
         require(len(set(told)) == len(told), f"{name} is told twice of a block: {told}")
         groups = {block: group for group, _, block in told}
         require(all(groups[block] == group for group, _, block in told), f"{name} has a block in two groups: {told}")
