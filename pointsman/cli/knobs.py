@@ -21,7 +21,7 @@ from pointsman.engine.params.engine_args import (
     check_utilization,
     scheduler_defaults,
     speculation_knobs,
-    what_needs_one_group,
+    wants_one_group,
 )
 from pointsman.files import represented
 
@@ -79,7 +79,7 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
     config = SchedulerConfig.preset(preset, **(stand_ins | defaults | own))
     kv_knobs = KVKnobs(**{field.name: arguments[field.name] for field in fields(KVKnobs) if field.name in arguments})
     kv_knobs.check(config)
-    what_needs_one_group(arguments.get("disable_hybrid_kv_cache_manager"), config, kv_knobs)
+    wants_one_group(arguments.get("disable_hybrid_kv_cache_manager"))
     Scheduler(config, connector=RecordedConnector(saves_evicted=False) if kv_knobs.is_on else None)
     return PRESETS[preset] | arguments
 

@@ -537,25 +537,6 @@ class SchedulerConfig:
         self._check_encoder()
         self._check_speculation()
         self._check_prefill_first()
-        if self.has_kv_groups:
-            self._check_kv_groups()
-
-    def _check_kv_groups(self) -> None:
-        """What there is of one group of full attention alone."""
-        without: tuple[tuple[str, object], ...] = (
-            ("eviction", "lru"),
-            ("preemption_mode", "recompute"),
-            ("enable_kv_cache_events", False),
-            ("count_common_prefix", False),
-        )
-        for name, default in without:
-            value = getattr(self, name)
-            if value != default:
-                shown = _named(value) if name == "eviction" else value
-                raise ConfigError(
-                    f"{name} is {shown!r}, and with {len(self.kv_groups)} kv_groups it must be {default!r}; "
-                    "leave it at its default, or keep all KV in one group of full attention"
-                )
 
     def _check_encoder(self) -> None:
         for name in ("split_encoder_inputs", "keep_embeddings"):

@@ -293,7 +293,10 @@ def output_decision(output: SchedulerOutput) -> dict[str, Any]:
         "finished": [[r.request_id, r.finish_reason.value if r.finish_reason else None] for r in output.finished],
     }
     decision["loads"] = [
-        [load.transfer_id, load.request_id, load.block_ids.tolist(), load.first_token, load.is_async]
+        [
+            *(load.transfer_id, load.request_id, load.block_ids.tolist(), load.first_token, load.is_async),
+            *([load.block_groups.tolist(), load.block_places.tolist()] if len(load.block_places) else ()),
+        ]
         for load in output.loads
     ]
     decision["saves"] = [[save.block_id, save.key.hex()] for save in output.saves]

@@ -863,8 +863,9 @@ class Scheduler:
 
     @property
     def block_table(self) -> Int32Array:
-        """int32 [rows, blocks], read-only: row `output.rows[i]` is request i's table. Valid until the next call."""
-        return self._batch.table_view
+        """int32 [rows, blocks], read-only: row `output.rows[i]` is request i's table, in the first group of KV. Valid
+        until the next call. Not with a `kv_cache` of the host's."""
+        return self._kv.group_tables(self._batch)[:, 0]
 
     @property
     def group_block_tables(self) -> Int32Array:

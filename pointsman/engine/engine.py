@@ -119,7 +119,7 @@ class Engine:
         kv_events_config: where to publish what enters and leaves the prefix cache, see `kv/events.py`; None: nowhere.
         disable_hybrid_kv_cache_manager: whether layers with a sliding window keep the KV of the whole context, as those
             without do; False: they keep that of their window, see `kv/layout.py`. None: that too, where it takes less
-            memory and no other argument needs all KV in one group.
+            memory.
         stream_interval: tokens from one output of a request to the next; the first token and the last output come at
             once.
         prompt_lookup_min, prompt_lookup_max: with `num_draft_tokens`: the minimum and the maximum number of its newest
@@ -206,9 +206,7 @@ class Engine:
         )
         min_ngram, max_ngram = check_prompt_lookup(config, prompt_lookup_min, prompt_lookup_max)
         kv_knobs = KVKnobs(kv_offload_bytes, kv_store, kv_store_role, kv_store_bytes)
-        kv_layout = choose_layout(
-            self.loaded.layers, self.loaded.windows, config, kv_knobs, disable_hybrid_kv_cache_manager
-        )
+        kv_layout = choose_layout(self.loaded.layers, self.loaded.windows, config, disable_hybrid_kv_cache_manager)
         config = config.replace(kv_groups=kv_layout.groups)
         memory = device_memory(place)
         graph_bytes = 0 if memory is None or enforce_eager else int(memory.total * GRAPH_SHARE)
@@ -256,7 +254,9 @@ class Engine:
         )
         self.clock = clock
         self.watchdog = make_watchdog(self.scheduler, watchdog_seconds, clock)
-        self.kv_events = KVEventsPublisher(events_config, config.block_size) if events_config is not None else None
+        self.kv_events = None
+        if events_config is not None:
+            self.kv_events = KVEventsPublisher(events_config, config.block_size, len(config.kv_groups))
         if self.kv_events is not None:
             weakref.finalize(self, self.kv_events.close)
         self.outputs = OutputProcessor(self.loaded.tokenizer, self.counters, stream_interval)

@@ -73,6 +73,11 @@ def check_host_memory(memory: HostMemory | None, config: SchedulerConfig) -> Non
                 'kv_offload_bytes, or use "recompute"'
             )
         return
+    if config.has_kv_groups:
+        raise SimulationError(
+            f"kv_offload_bytes is {memory.num_bytes}, and the KV is in {len(config.kv_groups)} kv_groups: host memory "
+            "is simulated for one group of full attention; leave one of the two out"
+        )
     if not config.enable_prefix_caching:
         raise SimulationError(
             f"kv_offload_bytes is {memory.num_bytes} and would have no effect, because enable_prefix_caching is off; "

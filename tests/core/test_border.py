@@ -312,7 +312,7 @@ def test_a_host_gets_back_the_object_that_it_added() -> None:
 
 
 def _writable_table(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "block_table", property(lambda scheduler: scheduler._batch.block_table))
+    patch.setattr(Scheduler, "block_table", property(lambda scheduler: scheduler._kv._tables.ids))
 
 
 def _lists_of_the_batch(patch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from pointsman.core.kv.events import BlockStored
 from pointsman.core.recording import Recorder
 from pointsman.core.replay import replay
 from pointsman.engine import Engine, EngineStepError, SamplingParams
@@ -250,3 +252,142 @@ def test_a_warm_engine_and_a_replay() -> None:
     assert tokens_of(engine) == expected()
     report = replay(file.getvalue().splitlines())
     assert report.num_preemptions == engine.scheduler.stats().num_preemptions > 0
+
+
+# ------------------------------------------------------------------------------------------------- outside the pool
+
+
+@cache
+def gpt_oss() -> LoadedModel:
+    """A window and full attention in turns."""
+    layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    config = FAMILIES["gpt-oss"]()
+    lengths = {"sliding_window": WINDOW, "max_position_embeddings": 256}
+    return wrap_model(build(type(config)(**{**config.to_dict(), **layers, **lengths}), seed=3))
+
+
+@cache
+def expected_of(make: Callable[[], LoadedModel]) -> list[list[int]]:
+    """Tokens without groups."""
+    return tokens_of(Engine(make(), disable_hybrid_kv_cache_manager=True, **KNOBS))
+
+
+MODELS = pytest.mark.parametrize("make", [gemma, gpt_oss], ids=["gemma3", "gpt-oss"])
+OFFLOAD = {"num_blocks": TIGHT, "kv_offload_bytes": 1 << 22}
+
+
+@MODELS
+@pytest.mark.parametrize("steps", [1, 2])
+def test_evicted_blocks_of_every_group_come_back_from_host_memory(make: Callable[[], LoadedModel], steps: int) -> None:
+    engine = Engine(make(), max_steps_in_flight=steps, **{**KNOBS, **OFFLOAD})
+    assert len(engine.scheduler.config.kv_groups) > 1
+    assert tokens_of(engine) == expected_of(make)
+    counters, stats = engine.counters, engine.scheduler.stats()
+    assert counters.num_offloaded_blocks > 10 and counters.num_restored_blocks > 5
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+@MODELS
+def test_preempted_requests_swap_the_blocks_of_every_group(make: Callable[[], LoadedModel]) -> None:
+    """Most of what was computed again without host memory comes back."""
+
+    def run(**knobs: Any) -> tuple[dict[str, list[int]], Engine]:
+        engine, draw = Engine(make(), **{**KNOBS, "num_blocks": 64, **knobs}), np.random.default_rng(5)
+        for number in range(6):
+            params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+            engine.add_request(str(number), draw.integers(3, VOCAB_SIZE, 12 + number).tolist(), params)
+        found: dict[str, list[int]] = {}
+        while engine.has_unfinished_requests():
+            found.update((output.request_id, output.token_ids) for output in engine.step() if output.finished)
+            engine.scheduler.check_invariants()
+        return found, engine
+
+    wanted, _ = run(disable_hybrid_kv_cache_manager=True, num_blocks=200)
+    found, plain = run()
+    assert found == wanted and plain.scheduler.stats().num_preemptions > 5
+    for steps in (1, 2):
+        for mode in ("swap", "cheaper"):
+            found, engine = run(preemption_mode=mode, kv_offload_bytes=1 << 22, max_steps_in_flight=steps)
+            stats = engine.scheduler.stats()
+            assert found == wanted and len(engine.scheduler.config.kv_groups) > 1
+            if mode == "swap":  # what is cheaper depends on the machine
+                assert engine.counters.num_restored_blocks > 20
+                assert stats.num_recomputed_tokens < 0.5 * plain.scheduler.stats().num_recomputed_tokens
+
+
+@MODELS
+def test_the_store_keeps_the_blocks_of_every_group(make: Callable[[], LoadedModel], tmp_path: Path) -> None:
+    """What one engine has computed the next one reads, all that the token after it attends to and no more."""
+    first = Engine(make(), kv_store=str(tmp_path), **KNOBS)
+    assert len(first.scheduler.config.kv_groups) > 1
+    assert tokens_of(first) == expected_of(make)
+    first.close()
+    assert first.counters.num_stored_blocks > 50
+    second = Engine(make(), kv_store=str(tmp_path), **KNOBS)
+    request = prompts()[0]
+    conversation = [*request, *expected_of(make)[0], 9, 8, 7]
+    tokens: dict[str, list[int]] = {}
+    for engine, name in ((Engine(make(), disable_hybrid_kv_cache_manager=True, **KNOBS), "plain"), (second, "stored")):
+        engine.add_request(name, conversation, GREEDY)
+        while engine.has_unfinished_requests():
+            tokens.update((output.request_id, output.token_ids) for output in engine.step() if output.finished)
+            engine.scheduler.check_invariants()
+    assert tokens["stored"] == tokens["plain"]
+    stats = second.scheduler.stats()
+    # Of 94 tokens the last one was sampled, not computed: 23 blocks of full attention, and of windows those of the end.
+    assert stats.num_loaded_tokens == 92
+    per_window = -(-(WINDOW - 1) // SIZE)
+    num_full = sum(group.is_full for group in second.scheduler.config.kv_groups)
+    num_windows = len(second.scheduler.config.kv_groups) - num_full
+    assert second.counters.num_loaded_blocks == 23 * num_full + per_window * num_windows
+    second.close()
+
+
+@MODELS
+def test_files_of_the_store_that_are_lost_are_computed_again(make: Callable[[], LoadedModel], tmp_path: Path) -> None:
+    first = Engine(make(), kv_store=str(tmp_path), **KNOBS)
+    tokens_of(first)
+    first.close()
+    draw = np.random.default_rng(1)
+    files = sorted(tmp_path.rglob("*.safetensors"))
+    for path in files:
+        if draw.random() < 0.2:
+            path.unlink()
+        elif draw.random() < 0.2:
+            path.write_bytes(path.read_bytes()[:-7])
+    second = Engine(make(), kv_store=str(tmp_path), **KNOBS)
+    assert tokens_of(second) == expected_of(make)
+    second.close()
+
+
+@MODELS
+@pytest.mark.parametrize("eviction", ["retention:share=0.6,default=5", "reuse"])
+def test_retained_blocks_change_no_token(make: Callable[[], LoadedModel], eviction: str) -> None:
+    engine = Engine(make(), eviction=eviction, count_common_prefix=True, **{**KNOBS, "num_blocks": TIGHT})
+    assert len(engine.scheduler.config.kv_groups) > 1
+    assert tokens_of(engine) == expected_of(make)
+
+
+def test_events_tell_of_the_blocks_of_every_group() -> None:
+    """What was stored and not removed is what is cached, in each group."""
+    engine = Engine(gemma(), kv_events_config={"endpoint": "inproc://windows"}, **{**KNOBS, "num_blocks": TIGHT})
+    stored: set[tuple[int, bytes]] = set()
+    kept: list[Any] = []
+    assert engine.kv_events is not None
+    publish = engine.kv_events.publish
+    engine.kv_events.publish = lambda events: (kept.extend(events), publish(events))[1]  # type: ignore[method-assign]
+    assert tokens_of(engine) == expected()
+    for event in kept:
+        names = {(event.group, name) for name in event.block_hashes}
+        if isinstance(event, BlockStored):
+            assert stored.isdisjoint(names)
+            stored |= names
+        else:
+            assert stored >= names
+            stored -= names
+    prefix = engine.scheduler._kv.prefix
+    assert prefix is not None
+    cached = prefix.blocks()
+    assert len(stored) == len({(prefix.group_of(block), prefix.content(block)) for block in cached}) > 10
+    assert {group for group, _ in stored} == {0, 1, 2}
+    engine.close()

@@ -6,6 +6,8 @@ block that was given back too early, one of another group, and a cached block of
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from pointsman.core import KVGroup, Request, SchedulerConfig, SchedulerOutput
 
 from .faults import ShadowFault, require
@@ -42,6 +44,7 @@ class GroupShadowHost(ShadowHost):
 
     def spoil(self, request: Request, step: ExecutedStep) -> None:
         held = {block for other in self.sequences if other is not request for block in self.table(other)}
+        held |= self.device.blocks() if self.device is not None else set()
         for slot in step.written.get(request, ()):
             rewritten = self.last_writes[slot] != step.output.step_id
             if slot // self.config.block_size not in held and not rewritten:
@@ -56,6 +59,13 @@ class GroupShadowHost(ShadowHost):
         told: list[Placed] = list(zip(*(column.tolist() for column in columns), strict=True))
         if index >= output.num_continued:
             require(sequence.table is None, f"{name} is admitted although it has a row")
+            if self.device is not None:
+                held = set(self.device.holders.get(sequence.request, ()))
+                mine = {block for _, _, block in told}
+                require(mine >= held, f"{name} is admitted with {told}, it holds {held}")
+                if held:
+                    self.device.resumed.add(sequence.request)
+                self.device.let_go(sequence.request)
             sequence.table, sequence.row, sequence.serial = told, row, serial  # type: ignore[assignment]
             sequence.admitted_step = output.step_id
             self._renew_contents(sequence)
@@ -68,11 +78,22 @@ class GroupShadowHost(ShadowHost):
             sequence.table = told if output.resync else [*(sequence.table or []), *told]  # type: ignore[list-item]
         if index >= output.num_continued or output.resync:
             sequence.is_stale = False
+        if self.device is not None:
+            self.device.check_free([block for _, _, block in told], name)
         require(len(set(told)) == len(told), f"{name} is told twice of a block: {told}")
         groups = {block: group for group, _, block in told}
         require(all(groups[block] == group for group, _, block in told), f"{name} has a block in two groups: {told}")
         low, high = self.config.num_reserved_blocks, self.config.num_blocks
         require(all(low <= block < high for block in groups), f"{name} got a block outside {low}..{high - 1}: {told}")
+
+    def _check_common_prefix(self, output: SchedulerOutput) -> None:
+        """If asked for, it is that of the tables of the first group of full attention."""
+        full = next((index for index, group in enumerate(self.config.kv_groups) if group.is_full), None)
+        tables = [[block for group, _, block in self.placed(each) if group == full] for each in output.requests]
+        same = takewhile(lambda blocks: len(set(blocks)) == 1, zip(*tables, strict=False))
+        common = len(list(same)) if self.config.count_common_prefix else 0
+        told = output.num_common_prefix_blocks
+        require(told == common, f"{told} blocks are told to be common to the rows, {common} are, of {tables}")
 
     def _slots_of(self, sequence: HostSequence, positions: range) -> list[list[int]]:
         """[groups, positions] where each is; -1: the host was told of no block there."""

@@ -11,13 +11,18 @@ from pointsman.core.kv.prefix_tree import Root
 
 from .shadow import require
 
+Stored = tuple[int, bytes]
+"""A group of layers, and the name of a block of it."""
+
 
 class KVMirror:
-    """Takes the events of a scheduler and compares the picture with what is cached."""
+    """Takes the events of a scheduler and compares the picture with what is cached, in each group of layers."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._parents: dict[bytes, bytes | None] = {}  # of what can be found
+        self._parents: dict[Stored, Stored | None] = {}  # of what can be found: the block before, in the anchor
+        kv = scheduler._kv
+        self._anchor = kv.anchor
         self._names: dict[tuple[Root, bytes], bytes] = {}  # of contents without encoder inputs, whose marks come and go
 
     def check(self) -> None:
@@ -28,9 +33,10 @@ class KVMirror:
                 self._store(event, size)
             elif isinstance(event, BlockRemoved):
                 for name in event.block_hashes:
-                    require(name in self._parents, "a block is removed that was not stored")
-                    del self._parents[name]
-                    require(name not in self._parents.values(), "a block is removed before what is behind it")
+                    stored = (event.group, name)
+                    require(stored in self._parents, "a block is removed that was not stored")
+                    del self._parents[stored]
+                    require(stored not in self._parents.values(), "a block is removed before what is behind it")
             else:
                 require(isinstance(event, AllBlocksCleared), f"no event: {event!r}")
                 self._parents.clear()
@@ -40,23 +46,25 @@ class KVMirror:
     def _store(self, event: BlockStored, size: int) -> None:
         count, parent = len(event.block_hashes), event.parent_block_hash
         require(count > 0 and len(event.token_ids) == count * size, f"{event} has not {size} tokens a block")
-        require(parent is None or parent in self._parents, "a block is stored behind one that is not")
         last = parent if parent is not None else root_key(event.root)
         for index, name in enumerate(event.block_hashes):
             tokens = np.array(event.token_ids[index * size : (index + 1) * size], dtype=np.int32).tobytes()
             last = block_key(last, tokens, event.inputs[index] if event.inputs else ())
             require(last == name, f"{event} does not say what the name of block {index} is made of")
-            require(name not in self._parents, "a block is stored twice")
-            self._parents[name] = parent
+            stored = (event.group, name)
+            require(stored not in self._parents, "a block is stored twice")
+            before = None if parent is None or self._anchor is None else (self._anchor, parent)
+            require(before is None or before in self._parents, "a block is stored behind one that is not")
+            self._parents[stored] = before
             parent = name
 
-    def _cached(self, size: int) -> set[bytes]:
-        """The names of all cached blocks, each from its content."""
+    def _cached(self, size: int) -> set[Stored]:
+        """The groups and names of all cached blocks, each from its content."""
         prefix = self._scheduler._kv.prefix
         names = set()
         for block in prefix.blocks() if prefix is not None and self._scheduler.config.enable_kv_cache_events else ():
             content = prefix.content(block)
-            names.add(self._names.get(content) or self._name(content, size))
+            names.add((prefix.group_of(block), self._names.get(content) or self._name(content, size)))
         return names
 
     def _name(self, content: tuple[Root, bytes], size: int) -> bytes:

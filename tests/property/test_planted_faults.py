@@ -332,14 +332,14 @@ def removals_are_not_told(patch: Patch) -> None:
 
 
 def duplicates_are_told(patch: Patch) -> None:
-    def add(original: Any, cache: Any, span: Any, blocks: Any) -> None:
-        original(cache, span, blocks)
+    def add(original: Any, cache: Any, span: Any, *args: Any) -> None:
+        original(cache, span, *args)
         if isinstance(cache.listener, find("KVEvents")):
             hashes = cache.listener._hashes[span.run.run_id]
             stored = find("BlockStored")(hashes[span.first : span.first + 1], None, [], Root())
             cache.listener._events.append(stored)
 
-    around(patch, "PrefixCache._add_duplicates", add)
+    around(patch, "PrefixCache._add_to", add)
 
 
 def owed_blocks_are_forgotten(patch: Patch) -> None:
@@ -600,7 +600,7 @@ def too_much_is_said_to_be_missing(patch: Patch) -> None:
 
 def children_are_retained_without_their_parents(patch: Patch) -> None:
     around(patch, "RetainingPool.retain", lambda original, pool, blocks, *args: original(pool, blocks[::-1][:1], *args))
-    around(patch, "RetainingPool._straighten", lambda original, pool, blocks: None)
+    around(patch, "RetainingPool.straighten", lambda original, pool, blocks: None)
 
 
 def what_has_expired_stays_while_its_parents_are_released(patch: Patch) -> None:
@@ -733,13 +733,12 @@ def sharing_within_a_step_is_not_asked(patch: Patch) -> None:
 
 
 def published_too_far(patch: Patch) -> None:
-    def publish(original: Any, kv: Any, request: Any, table: Any, end: int, token_bytes: bytes, *args: Any) -> bool:
-        row = request._state.row
-        held = len(table) if row is None else int(request._state.batch.num_slots[row]) // kv.block_size
+    def publish(original: Any, kv: Any, request: Any, row: int, end: int, token_bytes: bytes, *args: Any) -> bool:
+        held = int(request._state.batch.num_slots[row]) // kv.block_size
         further = min(held, len(token_bytes) // (4 * kv.block_size))
-        return original(kv, request, table, further, token_bytes, *args)
+        return original(kv, request, row, further, token_bytes, *args)
 
-    around(patch, "KVCacheManager._publish", publish)
+    around(patch, "KVCacheManager._publish_row", publish)
 
 
 def slot_is_not_given_back(patch: Patch) -> None:
@@ -944,7 +943,7 @@ def window_blocks_are_lost(patch: Patch) -> None:
 
 
 def given_back_one_too_early(patch: Patch) -> None:
-    around(patch, "GroupedKVCache._final", lambda original, kv, batch, rows: original(kv, batch, rows) + kv.block_size)
+    around(patch, "Windows._final", lambda original, windows, *args: original(windows, *args) + windows.block_size)
 
 
 def read_in_flight_and_given_back(patch: Patch) -> None:
@@ -952,36 +951,39 @@ def read_in_flight_and_given_back(patch: Patch) -> None:
 
 
 def a_hit_ignores_the_window(patch: Patch) -> None:
-    def blocks(original: Any, prefixes: Any, nodes: Any, kind: int, num_groups: int) -> Any:
-        ids, has = original(prefixes, nodes, kind, num_groups)
-        return ids, has | True
-
-    around(patch, "GroupPrefixes.blocks", blocks)
+    around(patch, "AttendedBlocks.num_reusable", lambda original, attended, has, *args: has.shape[1])
 
 
-def an_entry_outlives_its_block(patch: Patch) -> None:
-    replace(patch, "GroupPrefixes._drop", lambda self, entry: None)
+def a_block_is_found_as_it_was(patch: Patch) -> None:
+    """A run lists a block that has other content now."""
+
+    def has(original: Any, cache: Any, run: Any, first: int, count: int) -> Any:
+        return run.blocks[:, first : first + count] != cache.no_block
+
+    around(patch, "PrefixCache._has", has)
 
 
 def a_group_is_found_for_another(patch: Patch) -> None:
-    def enter(original: Any, prefixes: Any, node: Any, kind: int, blocks: list[int]) -> Any:
-        entry = original(prefixes, node, kind, blocks)
-        node.entries[1 - kind] = node.entries[1 - kind] or (entry,)
-        return entry
+    def look_up(original: Any, cache: Any, *args: Any) -> Any:
+        found = original(cache, *args)
+        return found._replace(blocks=found.blocks[::-1]) if len(found.spans) else found
 
-    around(patch, "GroupPrefixes.enter", enter)
+    around(patch, "PrefixCache.look_up", look_up)
 
 
 def undo_forgets_groups(patch: Patch) -> None:
-    replace(patch, "GroupedKVCache.undo", lambda self, journal: None)
+    def places(original: Any, kv: Any, entry: Any) -> Any:
+        return [each for each in original(kv, entry) if each[2] % kv.num_groups == 0]
+
+    around(patch, "KVCacheManager._places_of", places)
 
 
 def moves_what_others_hold(patch: Patch) -> None:
-    def publish_prompt(original: Any, kv: Any, batch: Any, request: Any) -> None:
-        original(kv, batch, request)
-        kv._public[request.row], kv._moves_at[request.row] = 0, kv._due_at[request.row]
+    def publish(original: Any, windows: Any, row: int) -> None:
+        original(windows, row)
+        windows._public[row], windows._moves_at[row] = 0, windows._due_at[row]
 
-    around(patch, "GroupedKVCache._publish_prompt", publish_prompt)
+    around(patch, "Windows.publish", publish)
 
 
 BOOKKEEPING: tuple[Fault, ...] = (
@@ -1073,7 +1075,7 @@ WRONG_CONTENT: tuple[Fault, ...] = (
     (given_back_one_too_early, GROUPS),
     (read_in_flight_and_given_back, {**GROUPS, "max_steps_in_flight": 3}),
     (a_hit_ignores_the_window, GROUPS),
-    (an_entry_outlives_its_block, GROUPS),
+    (a_block_is_found_as_it_was, GROUPS),
     (a_group_is_found_for_another, GROUPS),
     (undo_forgets_groups, GROUPS),
     (moves_what_others_hold, {**GROUPS, "share_within_step": True}),

@@ -27,7 +27,7 @@ RULES_PER_SEED = 60
 NUM_LIMIT_SEEDS = 48
 LEAST_OF_A_LIMIT = 4
 CACHING = {"enable_prefix_caching": True, "share_within_step": True}
-GROUPS = {**CACHING, "connector": False, "preemption_mode": "recompute", "eviction": "lru", "num_blocks": 24}
+GROUPS = {**CACHING, "connector": False, "preemption_mode": "recompute", "num_blocks": 24}
 FOCUS: dict[str, dict[str, Any]] = {
     "anything": {},
     "displacement": {**CACHING, "order": "priority", "displace": True, "batching": "mixed"},
@@ -71,6 +71,55 @@ FOCUS: dict[str, dict[str, Any]] = {
         "block_size": 2,
         "num_blocks": 26,
     },
+    "groups, retention": {
+        **GROUPS,
+        "kv_groups": (KVGroup("window", 5), KVGroup()),
+        "eviction": "retention:share=1",
+        "enable_kv_cache_events": True,
+        "batching": "mixed",
+        "num_blocks": 20,
+    },
+    "windows alone, retention": {
+        **GROUPS,
+        "kv_groups": (KVGroup("window", 5), KVGroup("window", 8)),
+        "eviction": "retention:share=1",
+        "enable_kv_cache_events": True,
+    },
+    "groups, transfers": {
+        **GROUPS,
+        "connector": True,
+        "kv_groups": (KVGroup(), KVGroup("window", 5)),
+        "enable_kv_cache_events": True,
+        "num_blocks": 40,
+        "max_model_len": 20,
+    },
+    "groups, transfers in flight": {
+        **GROUPS,
+        "connector": True,
+        "kv_groups": (KVGroup("window", 4), KVGroup(), KVGroup("chunk", 6)),
+        "max_steps_in_flight": 3,
+        "num_blocks": 60,
+        "max_model_len": 20,
+    },
+    "groups, swap": {
+        **GROUPS,
+        "connector": True,
+        "kv_groups": (KVGroup("window", 4), KVGroup()),
+        "preemption_mode": "swap",
+        "full_sequence_must_fit": False,
+        "num_blocks": 30,
+        "max_model_len": 24,
+    },
+    "windows alone, swap": {
+        **GROUPS,
+        "connector": True,
+        "kv_groups": (KVGroup("window", 4), KVGroup("window", 7)),
+        "preemption_mode": "cheaper",
+        "full_sequence_must_fit": False,
+        "num_blocks": 24,
+        "max_model_len": 24,
+    },
+    "full attention in groups": {**GROUPS, "kv_groups": (KVGroup(), KVGroup()), "eviction": "reuse:share=0.5"},
     "no chunks": {"enable_chunked_prefill": False, "long_prefill_token_threshold": 0, "order": "priority"},
 }
 """Knobs that are fixed in some of the seeded runs, where what they reach is rare otherwise."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pointsman.core import RequestStatus, SchedulerOutput, UnknownTransfer
+from pointsman.core import Request, RequestStatus, SchedulerOutput, UnknownTransfer
 
+from .group_transfers import GroupDevice, GroupTransfer
 from .ledger import Entry, Place
 from .shadow import require
 from .transfers import Transfer
@@ -47,12 +48,17 @@ def end_transfer(world: World, transfer: Transfer, *, num_missing: int = 0, by_b
     number, now = transfer.transfer_id, world.now
     if transfer.is_send:
         require(scheduler.transfer_done(number, now) is None, "a send ended a request")
-        device.end(transfer, 0)
+        if isinstance(transfer, GroupTransfer) and isinstance(device, GroupDevice):
+            device.end_in_groups(transfer, set())
+        else:
+            device.end(transfer, 0)
+        return
+    if isinstance(transfer, GroupTransfer):
+        _end_in_groups(world, transfer, num_missing, by_blocks=by_blocks)
         return
     count = len(transfer.blocks)
     num_loaded = max(0, count - num_missing)
     device.write(transfer, num_loaded)
-    request = transfer.request
     if num_loaded == count:
         ended = scheduler.transfer_done(number, now)
     elif by_blocks:
@@ -62,6 +68,37 @@ def end_transfer(world: World, transfer: Transfer, *, num_missing: int = 0, by_b
     else:
         ended = scheduler.transfer_done(number, now, num_loaded_tokens=num_loaded * size + size - 1)
     device.end(transfer, num_loaded)
+    _ended(world, transfer, ended, num_loaded, count)
+
+
+def _end_in_groups(world: World, transfer: GroupTransfer, num_missing: int, *, by_blocks: bool) -> None:
+    """A load ends, of which the last blocks are not there, or some of these."""
+    device, size = world.host.device, world.config.block_size
+    assert isinstance(device, GroupDevice)
+    done, number = world.scheduler.transfer_done, transfer.transfer_id
+    count = len(transfer.blocks)
+    num_loaded = max(0, count - num_missing)
+    device.write(transfer, count)
+    lost: list[int] = []
+    if num_loaded == count:
+        ended = done(number, world.now)
+    elif by_blocks:
+        lost = transfer.blocks[num_loaded:][::-2]
+        ended = done(number, world.now, failed_blocks=lost)
+    else:
+        num_places = max(0, transfer.spots[num_loaded][1] - transfer.first_place)
+        num_tokens = num_places * size
+        spots = zip(transfer.spots, transfer.blocks, strict=True)
+        lost = [block for (_, place), block in spots if place >= transfer.first_place + num_places]
+        ended = done(number, world.now, num_loaded_tokens=num_tokens)
+    usable = device.end_in_groups(transfer, set(lost))
+    num_places = transfer.num_places - transfer.first_place
+    _ended(world, transfer, ended, max(0, usable - transfer.first_place), num_places)
+
+
+def _ended(world: World, transfer: Transfer, ended: Request | None, num_loaded: int, count: int) -> None:
+    """A load has ended with `num_loaded` of `count` blocks of a table."""
+    request, size = transfer.request, world.config.block_size
     if request is None:
         require(ended is None, f"{ended} ended by a transfer that nobody waits for")
         return
@@ -87,7 +124,7 @@ def misuse(world: World, index: int) -> None:
         world._expect(UnknownTransfer, partial(done, number, world.now))
     transfer = _pick(world, index)
     if transfer is not None and not transfer.is_send:
-        too_many = len(transfer.blocks) * world.config.block_size + 1
+        too_many = 10**6
         world._expect(ValueError, partial(done, transfer.transfer_id, world.now, num_loaded_tokens=too_many))
         strange = [next(block for block in range(10**6) if block not in transfer.blocks)]
         world._expect(ValueError, partial(done, transfer.transfer_id, world.now, failed_blocks=strange))

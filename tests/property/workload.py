@@ -135,8 +135,6 @@ def _with_effect(values: dict[str, Any], overrides: dict[str, Any], choose: Choo
     """The same without knobs that would have no effect beside the others, and with those that only some allow."""
     if "max_num_seqs" in overrides:
         values["max_num_active_seqs"] = overrides.get("max_num_active_seqs")
-    if values.get("kv_groups"):
-        values |= {"eviction": "lru", "enable_kv_cache_events": False, "count_common_prefix": False}
     too_long = values["long_prefill_token_threshold"] >= values["max_num_batched_tokens"]
     if too_long or not values["enable_chunked_prefill"]:
         values["long_prefill_token_threshold"] = 0

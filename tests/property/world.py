@@ -44,6 +44,7 @@ from pointsman.core import (
 from .admissions import check_admissions
 from .expectations import Expectations, check_explanations, malformed_results, why_refused
 from .group_shadow import GroupShadowHost
+from .group_transfers import GroupDevice
 from .kv_mirror import KVMirror
 from .ledger import Entry, Kept, Part, Place, Tally, place_of
 from .partials import check_caps
@@ -70,9 +71,10 @@ class World:
         self.shadow_only = shadow_only  # only the host checks what it is told, for faults that it alone must see
         self.host = GroupShadowHost(config) if config.has_kv_groups else ShadowHost(config)
         if connector_seed is not None:
-            full_length = min(-(-config.max_model_len // config.block_size), config.num_usable_blocks)
+            full_length = min(config.most_blocks(config.max_model_len), config.num_usable_blocks)
             most = config.num_usable_blocks - full_length
-            self.host.device = Device(self.host, connector_seed, max_held_blocks=most)
+            kind = GroupDevice if config.has_kv_groups else Device
+            self.host.device = kind(self.host, connector_seed, max_held_blocks=most)
         recorder = Recorder(recording) if recording is not None else None
         self.host.scheduler = self.scheduler = Scheduler(config, recorder=recorder, connector=self.host.device)
         self.is_recorded = recording is not None

@@ -1,8 +1,7 @@
 """What does a step ask of a KV cache? The protocol between the parts of a step and whoever owns the KV blocks.
 
-Three implementations: `KVCacheManager` (`manager.py`), whose block tables are columns, for layers that all attend to
-the whole context; `GroupedKVCache` (`grouped.py`), for groups of layers with windows or chunks, whose blocks are of one
-size; and that of a host over a manager of its own, for every other layout.
+Two implementations: `KVCacheManager` (`manager.py`), for any number of groups of layers with full attention, windows or
+chunks, whose blocks are of one size; and that of a host over a manager of its own, for every other layout.
 
 A row carries `num_slots`: the tokens that its blocks can hold, in every layout. So a step in which no row runs out of
 slots asks nothing, and otherwise it asks about the rows that do. Whatever is said in blocks is about the pool: how many
@@ -39,10 +38,17 @@ class Match(NamedTuple):
     """The cached prefix of a request."""
 
     blocks: Int64Array
-    """Its blocks, of all layouts."""
+    """Blocks that a request acquires with it, of all groups."""
     node: Any
     """Where it is, for the implementation."""
     num_tokens: int
+    table: Int64Array | None = None
+    """[groups, blocks] where the implementation has groups: what is cached at each place, maybe beyond the prefix; the
+    number of blocks in the pool where it is nothing."""
+    num_known: int = 0
+    """Blocks at the beginning that others have computed too, as far as is known; maybe more than can be reused."""
+    num_external: int = 0
+    """Tokens after these that are to be loaded."""
 
 
 class NewBlocks(NamedTuple):
@@ -95,8 +101,15 @@ class KVCache(ABC):
     """The prefix tree, of an implementation that has one."""
     caches: bool = False
     """Whether blocks stay cached after use."""
+    num_groups: int = 1
+    """Block tables of a row, each for a group of layers."""
+    anchor: int | None = None
+    """The index of the first group of full attention whose tables are in the core; None: there is none."""
     has_tables: bool = False
-    """Whether the blocks of a row are the columns `Batch.block_table`."""
+    """Whether a row has one table in the core, which only grows: then outputs list its blocks in order, without groups
+    and places."""
+    grows_for_steps: bool = False
+    """Whether `grow_for_steps` may be called."""
     retaining: RetainingPool | None = None
     eviction: Eviction | None = None
     events: KVEvents | None = None
@@ -185,6 +198,10 @@ class KVCache(ABC):
         can be cached where its chunk ends. 0: it waits for a step with more tokens, of which it may get `most`."""
         return want
 
+    def with_external(self, match: Match, num_tokens: int) -> Match:
+        """The same, of a request for which `num_tokens` after the cached ones are loaded."""
+        return match
+
     @abstractmethod
     def num_blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
         """Free blocks that the request takes to hold its first `num_tokens`, if nobody held those of `match`."""
@@ -203,10 +220,8 @@ class KVCache(ABC):
     def num_slots(self, request: Request, blocks: Int64Array) -> int:
         """Tokens that the blocks of a request can hold that `admit` has just returned."""
 
-    def place(self, batch: Batch, row: int, blocks: Int64Array) -> None:
+    def place(self, batch: Batch, row: int, blocks: Int64Array) -> None:  # noqa: B027
         """The request that was admitted last, with these blocks, has got a row."""
-        if len(blocks):
-            batch.block_table[row, : len(blocks)] = blocks
 
     # ------------------------------------------------------------------ running rows
 
@@ -262,6 +277,15 @@ class KVCache(ABC):
         """[rows, groups, blocks] the tables of all rows, read-only; entries of blocks that a row does not hold mean
         nothing. Only of an implementation whose tables are in the core."""
         raise NotImplementedError(f"{type(self).__name__} keeps its tables elsewhere")
+
+    def first_blocks(self, batch: Batch, row: int, count: int) -> Int64Array:
+        """The first `count` blocks of a row; of several groups [groups, count], -1 where it has none."""
+        return self.table(batch, row)[:count]
+
+    def num_common_blocks(self, rows: npt.NDArray[np.integer]) -> int:
+        """Blocks at the beginning that the tables of these rows have in common, in the first group of full attention; 0
+        without one."""
+        return 0
 
     def tables(self, batch: Batch, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
         """The concatenated block tables of some rows, and for each block the index of its row in `rows`."""

@@ -19,13 +19,15 @@ can be adapted to the other.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.state.request import Request
 
+BoolArray = npt.NDArray[np.bool_]
 Int64Array = npt.NDArray[np.int64]
 
 
@@ -54,7 +56,8 @@ class KVConnector(Protocol):
         """A request that ran has finished, and its blocks are about to be freed.
 
         `block_ids` hold, in order, the KV of its first `num_tokens` tokens: those that completed steps have computed.
-        Steps in flight may still write after those.
+        Steps in flight may still write after those. With `kv_groups` they are [groups, blocks], -1 where a block was
+        given back.
 
         Returns:
             Whether the blocks must be kept because they are still being sent. Then `transfer_done(transfer_id)` frees
@@ -65,6 +68,23 @@ class KVConnector(Protocol):
         """The prefix cache was reset: KV stored so far is invalid."""
 
 
+class GroupConnector(KVConnector, Protocol):
+    """What the scheduler asks of a connector with `kv_groups`, in place of `num_external_tokens`."""
+
+    def num_tokens_in_groups(self, request: Request, num_local_tokens: int, has: BoolArray) -> tuple[int | None, bool]:
+        """As `num_external_tokens`: up to where each group has all blocks that the next token attends to, from the pool
+        and the connector together (`state.layout.AttendedBlocks.num_reusable`). What the pool lacks is loaded.
+
+        Args:
+            has: [groups, blocks] which blocks the pool has, or this step saves. `content.block_name` names the others.
+        """
+
+
+def has_groups(connector: KVConnector) -> TypeGuard[GroupConnector]:
+    """Whether a connector keeps KV in groups."""
+    return hasattr(connector, "num_tokens_in_groups")
+
+
 class AnswerLog:
     """A connector whose answers since the last `take` are logged, for a recording."""
 
@@ -72,6 +92,8 @@ class AnswerLog:
         self._connector = connector
         self._answers: list[object] = []
         self.saves_evicted = connector.saves_evicted
+        if has_groups(connector):
+            self.num_tokens_in_groups = partial(self._in_groups, connector)
 
     def take(self) -> list[object]:
         """The answers since the last call, in the order of the calls."""
@@ -80,6 +102,13 @@ class AnswerLog:
 
     def num_external_tokens(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
         count, is_async = self._connector.num_external_tokens(request, num_local_tokens)
+        self._answers.append([count, is_async])
+        return count, is_async
+
+    def _in_groups(
+        self, connector: GroupConnector, request: Request, num_local_tokens: int, has: BoolArray
+    ) -> tuple[int | None, bool]:
+        count, is_async = connector.num_tokens_in_groups(request, num_local_tokens, has)
         self._answers.append([count, is_async])
         return count, is_async
 
@@ -106,6 +135,9 @@ class RecordedConnector:
     def num_external_tokens(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
         count, is_async = self._next(list)
         return count, is_async
+
+    def num_tokens_in_groups(self, request: Request, num_local_tokens: int, has: BoolArray) -> tuple[int | None, bool]:
+        return self.num_external_tokens(request, num_local_tokens)
 
     def request_ended(self, request: Request, block_ids: Int64Array, num_tokens: int, transfer_id: int) -> bool:
         return bool(self._next(bool))

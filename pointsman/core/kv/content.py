@@ -7,6 +7,8 @@
 An encoder input is given as [its key, the offset of its first placeholder from the block's first token, its number of
 placeholders, SHA-256 of their tokens in hex].
 
+    name of a block = its key; of several groups of layers, its key and the number of the group as two bytes, big-endian
+
 The prefix tree is exact and needs no digest. Keys are for KV events (`events.py`) and connectors (`connector.py`), and
 are computed only if one of these is in use. What is constant in one pool (model, weights, element type, block size) is
 not in a key: a store that several engines share must separate them by it.
@@ -66,6 +68,11 @@ def block_keys(request: Request, block_size: int) -> tuple[bytes, ...]:
         keys.append(last)
     state.block_keys = tuple(keys)
     return state.block_keys
+
+
+def block_name(key: bytes, group: int, num_groups: int) -> bytes:
+    """What a block is called where it is kept outside the pool, as one of `num_groups` groups of layers."""
+    return key if num_groups == 1 else key + group.to_bytes(2, "big")
 
 
 def placed_inputs(request: Request, first: int, end: int, block_size: int) -> dict[int, list[Placed]]:

@@ -5,6 +5,10 @@ Blocks are named by keys that include their whole prefix and mean the same in ev
 An event reports content, not blocks: content is stored with its first block and removed with its last, so that what
 was stored and not removed is, at any moment, exactly what a prefix cache lookup can find. A prompt is reported when it
 is scheduled, and removed if its step fails. A block is removed after every block that follows it.
+
+With several groups of layers each has blocks of its own, and an event is about those of one group: they are stored and
+removed by themselves, windows in any order. A lookup finds a prefix of which every group has what the next token
+attends to.
 """
 
 from __future__ import annotations
@@ -12,11 +16,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from pointsman.core.kv.content import Placed, block_keys, placed_inputs
 from pointsman.core.kv.prefix_tree import Root, Run
 
 if TYPE_CHECKING:
     from pointsman.core.state.request import Request
+
+BoolArray = npt.NDArray[np.bool_]
+Int64Array = npt.NDArray[np.int64]
 
 
 class BlockStored(NamedTuple):
@@ -31,6 +41,8 @@ class BlockStored(NamedTuple):
     """What else must be equal: cache salt and adapter."""
     inputs: Sequence[Sequence[Placed]] = ()
     """For each block, the encoder inputs in it; empty: no block has any."""
+    group: int = 0
+    """The group of layers whose KV it is."""
 
     @property
     def adapter_name(self) -> str | None:
@@ -51,6 +63,8 @@ class BlockRemoved(NamedTuple):
     """Blocks left the prefix cache; the last of a sequence comes first."""
 
     block_hashes: tuple[bytes, ...]
+    group: int = 0
+    """The group of layers whose KV it is."""
 
 
 class AllBlocksCleared(NamedTuple):
@@ -61,11 +75,18 @@ KVEvent: TypeAlias = "BlockStored | BlockRemoved | AllBlocksCleared"
 
 
 class KVEvents:
-    """Listens to a prefix cache and keeps its events until they are taken."""
+    """Listens to a prefix cache and keeps its events until they are taken.
 
-    def __init__(self, block_size: int) -> None:
+    Args:
+        groups: the groups in the order in which content of theirs is stored, and in reverse removed: the anchor first
+            (`prefix_tree.py`), so that a block of another group follows one that is stored.
+    """
+
+    def __init__(self, block_size: int, groups: Sequence[int] = (0,)) -> None:
         self._block_size = block_size
-        self._hashes: dict[int, list[bytes]] = {}  # of the blocks of each run, by its id
+        self._groups = groups
+        self._hashes: dict[int, list[bytes]] = {}  # of the nodes of each run, by its id
+        self._has: dict[int, BoolArray] = {}  # [groups, nodes] which content of it is stored
         self._events: list[KVEvent] = []
 
     def take(self) -> list[KVEvent]:
@@ -73,28 +94,63 @@ class KVEvents:
         events, self._events = self._events, []
         return events
 
-    def added(self, run: Run, request: Request, first: int) -> None:
-        """A request's blocks from `first` on entered the tree, as a run."""
-        size, end = self._block_size, first + run.length
-        keys = block_keys(request, size)
-        hashes = keys[first:end]
-        self._hashes[run.run_id] = list(hashes)
+    def added(self, run: Run, request: Request, first: int, has: BoolArray) -> None:
+        """A request's blocks from `first` on entered the tree, as a run; `has`: [groups, nodes]."""
+        self._hashes[run.run_id] = list(block_keys(request, self._block_size)[first : first + run.length])
+        self._has[run.run_id] = has
+        for group in self._groups:
+            self._store(request, group, first + np.flatnonzero(has[group]))
+
+    def filled(self, run: Run, request: Request, offset: int, groups: Int64Array, indices: Int64Array) -> None:
+        """Nodes of a run got their first block of a group; node i is block `offset` + i of the request."""
+        self._has[run.run_id][groups, indices] = True
+        for group in self._groups:
+            self._store(request, group, offset + indices[groups == group])
+
+    def _store(self, request: Request, group: int, blocks: Int64Array) -> None:
+        """These blocks of a request are stored, which ascend: an event for all that are consecutive."""
+        if not len(blocks):
+            return
+        ends = [*(np.flatnonzero(blocks[1:] != blocks[:-1] + 1) + 1).tolist(), len(blocks)]
+        start = 0
+        for end in ends:
+            self._events.append(self._stored(request, group, blocks.item(start), blocks.item(end - 1) + 1))
+            start = end
+
+    def _stored(self, request: Request, group: int, first: int, end: int) -> BlockStored:
+        size, keys = self._block_size, block_keys(request, self._block_size)
         parent = keys[first - 1] if first else None
         token_ids = tuple(request.tokens(first * size, end * size).tolist())
         placed = placed_inputs(request, first, end, size)
         inputs = tuple([tuple(placed.get(block, ())) for block in range(first, end)]) if placed else ()
-        self._events.append(BlockStored(hashes, parent, token_ids, Root.of(request), inputs))
+        return BlockStored(keys[first:end], parent, token_ids, Root.of(request), inputs, group)
+
+    def left(self, run: Run, places: Int64Array) -> None:
+        """The last block of these places (see `prefix_tree.py`), of nodes that remain, is gone."""
+        indices, groups = np.divmod(places, len(self._has[run.run_id]))
+        for group in self._groups[::-1]:
+            self._remove(run, group, np.sort(indices[groups == group]))
 
     def shrunk(self, run: Run, length: int) -> None:
-        """Only the first `length` blocks of a run remain in the tree."""
+        """Only the first `length` nodes of a run remain in the tree."""
         hashes = self._hashes[run.run_id]
-        if length < len(hashes):
-            self._events.append(BlockRemoved(tuple(hashes[length:][::-1])))
-            del hashes[length:]
+        for group in self._groups[::-1]:
+            self._remove(run, group, np.arange(length, len(hashes)))
+        del hashes[length:]
         if length == 0:
-            del self._hashes[run.run_id]
+            del self._hashes[run.run_id], self._has[run.run_id]
+
+    def _remove(self, run: Run, group: int, indices: Int64Array) -> None:
+        """What is stored of these nodes of a run, which ascend, is removed."""
+        hashes, has = self._hashes[run.run_id], self._has[run.run_id][group]
+        indices = indices[indices < len(hashes)]
+        indices = indices[has[indices]]
+        has[indices] = False
+        if len(indices):
+            self._events.append(BlockRemoved(tuple([hashes[index] for index in indices[::-1].tolist()]), group))
 
     def cleared(self) -> None:
         """The tree is empty."""
         self._hashes.clear()
+        self._has.clear()
         self._events.append(AllBlocksCleared())

@@ -1,30 +1,41 @@
 """Which KV blocks does a request reuse, get and release? Look up, allocate, publish, free.
 
-`KVCacheManager` alone owns the block pool and the prefix tree. Prompt blocks are published when they are scheduled, so
-that requests of the same step can share them; generated blocks when their request loses its row, so that decoding
-never touches the tree. Publications while a step is in flight are logged in the journal of the newest such step, and
-undone if that step fails.
+`KVCacheManager` alone owns the block pool and the prefix tree, for any number of groups of layers: each has a table of
+its own (`tables.py`), all take their blocks from one pool, and one tree says which content is where (`prefix_tree.py`).
+What lies behind the windows of some groups is given back while their requests run (`windows.py`).
+
+Prompt blocks are published when they are scheduled, so that requests of the same step can share them; generated blocks
+when their request loses its row, so that decoding never touches the tree. Publications while a step is in flight are
+logged in the journal of the newest such step, and undone if that step fails.
+
+A hit ends at the longest prefix of which every group has all blocks that the next token attends to: with full attention
+all of them, with a window the last ones. Only these are acquired.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv.block_pool import NO_BLOCKS, BlockPool
-from pointsman.core.kv.cache import Journal, KVCache, Match
-from pointsman.core.kv.content import block_keys
+from pointsman.core.kv.cache import Journal, KVCache, Match, NewBlocks
+from pointsman.core.kv.content import block_keys, block_name
 from pointsman.core.kv.content_marks import ContentMarks
 from pointsman.core.kv.events import KVEvents
-from pointsman.core.kv.prefix_tree import Place, PrefixCache, Root, Span
+from pointsman.core.kv.prefix_tree import Found, Node, Place, PrefixCache, Root, Run, Span
+from pointsman.core.kv.reports import TableReports
 from pointsman.core.kv.retained import RetainingPool
+from pointsman.core.kv.tables import BlockTables
+from pointsman.core.kv.windows import Windows
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.interfaces import Eviction
-from pointsman.core.state.numbers import INT32, INT64
+from pointsman.core.state.layout import FULL, AttendedBlocks
+from pointsman.core.state.numbers import INT32
 from pointsman.core.state.output import Save
 from pointsman.core.state.request import Request
 from pointsman.core.state.sealed import new_tuple
@@ -32,35 +43,84 @@ from pointsman.core.state.tokens import NO_TOKENS
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
-IntArray = npt.NDArray[np.integer]
-# The entries of a journal: (publisher, its blocks, their nodes).
-Publication = tuple[Request, Int64Array, list[Span]]
+BoolArray = npt.NDArray[np.bool_]
 
 FINAL = -1  # of a block that no step in flight computes: a step before all others
-FEW_ROWS = 3  # for which a loop takes less time than NumPy
+NO_ROOT = Root()  # of all requests where nothing is cached
 NO_EPOCH = -1  # of a request whose prefix left the tree while it ran
 
 
+class Publication(NamedTuple):
+    """An entry of a journal."""
+
+    request: Request
+    first: int
+    """Blocks of each table that it had published before."""
+    before: Node
+    """The node of the last of these."""
+    blocks: Int64Array
+    """[groups, nodes]"""
+    spans: list[Span]
+    """Their nodes."""
+
+
+class Entering(NamedTuple):
+    """The newest admission, until it has a row."""
+
+    table: Int64Array
+    """[groups, blocks]"""
+    is_local: BoolArray
+    """[groups, blocks] which of them were found in the prefix cache."""
+    first: Int64Array
+    """[groups] the first block that it has in each."""
+    num_tokens: int
+    """After the step."""
+    tails: tuple[int, int, int]
+    """See `windows.py`."""
+
+
 class KVCacheManager(KVCache):
-    """KV blocks whose tables are columns, each for `block_size` tokens in all layers. `eviction` chooses which cached
-    blocks are retained; None: none is."""
+    """KV blocks in one or several tables for each row, each block for `block_size` tokens in the layers of its group.
+    `eviction` chooses which cached blocks are retained; None: none is."""
 
     pool: BlockPool
-    has_tables = True
 
     def __init__(self, config: SchedulerConfig, eviction: Eviction | None = None) -> None:
-        self.block_size = config.block_size
-        self._size = np.array(config.block_size)  # an array, see `state/numbers.py`
+        groups = config.kv_groups or (FULL,)
+        has_windows = any(not group.is_full for group in groups)
+        self.block_size = size = config.block_size
+        self._size = np.array(size)  # an array, see `state/numbers.py`
+        self.num_groups = len(groups)
+        self.has_tables = not config.has_kv_groups
+        self.grows_for_steps = not has_windows
+        self.gives_back = has_windows
+        self._num_usable_tokens = config.num_usable_tokens
         self.retaining: RetainingPool | None = None
         """The pool, if it retains blocks."""
         self.pool = BlockPool(config.num_blocks, config.num_reserved_blocks)
         if eviction is not None and eviction.share > 0 and config.enable_prefix_caching:
             self.pool = self.retaining = RetainingPool(config.num_blocks, config.num_reserved_blocks, eviction.share)
         self.eviction = eviction
+        width = -(-config.max_model_len // size)
+        if not has_windows:
+            width = min(width, config.num_usable_blocks // self.num_groups)
+        self._tables = BlockTables(groups, width)
+        self._reports = TableReports(self._tables)
+        self._windows: Windows | None = None
+        """None: every group attends to the whole context."""
+        if has_windows:
+            self._windows = Windows(config, self._tables, self.pool, self._reports, self.take, self._note_return)
+        self._attended = AttendedBlocks(groups, size, width)
+        self.anchor = next((index for index, group in enumerate(groups) if group.is_full), None)
+        nothing = np.zeros((self.num_groups, 0), dtype=np.int64)
+        self._entering = Entering(nothing, nothing == 0, NO_BLOCKS, 0, (0, 0, 0))
         self.caches = config.enable_prefix_caching
-        self.prefix = PrefixCache(config.num_blocks, config.block_size) if config.enable_prefix_caching else None
+        self.prefix = None
+        if config.enable_prefix_caching:
+            self.prefix = PrefixCache(config.num_blocks, size, self.num_groups, self.anchor)
         if config.enable_kv_cache_events and self.prefix is not None:
-            self.events = self.prefix.listener = KVEvents(config.block_size)
+            order = sorted(range(self.num_groups), key=lambda group: group != self.anchor)
+            self.events = self.prefix.listener = KVEvents(size, order)
         self._marks = ContentMarks()
         self.saves: list[Save] | None = None
         """Evictions that no output has reported yet; None: they are not reported."""
@@ -80,7 +140,20 @@ class KVCacheManager(KVCache):
 
     @property
     def num_usable_tokens(self) -> int:
-        return self.pool.num_usable * self.block_size
+        return self._num_usable_tokens
+
+    def num_slots_for(self, num_tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        if self.has_tables:
+            return num_tokens
+        slots = np.zeros_like(num_tokens)
+        for kind in self._tables.kinds:
+            held = num_tokens if kind.group.is_full else np.minimum(num_tokens, kind.group.size)
+            slots += held * kind.num_groups
+        return slots
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        kinds = self._tables.kinds
+        return sum([kind.group.most_blocks(num_tokens, 1, self.block_size) * kind.num_groups for kind in kinds])
 
     @property
     def num_publications(self) -> int:
@@ -89,9 +162,14 @@ class KVCacheManager(KVCache):
 
     @property
     def num_held_publications(self) -> int:
-        """Changes whenever a lookup may find more referenced blocks than before; where blocks are sent,
-        `num_publications` does."""
-        return self.prefix.num_publications - self._num_left if self.prefix is not None else 0
+        """Changes whenever a lookup may find more referenced blocks than before, or fewer that it needs. Where blocks
+        are sent, `num_publications` does."""
+        if self.prefix is None:
+            return 0
+        return self.prefix.num_publications - (self._num_left if self._windows is None else 0)
+
+    def _note_return(self) -> None:
+        self.num_returns += 1
 
     @property
     def has_duplicates(self) -> bool:
@@ -109,9 +187,13 @@ class KVCacheManager(KVCache):
         is final."""
         self.journal = journal
         self._newest_step, self._oldest_step = step_id, oldest
+        if not self.has_tables:
+            self._reports.open_step()
+        if self._windows is not None:
+            self._windows.open_step(oldest < step_id, self.num_tokens_in_flight)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Blocks of one group that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     # ------------------------------------------------------------------ admission
@@ -123,165 +205,349 @@ class KVCacheManager(KVCache):
         """
         state, size = request._state, self.block_size
         if state.holding is not None:
-            return Match(state.holding.blocks, state.prefix_node, len(state.holding.blocks) * size)
+            table = state.holding.table
+            count = table.shape[1]
+            return Match(state.holding.blocks, state.prefix_node, count * size, table, count)
         if self.prefix is None:
-            return _NO_MATCH
+            return self._no_match(NO_ROOT)
         root = Root.of(request)
         if state.encoder_inputs and request.use_prefix_cache and self._marks.key(request):
             self.reset()  # earlier marks are invalid
         if not request.reads_prefix_cache:  # it may publish, under its contents
-            return Match(NO_BLOCKS, root, 0)
+            return self._no_match(root)
         max_blocks = (state.num_tokens - 1) // size
         if max_blocks == 0:
-            return Match(NO_BLOCKS, root, 0)
+            return self._no_match(root)
         token_bytes = state.known_bytes() if max_blocks * size > state.num_prompt_tokens else state.prompt_bytes
-        blocks, node = self.prefix.look_up(root, token_bytes, max_blocks)
-        return new_tuple(Match, (blocks, node, len(blocks) * size))
+        found = self.prefix.look_up(root, token_bytes, max_blocks)
+        num_known = found.blocks.shape[1]
+        if not num_known:
+            return self._no_match(root)
+        if self.has_tables:
+            blocks = found.blocks[0]
+            return new_tuple(Match, (blocks, found.node(num_known, root), num_known * size, None, num_known, 0))
+        return self._match_in_groups(found, root)
+
+    def _no_match(self, root: Root) -> Match:
+        table = None if self.has_tables else np.zeros((self.num_groups, 0), dtype=np.int64)
+        return new_tuple(Match, (NO_BLOCKS, root, 0, table, 0, 0))
+
+    def _match_in_groups(self, found: Found, root: Root) -> Match:
+        """What can be reused of nodes that were found."""
+        num_known: int = found.blocks.shape[1]
+        count, table = num_known, found.blocks
+        if found.has is not None and not found.has.all():
+            count, table = self._attended.num_reusable(found.has), np.where(found.has, table, self.pool.num_blocks)
+        match = Match(NO_BLOCKS, found.node(count, root), count * self.block_size, table, num_known)
+        return match._replace(blocks=table[self._is_acquired(match)])
+
+    def _is_acquired(self, match: Match) -> BoolArray:
+        """[groups, known blocks] what a request with this prefix acquires of the table of a match."""
+        assert match.table is not None
+        start = (match.num_tokens + match.num_external) // self.block_size
+        places = np.arange(match.table.shape[1])
+        is_needed: BoolArray = (places >= self._first_of(match)[:, None]) & (places < start)
+        is_needed &= match.table != self.pool.num_blocks
+        return is_needed
+
+    def with_external(self, match: Match, num_tokens: int) -> Match:
+        match = match._replace(num_external=num_tokens)
+        return match if match.table is None else match._replace(blocks=match.table[self._is_acquired(match)])
+
+    def in_pool(self, match: Match, max_blocks: int) -> BoolArray:
+        """[groups, max_blocks] which blocks of a request with this match the pool has."""
+        has = np.zeros((self.num_groups, max_blocks), dtype=np.bool_)
+        if match.table is not None:
+            has[:, : match.table.shape[1]] = (match.table != self.pool.num_blocks)[:, :max_blocks]
+        return has
+
+    def num_reusable(self, has: BoolArray) -> int:
+        """See `AttendedBlocks`."""
+        return self._attended.num_reusable(has)
+
+    def num_blocks_to_hold(self, num_blocks: int) -> int:
+        """Blocks that a request holds which has `num_blocks` of each table, and none behind its windows."""
+        return num_blocks * self.num_groups - int(self._attended.first(num_blocks).sum())
 
     def num_blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        count = -(-num_tokens // self.block_size) * self.num_groups
+        return count if self._windows is None else count - int(self._first_of(match).sum())
 
     def num_blocks_of_whole(self, request: Request, match: Match) -> int:
-        return -(-request._state.num_tokens // self.block_size)
+        if self._windows is None:
+            return -(-request._state.num_tokens // self.block_size) * self.num_groups
+        return self._windows.num_blocks_of_whole(self._first_of(match), request._state.num_tokens)
+
+    def _first_of(self, match: Match) -> Int64Array:
+        """[groups] blocks at the beginning that a request with this prefix does not take."""
+        return self._attended.first((match.num_tokens + match.num_external) // self.block_size)
 
     def admit(self, request: Request, match: Match, num_tokens: int, now: float) -> Int64Array:
         state, cached = request._state, match.blocks
-        num_new_blocks = -(-num_tokens // self.block_size) - len(cached)
         if self.retaining is not None:
             self.retaining.expire(now)
             if len(cached) and self.eviction is not None and state.holding is None:
-                self.eviction.started(request, self.retaining.labels[cached])
-        if state.holding is not None:
-            new = self.take(num_new_blocks)
-            return np.concatenate([state.holding.blocks, new])
-        if len(cached):
-            self.pool.acquire(cached)
-            if self.shared is not None:
-                self.shared.append((request, len(cached)))
-        new = self.take(num_new_blocks)
-        state.num_published_blocks = len(cached)
-        state.prefix_node = match.node
-        state.prefix_epoch = self.prefix.epoch if self.prefix is not None else 0
+                self.eviction.started(request, self.retaining.labels[self._labelled(match)])
+        start = match.num_tokens // self.block_size
+        if state.holding is None:
+            if len(cached):
+                self.pool.acquire(cached)
+                if self.shared is not None:
+                    self.shared.append((request, len(cached)))
+            state.num_published_blocks = start
+            state.prefix_node = match.node
+            state.prefix_epoch = self.prefix.epoch if self.prefix is not None else 0
+        if not self.has_tables:
+            self._enter(request, match, num_tokens)
+            return NO_BLOCKS
+        new = self.take(-(-num_tokens // self.block_size) - start)
         return np.concatenate([cached, new]) if len(cached) else new
 
+    def _enter(self, request: Request, match: Match, num_tokens: int) -> None:
+        """Make the tables of a request that is admitted: what it has acquired, and new blocks for the rest."""
+        assert match.table is not None
+        first, none = self._first_of(match), self.pool.num_blocks
+        end, num_known = -(-num_tokens // self.block_size), match.table.shape[1]
+        table = np.full((self.num_groups, end), none)
+        is_local = np.zeros(table.shape, dtype=np.bool_)
+        is_local[:, :num_known] = self._is_acquired(match)[:, :end]
+        table[is_local] = match.table[:, :end][is_local[:, :num_known]]
+        missing = (~is_local & (np.arange(end) >= first[:, None])).T  # place by place
+        table.T[missing] = self.take(int(np.count_nonzero(missing)))
+        last = (request._state.num_prompt_tokens - 1) // self.block_size
+        tails = (last, min(match.num_known, last), match.num_tokens // self.block_size)
+        self._entering = Entering(table, is_local, first, num_tokens, tails)
+
+    def entered(self, blocks: Int64Array, num_cached: int) -> tuple[Int64Array, BoolArray]:
+        """Of the newest admission, for which `admit` has returned these blocks: its tables [groups, blocks], with the
+        number of blocks in the pool where it has none, and which of them were found in the prefix cache: the first
+        `num_cached`, where there is one table."""
+        if self.has_tables:
+            return blocks[None], (np.arange(len(blocks)) < num_cached)[None]
+        return self._entering.table, self._entering.is_local
+
+    def _labelled(self, match: Match) -> Int64Array:
+        """Of the blocks of a match, those of one group that were labelled when they were released."""
+        if match.table is None:
+            return match.blocks
+        group = self.anchor or 0
+        start = match.num_tokens // self.block_size
+        return match.table[group, self._first_of(match).item(group) : start]
+
     def num_slots(self, request: Request, blocks: Int64Array) -> int:
-        return len(blocks) * self.block_size
+        if self.has_tables:
+            return len(blocks) * self.block_size
+        table, _, first, num_tokens, _ = self._entering
+        count: int = table.shape[1]
+        return count * self.block_size if self._windows is None else self._windows.num_slots(count, num_tokens, first)
+
+    def place(self, batch: Batch, row: int, blocks: Int64Array) -> None:
+        if row >= len(self._tables.ends):
+            self._add_rows(len(batch.num_tokens))
+        if self.has_tables:
+            self._tables.place(row, blocks[None])
+            return
+        table, _, first, _, tails = self._entering
+        self._tables.place(row, np.where(table < self.pool.num_blocks, table, 0), first)  # a kernel may read any entry
+        self._reports.place(row)
+        if self._windows is not None:
+            self._windows.place(batch, row, tails)
+
+    def _add_rows(self, count: int) -> None:
+        self._tables.add_rows(count)
+        self._reports.add_rows(count)
+        if self._windows is not None:
+            self._windows.add_rows(count)
 
     # ------------------------------------------------------------------ running rows
 
     def num_blocks_to_grow(self, batch: Batch, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
-        short = batch.num_computed_tokens[rows] + num_tokens - batch.num_slots[rows]
-        needed: Int64Array = np.maximum(-(-short // self.block_size), 0)
-        return needed
+        """What the rows hold behind their windows is given back first."""
+        ends = batch.num_computed_tokens[rows] + num_tokens
+        if self._windows is not None:
+            return self._windows.ask(batch, rows, ends)
+        needed: Int64Array = np.maximum(-(-(ends - batch.num_slots[rows]) // self.block_size), 0)
+        return needed if self.num_groups == 1 else needed * self.num_groups
+
+    def give_back(self, batch: Batch) -> None:
+        if self._windows is not None:
+            self._windows.give_back(batch)
+
+    def num_slots_with(self, batch: Batch, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
+        ends = -(-(batch.num_computed_tokens[rows] + num_tokens) // self.block_size)
+        slots: Int64Array = np.maximum(self._tables.ends[rows], ends) * self.block_size
+        return slots
+
+    def num_blocks_owed(self, batch: Batch, rows: Int64Array) -> Int64Array:
+        if self._windows is None:
+            return super().num_blocks_owed(batch, rows)
+        return self._windows.num_owed(rows, batch.num_tokens[rows])
 
     def num_owed_of(self, batch: Batch, row: int) -> int:
-        return max(-(-(batch.num_tokens.item(row) - batch.num_slots.item(row)) // self.block_size), 0)
+        if self._windows is not None:
+            return super().num_owed_of(batch, row)
+        missing = -(-(batch.num_tokens.item(row) - batch.num_slots.item(row)) // self.block_size)
+        return max(missing, 0) * self.num_groups
 
     def can_grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> bool:
-        return len(rows) <= self.pool.num_free
+        if self._windows is not None:
+            return self._windows.can_grow_by_one(batch, rows, num_tokens)
+        return len(rows) * self.num_groups <= self.pool.num_free
 
     def grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> Int32Array:
-        """Append one new block to the table of each row. Returns them, in row order."""
-        blocks = self.take(len(rows)).astype(INT32)  # a scatter that converts takes longer
-        if len(rows) <= FEW_ROWS:
-            table, num_slots, size = batch.flat_table, batch.num_slots, self.block_size
-            for row, block in zip(rows.tolist(), blocks.tolist(), strict=True):
-                held = num_slots.item(row)
-                table[row * batch.max_blocks + held // size] = block
-                num_slots[row] = held + size
+        """Append one new block to each table of each row, or with windows what the row lacks. Returns them, in row
+        order; none without `has_tables`."""
+        if self._windows is not None:
+            needed = self._windows.needed_by_one(batch, rows, num_tokens)
+            lacking = NO_BLOCKS if needed is None else needed.nonzero()[0]
+            if needed is not None and len(lacking):
+                ends = batch.num_computed_tokens[rows] + num_tokens
+                self.grow(batch, rows[lacking], needed[lacking], ends[lacking])
+            return NO_TOKENS
+        blocks = self.take(len(rows) * self.num_groups).astype(INT32)  # a scatter that converts takes longer
+        if not self.has_tables:
+            blocks = blocks.reshape(-1, self.num_groups)
+        ends = self._tables.append_one(rows, blocks)
+        batch.num_slots[rows] = ends * self._size
+        if self.has_tables:
             return blocks
-        slots = batch.num_slots[rows]
-        batch.flat_table[batch.table_starts[rows] + slots // self._size] = blocks
-        slots += self._size
-        batch.num_slots[rows] = slots
-        return blocks
+        self._reports.note_one(rows, blocks, ends - 1, ends)
+        return NO_TOKENS
 
     def grow(self, batch: Batch, rows: Int64Array, counts: Int64Array, ends: Int64Array) -> Int32Array:
-        """Append `counts[i]` (at least 1) new blocks to the table of `rows[i]`. Returns them all, in row order."""
+        """Append `counts[i]` new blocks to the tables of `rows[i]`, as many to each, and at least 1. Returns them all,
+        in row order; none without `has_tables`."""
         total = int(counts.dot(batch.ones[: len(counts)]))  # in half the time of a sum
-        if total == len(rows):
+        if self.has_tables and total == len(rows):
             return self.grow_by_one(batch, rows, 1)
         blocks = self.take(total).astype(INT32)
-        slots = batch.num_slots[rows]
-        if len(rows) == 1:  # a prefill's next chunk, most often
-            row, first = rows.item(0), slots.item(0) // self.block_size
-            batch.block_table[row, first : first + total] = blocks
+        in_each = self._tables.append(rows, counts if self.num_groups == 1 else counts // self.num_groups, blocks)
+        if self._windows is None:
+            batch.num_slots[rows] = in_each * self._size
         else:
-            # Where the first block of each row goes, less the blocks of the rows before it.
-            places = batch.table_starts[rows] + slots // self._size + counts - counts.cumsum()
-            batch.flat_table[places.repeat(counts) + np.arange(total)] = blocks
-        batch.num_slots[rows] = slots + counts * self._size
-        return blocks
+            self._windows.set_slots(batch, rows, ends)
+        if self.has_tables:
+            return blocks
+        self._reports.note_growth()
+        return NO_TOKENS
 
     def grow_for_steps(
         self, batch: Batch, rows: Int64Array, num_computed: Int64Array, num_steps: int
     ) -> tuple[Int32Array, Int64Array, Int64Array]:
         """Append the blocks that each row needs to decode one token in each of `num_steps` steps, allocated in the
-        order of these steps, and of the rows within one.
+        order of these steps, of the rows within one, and of the groups of a row. Only where it `grows_for_steps`.
 
         Returns the blocks in that order, and for each the index of its row in `rows` and its step, from 0.
         """
-        slots = batch.num_slots[rows]
-        room = slots - num_computed
+        tables, num_groups = self._tables, self.num_groups
+        room = batch.num_slots[rows] - num_computed
         lacking = (room < num_steps).nonzero()[0]
         if not len(lacking):
             return NO_TOKENS, NO_BLOCKS, NO_BLOCKS
-        if len(lacking) == 1:
-            return self._grow_one_row(batch, rows, lacking, num_steps - room.item(lacking.item(0)))
-        steps = room[lacking]
-        short = num_steps - steps
-        counts, order, places, steps = self._places_in_order(batch, rows[lacking], slots[lacking], steps, short)
-        blocks = self.take(len(order)).astype(INT32)
-        batch.flat_table[places] = blocks
-        return blocks, lacking.repeat(counts)[order], steps
-
-    def _places_in_order(
-        self, batch: Batch, rows: Int64Array, slots: Int64Array, steps: Int64Array, short: Int64Array
-    ) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
-        """Give rows slots for the blocks that they lack.
-
-        Args:
-            rows: [m] which lack blocks.
-            slots: [m] tokens that their blocks hold.
-            steps: [m] in which each lacks its first block.
-            short: [m] for how many steps it lacks blocks from then on.
-
-        Returns:
-            How many blocks each row lacks; and of these blocks, row after row, the order by step, and in that order
-            the place in the flat block table, and the step.
-        """
-        counts = (short + (self.block_size - 1)) // self._size
+        steps, short = room[lacking], rows[lacking]
+        counts = (num_steps - steps + (self.block_size - 1)) // self._size
         total = int(counts.dot(batch.ones[: len(counts)]))  # in half the time of a sum
-        places = batch.table_starts[rows] + slots // self._size
-        batch.num_slots[rows] = slots + counts * self._size
-        if total > len(rows):
+        ends = tables.ends[short]
+        at = tables.starts[short] + ends
+        ends += counts
+        tables.ends[short] = ends
+        batch.num_slots[short] = ends * self._size
+        if total > len(short):
             within = np.arange(total) - (counts.cumsum() - counts).repeat(counts)
-            places = places.repeat(counts) + within
+            at = at.repeat(counts) + within
             steps = steps.repeat(counts) + within * self._size
+            lacking = lacking.repeat(counts)
         order = steps.argsort(kind="stable")
-        return counts, order, places[order], steps[order]
+        blocks = self.take(total * num_groups).astype(INT32)
+        tables.write(at[order], blocks)
+        if not self.has_tables:
+            self._reports.note_reported(short, ends)
+        return blocks, lacking[order].repeat(num_groups), steps[order].repeat(num_groups)
 
-    def _grow_one_row(
-        self, batch: Batch, rows: Int64Array, lacking: Int64Array, num_short: int
-    ) -> tuple[Int32Array, Int64Array, Int64Array]:
-        """As `grow_for_steps`, where only one row lacks blocks, for `num_short` of the steps."""
-        row, size = rows.item(lacking.item(0)), self.block_size
-        slots, count = batch.num_slots.item(row), -(-num_short // size)
-        blocks = self.take(count).astype(INT32)
-        batch.block_table[row, slots // size : slots // size + count] = blocks
-        batch.num_slots[row] = slots + count * size
-        room = slots - batch.num_computed_tokens.item(row)
-        return blocks, lacking.repeat(count), np.arange(count) * size + room
+    # ------------------------------------------------------------------ tables
 
     def group_tables(self, batch: Batch) -> Int32Array:
-        return batch.table_view[:, None]
+        return self._tables.view
+
+    def group_table(self, batch: Batch, row: int) -> Int32Array:
+        return self._tables.whole(row, 0, self._tables.ends.item(row), 0).astype(INT32)
+
+    def first_blocks(self, batch: Batch, row: int, count: int) -> Int64Array:
+        table = self._tables.whole(row, 0, min(count, self._tables.ends.item(row)), -1)
+        return table[0] if self.has_tables else table
+
+    def names(self, request: Request, group: int, num_blocks: int) -> list[bytes]:
+        """What the first blocks of a request are called outside the pool, as those of a group."""
+        keys = block_keys(request, self.block_size)[:num_blocks]
+        return [block_name(key, group, self.num_groups) for key in keys]
+
+    def names_to_resume(self, request: Request, num_blocks: int) -> tuple[bytes, ...]:
+        """Those of the blocks that a request needs to continue after its first `num_blocks`."""
+        first = self._attended.first(num_blocks).tolist()
+        names = [self.names(request, group, num_blocks)[at:] for group, at in enumerate(first)]
+        return tuple([name for of_group in names for name in of_group])
+
+    def num_common_blocks(self, rows: npt.NDArray[np.integer]) -> int:
+        return 0 if self.anchor is None else self._tables.num_common(rows, self.anchor)
 
     def table(self, batch: Batch, row: int) -> Int64Array:
-        """A copy of a row's block table."""
-        return batch.block_table[row, : batch.num_slots.item(row) // self.block_size].astype(INT64)
+        """A copy of the blocks that a row holds, place by place of all its tables."""
+        return self._tables.blocks(row)
+
+    def placed(self, row: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """The blocks that a row holds, with the place and the group of each."""
+        return self._tables.placed(row)
+
+    def broken_row(self, row: int, num_slots: int, num_computed: int) -> str | None:
+        """For checks: what does not hold of the tables of a row that has computed so many of its tokens; None: all."""
+        held = self._tables.ends.item(row) * self.block_size
+        if num_slots > held or (self._windows is None and num_slots < held):
+            return f"has blocks for {held} tokens and {num_slots} slots"
+        for kind in self._tables.kinds:
+            if kind.first.item(row) > kind.group.num_skipped(num_computed) // self.block_size:
+                return f"has given back a block of {kind.group} that it reads"
+        return None
 
     def num_blocks_of(self, batch: Batch, rows: Int64Array) -> Int64Array:
-        return batch.num_slots[rows] // self.block_size
+        return self._tables.num_blocks(rows)
+
+    def new_blocks(
+        self, batch: Batch, rows: Int64Array, grown: npt.NDArray[np.integer], *, whole: bool
+    ) -> NewBlocks | None:
+        return self._reports.take(rows, grown, whole=whole)
+
+    def num_blocks_shared(self, batch: Batch) -> Int64Array:
+        if self.has_tables:
+            return super().num_blocks_shared(batch)
+        shared = [
+            self._num_shared(request, row)
+            for request, row in zip(batch.members.requests, batch.members.rows.tolist(), strict=True)
+        ]
+        return np.array(shared, dtype=np.int64)
+
+    def _num_shared(self, request: Request, row: int) -> int:
+        """How many blocks at the beginning of a running request a lookup finds without the row's own: others may hold
+        what the row has given back."""
+        state, prefix, count = request._state, self.prefix, request._state.num_published_blocks
+        if prefix is None or not request.use_prefix_cache or state.prefix_epoch != prefix.epoch:
+            return 0
+        is_prompt = count * self.block_size <= state.num_prompt_tokens
+        found = prefix.look_up(Root.of(request), state.prompt_bytes if is_prompt else state.known_bytes(), count)
+        own = self._tables.whole(row, 0, count, prefix.no_block)
+        references = np.append(self.pool.num_references, 0)
+        is_held: BoolArray = references[found.blocks] > (found.blocks == own[:, : found.blocks.shape[1]])
+        if found.has is not None:
+            is_held &= found.has
+        start = 0
+        for run, first, length in found.spans:  # another block with the same content may be held
+            for place, others in run.duplicates.items():
+                index, group = divmod(place, self.num_groups)
+                if first <= index < first + length:
+                    at = start + index - first
+                    is_held[group, at] |= any(references[block] > (block == own[group, at]) for block in others)
+            start += length
+        lasting = prefix.num_lasting(found, is_held, references > 0)
+        return self._attended.num_reusable(is_held[:, :lasting])
 
     # ------------------------------------------------------------------ publishing and freeing
 
@@ -305,6 +571,8 @@ class KVCacheManager(KVCache):
         state = request._state
         if self.prefix is None or state.prefix_epoch != self.prefix.epoch:
             return 0
+        if self._windows is not None:  # it may have given back what the next token after them attends to
+            return self.look_up(request).num_tokens
         count: int = state.num_published_blocks * self.block_size
         return count
 
@@ -312,22 +580,31 @@ class KVCacheManager(KVCache):
         state = request._state
         row = state.row
         assert row is not None
+        if self._windows is not None:
+            self._windows.publish(row)
         computed = batch.num_computed_tokens.item(row)
         end = (computed if computed < state.num_prompt_tokens else state.num_prompt_tokens) // self.block_size
         if end <= state.num_published_blocks:
             return
-        is_new = self._publish(request, batch.block_table[row], end, state.prompt_bytes)
+        is_new = self._publish_row(request, row, end, state.prompt_bytes)
         if is_new and self.shared is not None:
             self.shared.append((request, state.num_published_blocks))
 
-    def publish_loaded(self, request: Request, blocks: Int64Array) -> None:
-        """Publish the loaded blocks of a request, the first ones of its table."""
-        self._publish(request, blocks, len(blocks), request._state.known_bytes())
+    def publish_loaded(self, request: Request, table: Int64Array) -> None:
+        """Publish the loaded blocks of a request, [groups, blocks] of the beginning of its tables."""
+        first = request._state.num_published_blocks
+        self._publish(request, table[:, first:].copy(), request._state.known_bytes())
 
     def take_back(self, blocks: Int64Array) -> None:
         """Release blocks that were held without a row, in table order."""
-        self.pool.release(blocks)
-        self.num_returns += 1
+        if self.has_tables:
+            self.pool.release(blocks)
+        else:
+            if self.retaining is not None and self.prefix is not None:
+                of_anchor = [self.pool.is_cached[b] and self.prefix.group_of(b) == self.anchor for b in blocks.tolist()]
+                self.retaining.straighten(blocks[np.array(of_anchor, dtype=np.bool_)])
+            self.pool.release_any(blocks[::-1])
+        self._note_return()
         if self.returned is not None:
             self.returned.append(blocks)
 
@@ -347,32 +624,59 @@ class KVCacheManager(KVCache):
         state = request._state
         row = state.row
         assert row is not None
-        table = self.table(batch, row)
-        if self.prefix is None and not self.has_connector:
-            self.pool.release_unshared(table)
-            if self.returned is not None:
-                self.returned.append(table)
-            return
-        full = num_valid_tokens // self.block_size
-        if publish and full > state.num_published_blocks and self.prefix is not None:
-            num_final = num_final_tokens // self.block_size
-            self._num_left += self._publish(request, table, full, state.known_bytes(), num_final)
-        if self.retaining is not None:
-            self.retaining.expire(now)
-            if is_finished:
-                self._retain(self.retaining, request, table, now)
-        self.pool.release(table)
+        table = self._tables.blocks(row)
         if self.returned is not None:
             self.returned.append(table)
+        if self.prefix is None and not self.has_connector:
+            self.pool.release_unshared(table)
+        else:
+            full = num_valid_tokens // self.block_size
+            if publish and full > state.num_published_blocks and self.prefix is not None:
+                num_final = num_final_tokens // self.block_size
+                self._num_left += self._publish_row(request, row, full, state.known_bytes(), num_final)
+            if self.retaining is not None:
+                self.retaining.expire(now)
+                if is_finished:
+                    self._retain(self.retaining, request, row, now)
+            if self.has_tables:
+                self.pool.release(table)
+            else:
+                self._release_groups(row, is_finished=is_finished)
+        self._tables.ends[row] = 0
+        if self._windows is not None:
+            self._windows.lagging.discard(row)
 
-    def _retain(self, pool: RetainingPool, request: Request, table: Int64Array, now: float) -> None:
+    def _release_groups(self, row: int, *, is_finished: bool) -> None:
+        """Release all blocks of a row, the last ones to be evicted first. A request that is not finished continues with
+        the window that it has; one that is, and what comes after it, mostly with that of its prompt."""
+        blocks, places, groups = self._tables.placed(row)
+        if self.retaining is not None and self.anchor is not None:
+            self.retaining.straighten(blocks[groups == self.anchor])
+        if is_finished and self._windows is not None and self.caches:
+            is_last = self._windows.evicted_last(row, places, groups)
+            self.pool.release_any(blocks[~is_last][::-1], evict_first=True)
+            blocks = blocks[is_last]
+        self.pool.release_any(blocks[::-1])
+
+    def _retain(self, pool: RetainingPool, request: Request, row: int, now: float) -> None:
         """Mark the blocks of a finished request that the policy retains."""
-        num_cached = self.num_findable_tokens(request) // self.block_size
-        if not num_cached or self.eviction is None:
+        state = request._state
+        if self.prefix is None or state.prefix_epoch != self.prefix.epoch or self.eviction is None:
+            return
+        num_cached = state.num_published_blocks
+        if not num_cached:
             return
         count, until, label = self.eviction.retained(request, num_cached, now)
-        pool.label(table[:num_cached], label)
-        pool.retain(table[:count], until, request.tenant if self.eviction.per_tenant else None)
+        tenant = request.tenant if self.eviction.per_tenant else None
+        table, first = self._tables.whole(row, 0, num_cached, self.prefix.no_block), self._tables.first(row)
+        group = self.anchor or 0
+        pool.label(table[group, first.item(group) :], label)
+        if self.anchor is not None:
+            count = pool.retain(table[self.anchor, :count], until, tenant)
+        needed = np.maximum(self._attended.first(count), first)
+        for group in range(self.num_groups):
+            if group != self.anchor:
+                pool.retain(table[group, needed.item(group) : count], until, tenant)
 
     def undo(self, journal: Journal) -> None:
         """Undo the publications of a void step, newest first; those of later steps are undone already.
@@ -382,17 +686,33 @@ class KVCacheManager(KVCache):
         prefix = self.prefix
         if prefix is None:
             return
-        for request, blocks, spans in reversed(journal):
-            for block, (run, index) in reversed(_nodes(blocks, spans)):
-                if not prefix.holds(block, run, index):
-                    continue
-                prefix.forget(block)
-                self.pool.uncache([block])
-                state = request._state
-                if state.row is not None or state.holding is not None:
-                    # They are published again when they are recomputed.
-                    state.num_published_blocks -= 1
-                    state.prefix_node = Place(run, index - 1) if index else run.parent
+        entry: Publication
+        for entry in reversed(journal):
+            gone = []
+            for block, run, place in reversed(self._places_of(entry)):
+                if prefix.holds(block, run, place):
+                    prefix.forget(block)
+                    gone.append(block)
+            if not gone:
+                continue
+            self.pool.uncache(gone)
+            state = entry.request._state
+            if state.row is not None or state.holding is not None:  # they are published again when they are recomputed
+                state.num_published_blocks, state.prefix_node = entry.first, entry.before
+
+    def _places_of(self, entry: Publication) -> list[tuple[int, Run, int]]:
+        """The blocks of a journal entry, each with its place in a run; node after node."""
+        found: list[tuple[int, Run, int]] = []
+        at = 0
+        for run, first, count in entry.spans:
+            for index in range(first, first + count):
+                found += [
+                    (block, run, index * self.num_groups + group)
+                    for group, block in enumerate(entry.blocks[:, at].tolist())
+                    if block < self.pool.num_blocks
+                ]
+                at += 1
+        return found
 
     def retract(self, journals: Iterable[Journal], publisher: Request, running: Iterable[Request]) -> None:
         """Remove what `publisher` published since the oldest of these steps, and every node after it.
@@ -403,15 +723,16 @@ class KVCacheManager(KVCache):
         prefix = self.prefix
         if prefix is None:
             return
-        for request, blocks, spans in (entry for journal in journals for entry in journal):
-            if request is not publisher:
+        entry: Publication
+        for entry in [entry for journal in journals for entry in journal]:
+            if entry.request is not publisher:
                 continue
-            for block, (run, index) in _nodes(blocks, spans):
-                if prefix.holds(block, run, index):
-                    self.pool.uncache(prefix.prune(block))
+            for run, first, _ in entry.spans:
+                if first < run.length:
+                    self.pool.uncache(prefix.prune(Place(run, first)))
         for request in running:
             state = request._state
-            if isinstance(state.prefix_node, Place) and not state.prefix_node.is_alive:
+            if isinstance(state.prefix_node, Place) and not prefix.is_alive(state.prefix_node):
                 state.prefix_epoch = NO_EPOCH
 
     def continue_reports(self, before: KVCache) -> None:
@@ -426,26 +747,40 @@ class KVCacheManager(KVCache):
             self.prefix.clear()
             self.pool.uncache_all()
 
-    def _publish(self, request: Request, table: IntArray, end: int, token_bytes: bytes, num_final: int = 0) -> bool:
-        """Publish blocks of a table up to `end`, of which no step in flight computes the first `num_final`. Returns
-        whether there were any."""
-        state, prefix = request._state, self.prefix
-        first = state.num_published_blocks
-        if prefix is None or end <= first or not request.use_prefix_cache or state.prefix_epoch != prefix.epoch:
+    def _publish_row(self, request: Request, row: int, end: int, token_bytes: bytes, num_final: int = 0) -> bool:
+        """Publish the blocks of a row up to place `end`, see `_publish`."""
+        first = request._state.num_published_blocks
+        if self.prefix is None or end <= first:
             return False
-        blocks = table[first:end].astype(INT64, copy=False)
-        spans = prefix.publish(state.prefix_node, token_bytes, first, blocks, request)
-        run, start, length = spans[-1]
-        state.prefix_node = new_tuple(Place, (run, start + length - 1))
-        state.num_published_blocks = end
-        self.pool.set_cached(blocks)
+        return self._publish(request, self._tables.whole(row, first, end, self.prefix.no_block), token_bytes, num_final)
+
+    def _publish(self, request: Request, blocks: Int64Array, token_bytes: bytes, num_final: int = 0) -> bool:
+        """Publish the next blocks of a request, [groups, blocks], after those that it has published; no step in flight
+        computes the first `num_final` of its table. Returns whether there were any."""
+        state, prefix = request._state, self.prefix
+        first, count = state.num_published_blocks, blocks.shape[1]
+        if prefix is None or not count or not request.use_prefix_cache or state.prefix_epoch != prefix.epoch:
+            return False
+        before: Node = state.prefix_node
+        start, given = first, blocks
+        if self.anchor is None and not prefix.is_alive(before):  # nothing is left of what it has published
+            start, before = 0, Root.of(request)
+            given = np.concatenate([np.full((self.num_groups, first), prefix.no_block), blocks], axis=1)
+        spans = prefix.publish(before, token_bytes, start, given, request)
+        run, at, length = spans[-1]
+        state.prefix_node = new_tuple(Place, (run, at + length - 1))
+        state.num_published_blocks = first + count
+        self.pool.set_cached(given[0] if self.has_tables else given[given != prefix.no_block])
         if self.saves is not None:
-            keys = block_keys(request, self.block_size)[first:end]
+            keys = block_keys(request, self.block_size)[start : first + count]
             step = self._newest_step
-            for index, (block, key) in enumerate(zip(blocks.tolist(), keys, strict=True), start=first):
-                self._key_of[block] = key, step if index >= num_final else FINAL
+            for group in range(self.num_groups):
+                for index, (block, key) in enumerate(zip(given[group].tolist(), keys, strict=True), start=start):
+                    if block != prefix.no_block:
+                        name = block_name(key, group, self.num_groups)
+                        self._key_of[block] = name, step if index >= num_final else FINAL
         if self.journal is not None:
-            self.journal.append((request, blocks, spans))
+            self.journal.append(new_tuple(Publication, (request, start, before, given, spans)))
         return True
 
     def take(self, count: int) -> Int64Array:
@@ -466,7 +801,8 @@ class KVCacheManager(KVCache):
             if wanted is not None and wanted.pop(key, 0) == 0:  # once it has left the pool no other can be saved
                 continue
             if step < self._oldest_step:
-                saves.append(Save(block, key))
+                group = 0 if self.prefix is None else self.prefix.group_of(block)
+                saves.append(Save(block, key, group))
                 self.num_saves += 1
 
     def take_saves(self) -> Sequence[Save]:
@@ -475,13 +811,3 @@ class KVCacheManager(KVCache):
             return ()
         saves, self.saves = self.saves, []
         return tuple(saves)
-
-
-_NO_MATCH = Match(NO_BLOCKS, Root(), 0)
-"""Where nothing is cached, so that it is not read what is."""
-
-
-def _nodes(blocks: Int64Array, spans: list[Span]) -> list[tuple[int, Place]]:
-    """The blocks of a journal entry, each with its node."""
-    nodes = (Place(run, first + step) for run, first, count in spans for step in range(count))
-    return list(zip(blocks.tolist(), nodes, strict=True))

@@ -8,33 +8,42 @@ Nodes are kept in runs: the consecutive blocks of one publication. Inside a run 
 every other successor starts a run of its own, listed under the node it follows. So publishing, finding and evicting a
 prompt cost a few operations per run and a comparison of bytes, whatever its number of blocks.
 
-    Run 1  [b0 b1 b2 b3]            a prompt of four blocks
+    Run 1  [b0 b1 b2 b3]            a prompt of four blocks, in group 0: full attention
+           [ -  - d2 d3]            in group 1, a window: what lay behind it was given back
                 |
     Run 2       +-- [c0 c1]         another prompt that shares its first two blocks
+                    [e0 e1]
 
-A run only shrinks, from its end, and is never refilled, so a stale node cannot be mistaken for a new one. Several
-blocks may hold the content of one node (requests that computed it in parallel): the run lists one of them, its
-`duplicates` the others, and the node is removed with the last.
+Each group of layers has a block of its own at a node, or none. Several blocks may hold the content of one node and
+group (requests that computed it in parallel): the run lists one of them, its `duplicates` the others.
 
-    _run_of, _index_of   int64 [B]   for each cached block its run's id (0: not cached) and its index in the run
+A run only shrinks, from its end, and is never refilled with nodes, so a stale node cannot be mistaken for a new one.
 
-An evicted block leaves `_run_of` at once, but runs are shortened later, in batches: at the latest when something is
-published after a node that may be gone. Until then the tree holds nodes that no lookup returns.
+    _run_of    int64 [B + 1]   for each cached block its run's id (0: not cached)
+    _place_of  int64 [B + 1]   and its place there: index of the node times the number of groups, plus the group
 
-Children are removed before their parents. A request that holds a block of a node holds a block of every node before
-it, and releases its table from the end, so of the free blocks those of a child are always less recently used; a failed
-step removes its blocks newest first; and `prune` removes a node with everything after it.
+Block B does not exist: it stands where a group has no block. A block belongs to the node and the group where the run
+lists it exactly if both columns say so. So an evicted block need not be looked for: it leaves `_run_of` at once, and
+runs are shortened later, in batches: at the latest when something is published after a node that may be gone. Until
+then the tree holds nodes that no lookup returns.
+
+How long does a node stay? With a group of full attention, the `anchor`, as long as that has a block there. Children are
+removed before their parents: a request that holds an anchor block of a node holds that of every node before it, and
+releases its table from the end, so of the free anchor blocks those of a child are always less recently used; a failed
+step removes its blocks newest first; and `prune` removes a node with everything after it. Blocks of other groups may
+be evicted in any order, and those of a node that is gone are not found any more; they leave the pool's queue like any.
+Where every group has a window, a node stays while any group has a block there, or a run continues after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.kv.block_pool import NO_BLOCKS
 from pointsman.core.state.inputs import Adapter
 from pointsman.core.state.numbers import ZERO
 
@@ -42,6 +51,7 @@ if TYPE_CHECKING:
     from pointsman.core.state.request import Request
 from pointsman.core.state.sealed import new_tuple
 
+BoolArray = npt.NDArray[np.bool_]
 Int64Array = npt.NDArray[np.int64]
 _MAX_EVICTED = 4096  # blocks whose runs are shortened together, which bounds how long that takes
 TOKEN_BYTES = np.dtype(np.int32).itemsize
@@ -73,13 +83,14 @@ class Run:
         self.run_id = run_id
         self.parent = parent
         self.token_bytes = token_bytes
-        self.blocks = blocks  # maybe in the publisher's own memory, so it is never written to
-        self.length = len(blocks)
+        self.blocks = blocks
+        """[groups, nodes]; shared with the publisher's journal, so it is never written to."""
+        self.length = blocks.shape[1]
         """Remaining nodes; 0: the run is gone."""
         self.children: dict[tuple[int, bytes], Run] = {}
         """Runs that start after one of its nodes, by (that node's index, their first block's token bytes)."""
         self.duplicates: dict[int, list[int]] = {}
-        """Further blocks with the content of a node, by its index."""
+        """Further blocks with the content of a node and group, by place."""
 
 
 class Place(NamedTuple):
@@ -90,7 +101,7 @@ class Place(NamedTuple):
 
     @property
     def is_alive(self) -> bool:
-        return self.at < self.run.length
+        return bool(self.at < self.run.length)
 
 
 Node: TypeAlias = "Place | Root"
@@ -104,29 +115,64 @@ class Span(NamedTuple):
     length: int
 
 
-class RunListener(Protocol):
-    """Is called when runs enter and leave the tree."""
+class Found(NamedTuple):
+    """The nodes of the beginning of a sequence."""
 
-    def added(self, run: Run, request: Request, first: int) -> None:
-        """A request's blocks from `first` on entered the tree, as a run."""
+    spans: list[Span]
+    blocks: Int64Array
+    """[groups, nodes]"""
+    has: BoolArray | None
+    """[groups, nodes] whether the group has the block; None: each has all."""
+
+    def node(self, num_nodes: int, root: Root) -> Node:
+        """The last one of the first `num_nodes`."""
+        end = 0
+        for run, first, count in self.spans:
+            if num_nodes <= end + count:
+                return root if not num_nodes else Place(run, first + num_nodes - end - 1)
+            end += count
+        return root
+
+
+class RunListener(Protocol):
+    """Is called when content enters and leaves the tree."""
+
+    def added(self, run: Run, request: Request, first: int, has: BoolArray) -> None:
+        """A request's blocks from `first` on entered the tree, as a run; `has`: [groups, nodes]."""
+
+    def filled(self, run: Run, request: Request, offset: int, groups: Int64Array, indices: Int64Array) -> None:
+        """Nodes that were there got their first block of a group; node i is block `offset` + i of the request."""
+
+    def left(self, run: Run, places: Int64Array) -> None:
+        """The last block of these places, of nodes that remain, is gone."""
 
     def shrunk(self, run: Run, length: int) -> None:
-        """Only the first `length` blocks of a run remain in the tree."""
+        """Only the first `length` nodes of a run remain in the tree."""
 
     def cleared(self) -> None:
         """The tree is empty."""
 
 
 class PrefixCache:
-    """The tree over the blocks of one pool of `num_blocks` blocks of `block_size` tokens."""
+    """The tree over the blocks of one pool of `num_blocks` blocks of `block_size` tokens.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    Args:
+        num_groups: groups of layers with blocks of their own.
+        anchor: the index of a group of full attention; None: every group has a window.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, num_groups: int = 1, anchor: int | None = 0) -> None:
         self._block_bytes = block_size * TOKEN_BYTES
+        self.num_groups = num_groups
+        self.anchor = anchor
+        self.no_block = num_blocks
+        """Stands where a group has no block."""
         self._roots: dict[tuple[Root, bytes], Run] = {}
         self._runs: dict[int, Run] = {}
-        self._run_of: Int64Array = np.zeros(num_blocks, dtype=np.int64)
-        self._index_of: Int64Array = np.zeros(num_blocks, dtype=np.int64)
-        self._counting: Int64Array = np.arange(num_blocks, dtype=np.int64)
+        self._run_of: Int64Array = np.zeros(num_blocks + 1, dtype=np.int64)
+        self._place_of: Int64Array = np.zeros(num_blocks + 1, dtype=np.int64)
+        self._places = self._make_places(1024)
+        self._nothing = Found([], np.zeros((num_groups, 0), dtype=np.int64), None)
         self._next_run_id = 1
         self.epoch = 0
         """Incremented by `clear`: KV of another epoch is invalid."""
@@ -135,7 +181,8 @@ class PrefixCache:
         self.num_replacements = 0
         """Changes whenever a lookup finds another block with the same content in place of one that is gone."""
         self.listener: RunListener | None = None
-        self._evicted: list[tuple[Int64Array, Int64Array]] = []  # blocks, and their runs, not shortened yet
+        # Blocks whose runs are not shortened yet, with their runs and places.
+        self._evicted: list[tuple[Int64Array, Int64Array, Int64Array]] = []
         self._num_evicted = 0
         self.num_duplicates = 0
         """Cached blocks beyond the first with the same content."""
@@ -145,33 +192,59 @@ class PrefixCache:
         self._settle()
         return sum(run.length for run in self._runs.values())
 
+    def _make_places(self, count: int) -> Int64Array:
+        """[groups, count] the places of the first nodes of any run."""
+        places: Int64Array = np.arange(count) * self.num_groups + np.arange(self.num_groups)[:, None]
+        return places
+
+    def _places_of(self, first: int, count: int) -> Int64Array:
+        """[groups, count] the places of nodes of a run."""
+        if first + count > self._places.shape[1]:
+            self._places = self._make_places(2 * (first + count))
+        return self._places[:, first : first + count]
+
     # ------------------------------------------------------------------ finding
 
-    def look_up(self, root: Root, token_bytes: bytes, max_blocks: int) -> tuple[Int64Array, Node]:
-        """The longest cached prefix of a sequence, at most `max_blocks` blocks.
-
-        Returns its blocks, in order, and the node of the last one (`root` if there is none).
-        """
+    def look_up(self, root: Root, token_bytes: bytes, max_blocks: int) -> Found:
+        """The nodes of the longest cached prefix of a sequence, at most `max_blocks`, as far as the anchor has blocks.
+        Where there is only that group, it is all that can be reused."""
+        if self.anchor is None:
+            self._settle()
+        spans: list[Span] = []
         parts: list[Int64Array] = []
+        has_parts: list[BoolArray] = []
         num_found = 0
         node: Node = root
+        is_tested = self.num_groups > 1 or self.anchor is None or len(self._evicted) > 0
         while num_found < max_blocks:
             span = self._successors(node, token_bytes, num_found, max_blocks)
             if span is None:
                 break
             run, first, count = span
-            blocks = run.blocks[first : first + count]
-            if self._evicted:  # no other block holds the content of an evicted one
-                count = int(np.count_nonzero(self._run_of[blocks] == run.run_id))
-                if count == 0:
-                    break
-                blocks = blocks[:count]
+            blocks = run.blocks[:, first : first + count]
+            if is_tested:
+                has = self._has(run, first, count)
+                if self.anchor is not None:  # what follows an anchor block that is gone is gone, too
+                    count = int(np.count_nonzero(has[self.anchor]))
+                    if count == 0:
+                        break
+                    blocks, has, span = blocks[:, :count], has[:, :count], new_tuple(Span, (run, first, count))
+                has_parts.append(has)
+            spans.append(span)
             parts.append(blocks)
             num_found += count
-            node = Place(run, first + count - 1)
+            node = new_tuple(Place, (run, first + count - 1))
         if not parts:
-            return NO_BLOCKS, root
-        return parts[0] if len(parts) == 1 else np.concatenate(parts), node
+            return self._nothing
+        blocks = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+        return new_tuple(Found, (spans, blocks, np.concatenate(has_parts, axis=1) if is_tested else None))
+
+    def _has(self, run: Run, first: int, count: int) -> BoolArray:
+        """[groups, count] whether each group has the block that a run lists at these nodes."""
+        blocks = run.blocks[:, first : first + count]
+        has: BoolArray = self._run_of[blocks] == run.run_id
+        has &= self._place_of[blocks] == self._places_of(first, count)
+        return has
 
     def _successors(self, node: Node, token_bytes: bytes, start: int, end: int) -> Span | None:
         """The nodes after `node` that hold blocks `start` to at most `end` - 1 of a sequence, within one run."""
@@ -192,7 +265,7 @@ class PrefixCache:
     def _num_equal(self, run: Run, first: int, token_bytes: bytes, start: int, end: int) -> int:
         """Number of nodes of `run` from `first` on that hold the blocks of a sequence from `start` on."""
         size = self._block_bytes
-        count = min(run.length - first, end - start)
+        count: int = min(run.length - first, end - start)
         held = run.token_bytes[first * size : (first + count) * size]
         wanted = token_bytes[start * size : (start + count) * size]
         if held == wanted:
@@ -205,13 +278,14 @@ class PrefixCache:
     def publish(self, node: Node, token_bytes: bytes, first: int, blocks: Int64Array, request: Request) -> list[Span]:
         """Add blocks `first`, `first` + 1, ... of a sequence after `node`, that of block `first` - 1.
 
-        They are reported to the listener as blocks of `request`.
+        They are reported to the listener as blocks of `request`. `blocks`: [groups, nodes], `no_block` where a group
+        has none; the tree keeps it.
 
         Returns their nodes; the next publication continues after the last one. Nodes that exist already get these
-        blocks as duplicates, the remaining blocks become a run.
+        blocks, as duplicates where the group has one; the remaining blocks become a run.
         """
         spans: list[Span] = []
-        start, end = first, first + len(blocks)
+        start, end = first, first + blocks.shape[1]
         self.num_publications += 1
         while start < end:
             span = self._successors(node, token_bytes, start, end)
@@ -219,12 +293,14 @@ class PrefixCache:
                 self._settle()
                 span = self._successors(node, token_bytes, start, end)
             if span is None:
-                spans.append(self._add_run(node, token_bytes, start, end, blocks[start - first :], request))
+                spans.append(self._add_run(node, token_bytes, start, end, blocks[:, start - first :], request))
                 break
-            self._add_duplicates(span, blocks[start - first : start - first + span.length])
+            self._add_to(span, blocks[:, start - first : start - first + span.length], request, start)
             spans.append(span)
             node = Place(span.run, span.first + span.length - 1)
             start += span.length
+        if self.anchor is None:  # what the publisher has given back may be all that its last nodes had
+            self._shorten(spans[-1].run)
         return spans
 
     def _add_run(
@@ -239,25 +315,42 @@ class PrefixCache:
         else:
             parent, at = node
             parent.children[at, tokens[:size]] = run
-        self._run_of[blocks] = run_id
-        self._index_of[blocks] = self._counting[:length]
+        self._enter(run, 0, blocks)
         if self.listener is not None:
-            self.listener.added(run, request, start)
+            self.listener.added(run, request, start, blocks != self.no_block)
         return new_tuple(Span, (run, 0, length))
 
-    def _add_duplicates(self, span: Span, blocks: Int64Array) -> None:
-        run, first, count = span
-        for index, block in enumerate(blocks.tolist(), start=first):
-            run.duplicates.setdefault(index, []).append(block)
-        self.num_duplicates += count
+    def _enter(self, run: Run, first: int, blocks: Int64Array) -> None:
+        """These blocks are at the nodes of a run from `first` on."""
         self._run_of[blocks] = run.run_id
-        self._index_of[blocks] = self._counting[first : first + count]
+        self._place_of[blocks] = self._places_of(first, blocks.shape[1])
+        self._run_of[self.no_block] = ZERO
+
+    def _add_to(self, span: Span, blocks: Int64Array, request: Request, start: int) -> None:
+        """Add blocks of a request, from its block `start` on, to nodes that exist. Those that were there already, found
+        before other blocks were loaded beside them, are struck from `blocks`."""
+        run, first, count = span
+        places = self._places_of(first, count)
+        blocks[(self._run_of[blocks] == run.run_id) & (self._place_of[blocks] == places)] = self.no_block
+        given, has = blocks != self.no_block, self._has(run, first, count)
+        for group, at in zip(*(where.tolist() for where in (given & has).nonzero()), strict=True):
+            place = (first + at) * self.num_groups + group
+            run.duplicates.setdefault(place, []).append(int(blocks[group, at]))
+            self.num_duplicates += 1
+        fills = given & ~has
+        if np.count_nonzero(fills):
+            run.blocks = run.blocks.copy()
+            run.blocks[:, first : first + count][fills] = blocks[fills]
+        self._enter(run, first, blocks)
+        if self.listener is not None and np.count_nonzero(fills):
+            groups, at = fills.nonzero()
+            self.listener.filled(run, request, start - first, groups, first + at)
 
     # ------------------------------------------------------------------ forgetting
 
     def evict(self, blocks: Int64Array) -> None:
         """Remove blocks whose content is evicted, least recently used first."""
-        self._evicted.append((blocks, self._run_of[blocks]))
+        self._evicted.append((blocks, self._run_of[blocks], self._place_of[blocks]))
         self._run_of[blocks] = ZERO
         self._num_evicted += len(blocks)
         # A listener is called at once; and a lookup may find another block in place of a duplicate.
@@ -268,50 +361,80 @@ class PrefixCache:
         """Shorten the runs of evicted blocks."""
         if not self._evicted:
             return
-        blocks, runs = self._evicted[0]
+        blocks, runs, places = self._evicted[0]
         if len(self._evicted) > 1:
-            blocks = np.concatenate([blocks for blocks, _ in self._evicted])
-            runs = np.concatenate([runs for _, runs in self._evicted])
+            blocks, runs, places = (np.concatenate(column) for column in zip(*self._evicted, strict=True))
         self._clear_evicted()
-        lasts = [*(runs[1:] != runs[:-1]).nonzero()[0].tolist(), len(blocks) - 1]  # another run begins after each
+        ends = [*((runs[1:] != runs[:-1]).nonzero()[0] + 1).tolist(), len(blocks)]  # another run begins at each
         start = 0
-        for last, run_id, block in zip(lasts, runs[lasts].tolist(), blocks[lasts].tolist(), strict=True):
-            run = self._runs[run_id]
-            if run.duplicates:
-                for each in blocks[start : last + 1].tolist():
-                    self._leave(run, int(self._index_of[each]), each)
-            else:
-                length = run.length - (last + 1 - start)
-                assert run.blocks[length] == block, "a block is evicted before what follows it"
-                self._shrink(run, length)
-            start = last + 1
+        for end, run_id in zip(ends, runs[[end - 1 for end in ends]].tolist(), strict=True):
+            run = self._runs.get(run_id)
+            if run is not None:  # else its last anchor block was evicted before these
+                self._leave_together(run, blocks[start:end], places[start:end])
+            start = end
+
+    def _leave_together(self, run: Run, blocks: Int64Array, places: Int64Array) -> None:
+        """Blocks that were evicted leave a run."""
+        if run.duplicates:
+            for block, place in zip(blocks.tolist(), places.tolist(), strict=True):
+                self._leave(run, place, block)
+            return
+        if self.anchor is None:
+            if self.listener is not None:
+                self.listener.left(run, places)
+            self._shorten(run)
+            return
+        if self.num_groups > 1:
+            is_anchor = places % self.num_groups == self.anchor
+            if self.listener is not None:
+                self.listener.left(run, places[~is_anchor])
+            blocks = blocks[is_anchor]
+        if len(blocks):
+            length = run.length - len(blocks)
+            assert run.blocks[self.anchor, length] == blocks[-1], "a block is evicted before what follows it"
+            self._shrink(run, length)
 
     def _clear_evicted(self) -> None:
         self._evicted.clear()
         self._num_evicted = 0
 
     def forget(self, block: int) -> None:
-        """Remove one block. If no other block holds its content, so is the node: it must be the last of its run."""
-        run, index = self.place_of(block)
+        """Remove one block. If it is the last anchor block of its node, so is the node: it must be the last of its
+        run."""
+        self._settle()
+        run, place = self._runs.get(int(self._run_of[block])), int(self._place_of[block])
         self._run_of[block] = 0
-        self._leave(run, index, block)
+        if run is not None:
+            self._leave(run, place, block)
 
-    def _leave(self, run: Run, index: int, block: int) -> None:
-        if index in run.duplicates:
-            self._drop_one(run, index, block)
-        else:
+    def _leave(self, run: Run, place: int, block: int) -> None:
+        index, group = divmod(place, self.num_groups)
+        if index >= run.length:  # its node is gone
+            return
+        if place in run.duplicates:
+            self._drop_one(run, place, block)
+            return
+        if group == self.anchor:
             assert index == run.length - 1, f"block {block} leaves the prefix tree before what follows it"
             self._shrink(run, index)
+            return
+        if self.listener is not None:
+            self.listener.left(run, np.array([place]))
+        if self.anchor is None:
+            self._shorten(run)
 
-    def prune(self, block: int) -> list[int]:
-        """Remove the node of a block, with all its duplicates, and everything after it.
+    def prune(self, node: Place) -> list[int]:
+        """Remove a node, and everything after it. Requests that continue after a removed node must publish no more.
 
-        Returns the removed blocks. Requests that continue after a removed node must publish no more.
+        Returns the removed blocks.
         """
-        run, index = self.place_of(block)
+        self._settle()
+        run, index = node
         gone = list(self._blocks_behind(run, index))
         self._run_of[gone] = 0
         self._shrink(run, index)
+        if self.anchor is None:
+            self._shorten(run)
         return gone
 
     def clear(self) -> None:
@@ -328,24 +451,40 @@ class PrefixCache:
             self.listener.cleared()
         self.num_publications += 1
 
-    def _drop_one(self, run: Run, index: int, block: int) -> None:
-        """Remove one of several blocks of a node. A lookup may then find one that is referenced."""
-        others = run.duplicates[index]
+    def _drop_one(self, run: Run, place: int, block: int) -> None:
+        """Remove one of several blocks of a place. A lookup may then find one that is referenced."""
+        index, group = divmod(place, self.num_groups)
+        others = run.duplicates[place]
         self.num_duplicates -= 1
-        if run.blocks[index] == block:
+        if run.blocks[group, index] == block:
             run.blocks = run.blocks.copy()
-            run.blocks[index] = others.pop(0)
+            run.blocks[group, index] = others.pop(0)
             self.num_replacements += 1
         else:
             others.remove(block)
         if not others:
-            del run.duplicates[index]
+            del run.duplicates[place]
         self.num_publications += 1
 
+    def _shorten(self, run: Run) -> None:
+        """Without an anchor: remove the nodes at the end of a run at which nothing is left."""
+        while True:
+            held: Int64Array = np.flatnonzero(self._has(run, 0, run.length).any(axis=0))
+            length = max([held.item(-1) if len(held) else -1, *(index for index, _ in run.children)]) + 1
+            parent = run.parent
+            self._shrink(run, length)
+            if length or isinstance(parent, Root):
+                return
+            run = parent.run
+
     def _shrink(self, run: Run, length: int) -> None:
+        if length >= run.length:
+            return
         if self.listener is not None:
             self.listener.shrunk(run, length)
         run.length = length
+        if run.duplicates:  # of other groups, where the anchor's last block is gone
+            self._drop_duplicates(run, length)
         if length == 0:
             head = run.token_bytes[: self._block_bytes]
             if isinstance(run.parent, Root):
@@ -353,18 +492,25 @@ class PrefixCache:
             else:
                 del run.parent.run.children[run.parent.at, head]
             del self._runs[run.run_id]
-            run.blocks, run.token_bytes = NO_BLOCKS, head  # a reference to it should not keep a long prompt in memory
-        elif length < len(run.blocks) // 2:  # nor should a short remainder
-            run.blocks = run.blocks[:length].copy()
+            run.blocks = run.blocks[:, :0].copy()
+            run.token_bytes = head  # a reference to it should not keep a long prompt in memory
+        elif length < run.blocks.shape[1] // 2:  # nor should a short remainder
+            run.blocks = run.blocks[:, :length].copy()
             run.token_bytes = run.token_bytes[: length * self._block_bytes]
+
+    def _drop_duplicates(self, run: Run, length: int) -> list[int]:
+        """Take from a run its duplicates from node `length` on, and return them."""
+        dropped: list[int] = []
+        for place in [place for place in run.duplicates if place >= length * self.num_groups]:
+            dropped += run.duplicates.pop(place)
+        self.num_duplicates -= len(dropped)
+        return dropped
 
     def _blocks_behind(self, run: Run, index: int) -> Iterator[int]:
         """All blocks of a run from a node on, and of the runs after those nodes, which are marked as gone."""
-        yield from run.blocks[index : run.length].tolist()
-        for at in [at for at in run.duplicates if at >= index]:
-            others = run.duplicates.pop(at)
-            self.num_duplicates -= len(others)
-            yield from others
+        count = run.length - index
+        yield from run.blocks[:, index : run.length][self._has(run, index, count)].tolist()
+        yield from self._drop_duplicates(run, index)
         for key in [key for key in run.children if key[0] >= index]:
             child = run.children.pop(key)
             yield from self._blocks_behind(child, 0)
@@ -375,18 +521,56 @@ class PrefixCache:
 
     # ------------------------------------------------------------------ questions
 
+    def num_lasting(self, found: Found, is_held: BoolArray, is_referenced: BoolArray) -> int:
+        """How many of these nodes stay where all blocks but some are evicted: `is_held` [groups, nodes] of these nodes,
+        `is_referenced` [blocks] of those after other nodes."""
+        if self.anchor is not None:
+            return int(np.count_nonzero(is_held[self.anchor]))
+        last = np.flatnonzero(is_held.any(axis=0))
+        num_lasting, end = last.item(-1) + 1 if len(last) else 0, 0
+        for number, (run, first, length) in enumerate(found.spans):
+            on_path = found.spans[number + 1].run if number + 1 < len(found.spans) else None
+            if self._lasts(run, first + length, is_referenced):
+                num_lasting = max(num_lasting, end + length)
+            for (index, _), child in run.children.items():
+                if first <= index < first + length and child is not on_path and self._lasts(child, 0, is_referenced):
+                    num_lasting = max(num_lasting, end + index - first + 1)
+            end += length
+        return num_lasting
+
+    def _lasts(self, run: Run, start: int, is_referenced: BoolArray) -> bool:
+        """Whether a run, from node `start` on, or one after it, has a block that is referenced."""
+        blocks = run.blocks[:, start : run.length][self._has(run, start, run.length - start)].tolist()
+        others = [other for place, other in run.duplicates.items() if place >= start * self.num_groups]
+        if np.count_nonzero(is_referenced[[*blocks, *chain(*others)]]):
+            return True
+        children = [child for (index, _), child in run.children.items() if index >= start]
+        return any(self._lasts(child, 0, is_referenced) for child in children)
+
+    def is_alive(self, node: Node) -> bool:
+        """Whether something may be published after a node."""
+        self._settle()
+        return isinstance(node, Root) or node.is_alive
+
     def is_cached(self, block: int) -> bool:
         """Whether a lookup can find the block."""
-        return bool(self._run_of[block])
-
-    def place_of(self, block: int) -> Place:
-        """The node whose content a cached block holds."""
         self._settle()
-        return Place(self._runs[int(self._run_of[block])], int(self._index_of[block]))
+        run = self._runs.get(int(self._run_of[block]))
+        return run is not None and int(self._place_of[block]) < run.length * self.num_groups
 
-    def holds(self, block: int, run: Run, index: int) -> bool:
-        """Whether a block (still) belongs to a node."""
-        return bool(self._run_of[block] == run.run_id and self._index_of[block] == index)
+    def place_of(self, block: int) -> tuple[Place, int]:
+        """The node whose content a cached block holds, and the block's group."""
+        self._settle()
+        index, group = divmod(int(self._place_of[block]), self.num_groups)
+        return Place(self._runs[int(self._run_of[block])], index), group
+
+    def group_of(self, block: int) -> int:
+        """The group of a block that is, or was, cached."""
+        return int(self._place_of[block]) % self.num_groups
+
+    def holds(self, block: int, run: Run, place: int) -> bool:
+        """Whether a block (still) belongs to a place of a run."""
+        return bool(self._run_of[block] == run.run_id and self._place_of[block] == place)
 
     def blocks(self) -> list[int]:
         """For checks: all blocks that are reachable from the roots, each as often as it is reached."""
@@ -395,15 +579,15 @@ class PrefixCache:
         runs = list(self._roots.values())
         while runs:
             run = runs.pop()
-            found += run.blocks[: run.length].tolist()
-            for index, others in run.duplicates.items():
-                found += others if index < run.length else [-1]
+            found += run.blocks[:, : run.length][self._has(run, 0, run.length)].tolist()
+            for place, others in run.duplicates.items():
+                found += others if place < run.length * self.num_groups else [-1]
             runs += [child for (index, _), child in run.children.items() if index < run.length]
         return found
 
     def content(self, block: int) -> tuple[Root, bytes]:
         """For checks: the root of a cached block and all tokens up to its end, as bytes."""
-        run, index = self.place_of(block)
+        (run, index), _ = self.place_of(block)
         parts = [run.token_bytes[: (index + 1) * self._block_bytes]]
         while not isinstance(run.parent, Root):
             run, index = run.parent

@@ -14,12 +14,17 @@ again returns to the retained ones until its time.
 
 Children are evicted before their parents (`prefix_tree.py`), because along every released table
 
-    a block's time is at least that of the blocks behind it        (`_straighten` raises it)
+    a block's time is at least that of the blocks behind it        (`straighten` raises it)
     a block is SHARED where one behind it has another owner
 
 and blocks leave the queue by (time, order of release), all of them or those of one owner: no child of a block that
 leaves is retained for longer. What has expired leaves before anything is released, so that a block which is released
 after its time does not get ahead of its children.
+
+With groups of layers the table is that of the anchor, the group of full attention which the prefix tree needs in that
+order. Blocks of other groups may leave in any order, as a lookup tests each, so they only keep their time and owner.
+Marked are those that a lookup of the retained prefix needs: of a window the last ones. Without an anchor no order is
+needed at all.
 
 Of the pool at most `capacity` blocks are retained. A block that several tenants asked for is SHARED and counts for none
 of them. At most half of `capacity` is SHARED: where a request would make it more, it is as if it had asked only for the
@@ -106,13 +111,16 @@ class RetainingPool(BlockPool):
         if self._queue and self._queue[0][0] <= self._clock:
             self._dismiss(self._queue, self._num_retained, self._clock)
 
-    def retain(self, blocks: Int64Array, until: float, tenant: str | None) -> None:
-        """Mark referenced blocks, the first ones of a table, as retained until then (seconds of `now`, maybe inf) for a
-        tenant; None: where tenants do not matter, one for all. A later time that a block already has stays. Blocks that
-        are not cached are left out, and so are those from the first one on that would be SHARED beyond the bound."""
+    def retain(self, blocks: Int64Array, until: float, tenant: str | None) -> int:
+        """Mark referenced blocks of a table as retained until then (seconds of `now`, maybe inf) for a tenant; None:
+        where tenants do not matter, one for all. A later time that a block already has stays. The cached ones must come
+        first: others are left out, and so are those from the first one on that would be SHARED beyond the bound.
+
+        Returns how many are marked.
+        """
         blocks = blocks[: np.count_nonzero(self.is_cached[blocks])]
         if until <= self._clock or not len(blocks):
-            return
+            return 0
         owner = self._number(tenant)
         before, owners = self._until[blocks], self._owner[blocks]
         of_others = ((before > self._clock) & (owners != owner)).nonzero()[0]
@@ -126,6 +134,7 @@ class RetainingPool(BlockPool):
         self._owner[blocks[of_others]] = SHARED
         self._num_shared += len(of_others)
         self._until[blocks] = np.maximum(before, until)
+        return len(blocks)
 
     def label(self, blocks: Int64Array, label: int) -> None:
         """Write `label` on blocks."""
@@ -146,9 +155,15 @@ class RetainingPool(BlockPool):
         super().acquire(blocks)
 
     def release(self, blocks: Int64Array) -> None:
-        self._straighten(blocks)
+        self.straighten(blocks)
         num_before = self._num_retained
         super().release(blocks)
+        if self._num_retained > num_before:
+            self._keep_bounds()
+
+    def release_any(self, blocks: Int64Array, *, evict_first: bool = False) -> None:
+        num_before = self._num_retained
+        super().release_any(blocks, evict_first=evict_first)
         if self._num_retained > num_before:
             self._keep_bounds()
 
@@ -181,7 +196,7 @@ class RetainingPool(BlockPool):
     # ------------------------------------------------------------------ entering
 
     def _num_shareable(self, until: FloatArray, owners: Int64Array, of_others: Int64Array) -> int:
-        """How many of these places of a table may become SHARED, with all blocks before each (`_straighten`)."""
+        """How many of these places of a table may become SHARED, with all blocks before each (`straighten`)."""
         room = self.most_shared - self._num_shared
         if len(until) <= room:
             return len(of_others)
@@ -194,8 +209,8 @@ class RetainingPool(BlockPool):
             return 0
         return int(np.count_nonzero((self._owner[blocks] == SHARED) & (self._until[blocks] > _NEVER)))
 
-    def _straighten(self, blocks: Int64Array) -> None:
-        """Make the times and owners of a table such that its children leave first."""
+    def straighten(self, blocks: Int64Array) -> None:
+        """Make the times and owners of a table such that its children leave first; called before its release."""
         until = self._until[blocks]
         if not np.count_nonzero(until > _NEVER):
             return
@@ -215,17 +230,28 @@ class RetainingPool(BlockPool):
         self._num_shared += int(np.count_nonzero((owners == SHARED) & (raised > _NEVER)))
 
     def _append(self, blocks: Int64Array) -> None:
-        """Blocks that are free from now on, children first: retained ones have the latest times, so they are last."""
-        until = self._until[blocks]
-        num_over = len(blocks) - int(np.count_nonzero(until > self._clock))
-        if num_over:
-            self._num_shared -= self._num_marked_shared(blocks[:num_over])
-            self._until[blocks[:num_over]] = _NEVER
-            super()._append(blocks[:num_over])
-            blocks, until = blocks[num_over:], until[num_over:]
+        is_over = self._until[blocks] <= self._clock
+        if np.count_nonzero(is_over):
+            super()._append(self._without_marks(blocks[is_over]))
+        self._push_retained(blocks[~is_over])
+
+    def _prepend(self, blocks: Int64Array) -> None:
+        is_over = self._until[blocks] <= self._clock
+        if np.count_nonzero(is_over):
+            super()._prepend(self._without_marks(blocks[is_over]))
+        self._push_retained(blocks[~is_over])
+
+    def _without_marks(self, blocks: Int64Array) -> Int64Array:
+        """These blocks, whose time is over, without their marks."""
+        self._num_shared -= self._num_marked_shared(blocks)
+        self._until[blocks] = _NEVER
+        return blocks
+
+    def _push_retained(self, blocks: Int64Array) -> None:
+        """Blocks that are free from now on, children first, and whose time is not over."""
         if not len(blocks):
             return
-        owners = self._owner[blocks]
+        until, owners = self._until[blocks], self._owner[blocks]
         starts = [0, *(((until[1:] != until[:-1]) | (owners[1:] != owners[:-1])).nonzero()[0] + 1).tolist()]
         for start, end in zip(starts, [*starts[1:], len(blocks)], strict=True):
             self._push(blocks[start:end], until.item(start), owners.item(start))

@@ -61,6 +61,10 @@ class SlotDirectory:
         """Contents that are here, or will be once the steps in flight are over."""
         return len(self._slots)
 
+    def has(self, key: bytes) -> bool:
+        """Whether this is here. Changes nothing."""
+        return key in self._slots
+
     def num_found(self, keys: Sequence[bytes]) -> int:
         """How many of these are here in a row, from the first one on. Changes nothing."""
         return next((index for index, key in enumerate(keys) if key not in self._slots), len(keys))

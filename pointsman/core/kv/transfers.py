@@ -22,13 +22,14 @@ import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import ConfigError, UnknownTransfer
-from pointsman.core.kv.connector import KVConnector
-from pointsman.core.kv.content import block_keys
+from pointsman.core.kv.cache import Match
+from pointsman.core.kv.connector import KVConnector, has_groups
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.state.output import Load
 from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
 
+BoolArray = npt.NDArray[np.bool_]
 Int64Array = npt.NDArray[np.int64]
 
 
@@ -40,12 +41,17 @@ class Holding:
     request_id: str
     """The request whose KV it is, or was."""
     blocks: Int64Array
-    """In table order. Those of a load begin with the ones found in the prefix cache."""
+    """Those found in the prefix cache, then those to fill; each place by place of all tables."""
     num_local_blocks: int
     request: Request | None
     """The request that will continue after them; None: they are held until the transfer finishes."""
     load: Load | None
     """None: a send."""
+    table: Int64Array
+    """[groups, blocks] of a load: the beginning of the tables of its request; the number of blocks in the pool where it
+    has none."""
+    num_local_places: int = 0
+    """Blocks of each table before those to fill."""
     since: float = 0.0
     """When a load began, on the caller's clock."""
     is_open: bool = True
@@ -53,7 +59,8 @@ class Holding:
 
     @property
     def num_external_blocks(self) -> int:
-        return len(self.blocks) - self.num_local_blocks
+        """Of each table."""
+        return int(self.table.shape[1]) - self.num_local_places
 
 
 class External(NamedTuple):
@@ -75,7 +82,7 @@ class Transfers:
         self._kv = kv
         self._swaps = config.preemption_mode != "recompute"
         self._timeout = config.kv_load_timeout
-        full_length = min(kv.blocks_for(config.max_model_len), config.num_usable_blocks)
+        full_length = min(config.most_blocks(config.max_model_len), config.num_usable_blocks)
         self.max_blocks = config.num_usable_blocks - full_length
         """Maximum number of blocks of all holdings."""
         self._open: dict[int, Holding] = {}
@@ -87,11 +94,11 @@ class Transfers:
         self._is_claimed = False
         self._displacer: Request | None = None
         self._now = 0.0
-        self.is_worth_loading: Callable[[Request, int, int], bool] | None = None
-        """Whether to load, synchronously, for a request from some token on that number of tokens, instead of computing
-        them; None: whatever can be loaded is."""
+        self.is_worth_loading: Callable[[int, int, int], bool] | None = None
+        """Whether to load, synchronously, from some token on that number of tokens, in that number of blocks, rather
+        than compute them; None: whatever can be loaded is."""
 
-    def compare_with(self, is_worth_loading: Callable[[Request, int, int], bool]) -> None:
+    def compare_with(self, is_worth_loading: Callable[[int, int, int], bool]) -> None:
         """Load only where this says that it is worth it."""
         self.is_worth_loading = is_worth_loading
 
@@ -120,37 +127,56 @@ class Transfers:
         self._displacer = displacer
         self._now = now
 
-    def ask(self, request: Request, num_local_tokens: int) -> External | Deferral:
+    def ask(self, request: Request, match: Match) -> External | Deferral:
         """What to load after the cached tokens of a request."""
         if not (request._state.may_load and request.reads_prefix_cache) or request._state.holding is not None:
             return NOTHING
-        size = self._kv.block_size
-        most = (request._state.num_tokens - 1) // size * size - num_local_tokens
+        size, num_local = self._kv.block_size, match.num_tokens
+        most = (request._state.num_tokens - 1) // size * size - num_local
         if most <= 0:
             return NOTHING
-        saved = self._num_saved_tokens(request, num_local_tokens) if self._swaps and self._kv.saves else 0
-        count, is_async = self.connector.num_external_tokens(request, num_local_tokens + saved)
+        is_saving = self._swaps and bool(self._kv.saves)
+        has = None if self._kv.has_tables else self._kv.in_pool(match, (num_local + most) // size)
+        saved = self._num_saved_tokens(request, num_local, has) if is_saving else 0
+        if has is None:
+            count, is_async = self.connector.num_external_tokens(request, num_local + saved)
+        else:
+            assert has_groups(self.connector)
+            count, is_async = self.connector.num_tokens_in_groups(request, num_local + saved, has)
         if count is None:
             return self._wait_for_answer(request)
         if saved:  # what comes after them is loaded by this step too, or not at all
             count, is_async = saved + (0 if is_async else count), False
+        if has is not None and count % size:  # windows have what the token after just so many attends to
+            return NOTHING
         count = min(count, most) // size * size
         if count <= 0:
             return NOTHING
         if not is_async:
             is_worth_loading = self.is_worth_loading
-            if is_worth_loading is not None and not is_worth_loading(request, num_local_tokens, count):
+            if is_worth_loading is not None and not is_worth_loading(num_local, count, self._num_loaded(match, count)):
                 return NOTHING
             return External(count, False)
         if request is self._displacer:
             return NOTHING
-        return self._fit(num_local_tokens // size, count // size)
+        return self._fit(num_local // size, count // size)
 
-    def _num_saved_tokens(self, request: Request, num_local_tokens: int) -> int:
-        """How many tokens after the local ones are in blocks that this step has evicted and saves: it can load them."""
+    def _num_loaded(self, match: Match, num_tokens: int) -> int:
+        """How many blocks a load of so many tokens after a match fills."""
+        num_blocks = self._kv.num_blocks_to_hold((match.num_tokens + num_tokens) // self._kv.block_size)
+        return num_blocks - len(self._kv.with_external(match, num_tokens).blocks)
+
+    def _num_saved_tokens(self, request: Request, num_local_tokens: int, has: BoolArray | None) -> int:
+        """How many tokens after the local ones are in blocks that this step has evicted and saves: it can load them. Of
+        several groups, which of their blocks the pool `has`; those that are saved are added."""
         saved, size = {save.key for save in self._kv.saves or ()}, self._kv.block_size
-        keys = block_keys(request, size)[num_local_tokens // size : (request.num_tokens - 1) // size]
-        return size * next((index for index, key in enumerate(keys) if key not in saved), len(keys))
+        start, end = num_local_tokens // size, (request.num_tokens - 1) // size
+        if has is None:
+            names = self._kv.names(request, 0, end)[start:]
+            return size * next((index for index, name in enumerate(names) if name not in saved), len(names))
+        for group, of_group in enumerate(has):
+            of_group |= [name in saved for name in self._kv.names(request, group, end)]
+        return size * max(0, self._kv.num_reusable(has) - start)
 
     def _wait_for_answer(self, request: Request) -> External | Deferral:
         deferral = request._state.deferral
@@ -169,19 +195,23 @@ class Transfers:
         A load that does not fit beside the others waits for them, and no later request starts a load in this step. A
         load that might never fit is cut to the blocks that are left.
         """
-        total = num_local + num_external
+        total = self._kv.num_blocks_to_hold(num_local + num_external)
         left = self.max_blocks - self.num_blocks
         can_wait = total <= self.max_blocks - self._num_stuck
         if can_wait and (self._is_claimed or total > left):
             self._is_claimed = True
             return Deferral(Reason.KV_ROOM, max(1, total - left), blocks_queue=False)
-        fits = min(num_external, max(0, left - num_local))
-        return External(fits * self._kv.block_size, True) if fits else NOTHING
+        if total > left:  # windows have what the token after the last one attends to, and no earlier one
+            num_external = 0 if self._kv.gives_back else max(0, left // self._kv.num_groups - num_local)
+        return External(num_external * self._kv.block_size, True) if num_external else NOTHING
 
-    def start(self, request: Request, load: Load, blocks: Int64Array, now: float) -> Holding:
-        """Hold the blocks of a load, which are referenced already."""
-        num_local = len(blocks) - len(load.block_ids)
-        holding = Holding(load.transfer_id, request.request_id, blocks, num_local, request, load, now)
+    def start(self, request: Request, load: Load, table: Int64Array, now: float) -> Holding:
+        """Hold the blocks of a load, which are referenced already and in `table` [groups, blocks]."""
+        blocks = np.concatenate([load.local_blocks, load.block_ids])
+        first = load.first_token // self._kv.block_size
+        holding = Holding(
+            load.transfer_id, request.request_id, blocks, len(load.local_blocks), request, load, table, first, now
+        )
         self._open[holding.transfer_id] = holding
         self.num_blocks += len(blocks)
         request._state.holding = holding
@@ -206,11 +236,14 @@ class Transfers:
         if holding.request is not None:
             self._loaded[holding.transfer_id] = holding
 
-    def shorten(self, holding: Holding, num_blocks: int) -> None:
-        """Keep the first `num_blocks` blocks of a load."""
-        self._kv.take_back(holding.blocks[num_blocks:])
-        self.num_blocks -= len(holding.blocks) - num_blocks
-        holding.blocks = holding.blocks[:num_blocks]
+    def shorten(self, holding: Holding, num_places: int) -> None:
+        """Keep the blocks of the first `num_places` places of a load."""
+        holding.table = holding.table[:, :num_places]
+        kept = np.isin(holding.blocks, holding.table)
+        self._kv.take_back(holding.blocks[~kept])
+        self.num_blocks -= len(kept) - int(np.count_nonzero(kept))
+        holding.blocks = holding.blocks[kept]
+        holding.num_local_places = min(holding.num_local_places, num_places)
 
     def close(self, holding: Holding) -> None:
         """Release the blocks of a finished transfer that no request waits for."""
@@ -255,17 +288,19 @@ class Transfers:
     # ------------------------------------------------------------------ sends
 
     def hold_if_sending(self, request: Request, blocks: Int64Array, num_tokens: int) -> None:
-        """Ask the connector whether the blocks of a request that finishes are being sent, and if so hold them.
+        """Ask the connector whether the blocks of a request that finishes are being sent, and if so hold them; of
+        several groups [groups, blocks], -1 where it has none.
 
         They are in the request's row; a further reference keeps them when the row is released.
         """
+        table, blocks = blocks, blocks.T[blocks.T >= 0]  # of several groups, place by place
         if not len(blocks) or self.num_blocks + len(blocks) > self.max_blocks:
             return
         transfer_id = self.next_id()
-        blocks.setflags(write=False)  # the connector may keep them
-        if self.connector.request_ended(request, blocks, num_tokens, transfer_id):
+        table.setflags(write=False)  # the connector may keep them
+        if self.connector.request_ended(request, table, num_tokens, transfer_id):
             self._kv.pool.acquire(blocks)
-            self._open[transfer_id] = Holding(transfer_id, request.request_id, blocks, 0, None, None)
+            self._open[transfer_id] = Holding(transfer_id, request.request_id, blocks, 0, None, None, table)
             self.num_blocks += len(blocks)
             self._num_stuck += len(blocks)
 
@@ -277,6 +312,11 @@ def make_transfers(config: SchedulerConfig, kv: KVCacheManager, connector: KVCon
         ConfigError: a knob is about a connector, and there is none.
     """
     if connector is not None:
+        if config.has_kv_groups and not has_groups(connector):
+            raise ConfigError(
+                f"kv_groups has {len(config.kv_groups)} groups, and the connector has no num_tokens_in_groups, so it "
+                "keeps one group of full attention; add the method, or leave one of the two out"
+            )
         kv.has_connector = True
         if connector.saves_evicted or config.preemption_mode != "recompute":
             kv.saves = []

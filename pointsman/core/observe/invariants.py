@@ -68,9 +68,13 @@ def _check_blocks(batch: Batch, kv: KVCacheManager, holdings: list[Holding]) -> 
     referenced = pool.num_references.nonzero()[0].tolist()
     everything = sorted([*range(pool.num_reserved_blocks), *blank, *cached_free, *referenced])
     _require(everything == list(range(pool.num_blocks)), 1, "blank, cached free and referenced blocks are not the pool")
-    entries = np.zeros(pool.num_blocks, dtype=np.int64)
+    entries, group_of = np.zeros(pool.num_blocks, dtype=np.int64), np.full(pool.num_blocks, -1)
     for row in batch.members.rows.tolist():
-        np.add.at(entries, kv.table(batch, row), 1)
+        blocks, _, groups = kv.placed(row)
+        np.add.at(entries, blocks, 1)
+        is_in_another = (group_of[blocks] != -1) & (group_of[blocks] != groups)
+        _require(not is_in_another.any(), 1, "blocks {} are in the tables of two groups", blocks[is_in_another])
+        group_of[blocks] = groups
     for holding in holdings:
         np.add.at(entries, holding.blocks, 1)
     _require(
@@ -78,21 +82,28 @@ def _check_blocks(batch: Batch, kv: KVCacheManager, holdings: list[Holding]) -> 
     )
     cached = set(pool.is_cached.nonzero()[0].tolist())
     in_tree = kv.prefix.blocks() if kv.prefix is not None else []
-    _require(sorted(in_tree) == sorted(cached), 1, "cached blocks are not those that the prefix tree reaches")
-    if kv.prefix is not None:
-        known = {block for block in range(pool.num_blocks) if kv.prefix.is_cached(block)}
-        _require(known == cached, 1, "the prefix tree and the pool disagree on which blocks are cached")
+    known = {block for block in cached if kv.prefix is not None and kv.prefix.is_cached(block)}
+    _require(sorted(in_tree) == sorted(known), 1, "cached blocks are not those that the prefix tree reaches")
+    if kv.prefix is not None:  # blocks of other groups than the anchor's outlive their node
+        lost = {
+            block for block in cached - known if kv.num_groups == 1 or kv.prefix.group_of(block) == kv.prefix.anchor
+        }
+        _require(not lost, 1, "the prefix tree and the pool disagree on which blocks are cached: {}", lost)
     _require(cached.issuperset(cached_free) and cached.isdisjoint(blank), 1, "free blocks are in the wrong list")
     if kv.prefix is not None:
-        _check_evictions(kv.prefix, cached, cached_free)
+        _check_evictions(kv.prefix, known, cached_free)
     if kv.retaining is not None:
         _check_retained(kv.retaining)
 
 
 def _check_evictions(prefix: PrefixCache, cached: set[int], cached_free: list[int]) -> None:
-    """A node is gone when the last of its blocks is evicted: that must not be before its children are."""
+    """A node is gone when the last of its anchor blocks is evicted: that must not be before its children are."""
+    anchor = prefix.anchor
+    if anchor is None:
+        return
     turn = {block: index for index, block in enumerate(cached_free)}
-    places = {block: prefix.place_of(block) for block in cached}
+    placed = {block: prefix.place_of(block) for block in cached}
+    places = {block: place for block, (place, group) in placed.items() if group == anchor}
     gone: dict[tuple[int, int], float] = {}  # by run and index: when, in evictions from now
     for block, (run, index) in places.items():
         key = run.run_id, index
@@ -223,8 +234,9 @@ def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCache, verifying
         most = tokens + drafts if drafts else tokens + pending
         _require(0 <= computed <= most, 2, "{} has computed {} of {} + {}", request, computed, tokens, most - tokens)
         _require(computed <= slots, 1, "{} outgrew its blocks", request)
-        if kv.has_tables:
-            _require(slots == len(kv.table(batch, row)) * kv.block_size, 1, "{} has other blocks than slots", request)
+        if isinstance(kv, KVCacheManager):
+            broken = kv.broken_row(row, slots, min(computed, tokens))
+            _require(broken is None, 1, "{} {}", request, broken)
         _require(batch.token_limit[row] == request.token_limit, 2, "{} has another limit in its row", request)
         _require(
             batch.least_left <= request.token_limit - tokens, 2, "{} is nearer to its limit than is known", request
@@ -301,20 +313,20 @@ def _check_drafts(config: SchedulerConfig, batch: Batch, drafts: Drafts) -> None
 
 def _check_contents(batch: Batch, kv: KVCache) -> None:
     prefix = kv.prefix
-    if prefix is None:
+    if prefix is None or not isinstance(kv, KVCacheManager):
         return
     for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
         if request._state.prefix_epoch != prefix.epoch:
             continue
         root, known = Root.of(request), request._state.known_bytes()
-        for index, block in enumerate(kv.table(batch, row).tolist()):
+        for block, index, group in zip(*(column.tolist() for column in kv.placed(row)), strict=True):
             if not prefix.is_cached(block):
                 continue
-            held = (root, known[: (index + 1) * kv.block_size * TOKEN_BYTES])
+            held = (root, known[: (index + 1) * kv.block_size * TOKEN_BYTES], group)
             _require(
-                prefix.content(block) == held,
+                (*prefix.content(block), prefix.group_of(block)) == held,
                 9,
-                "block {} of {} is keyed by other tokens than it holds",
+                "block {} of {} is keyed by other tokens than it holds, or another group",
                 block,
                 request,
             )

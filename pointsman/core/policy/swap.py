@@ -27,7 +27,6 @@ from __future__ import annotations
 from collections import deque
 
 from pointsman.core.config import SchedulerConfig
-from pointsman.core.kv.content import block_keys
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.policy.policy import Policy, StepLoad
 from pointsman.core.policy.step_times import StepTimes
@@ -67,7 +66,7 @@ class Swap(Policy):
         if self.compares:
             self._times.refit()
             recompute = self._times.prefill_seconds(num_cached_tokens, 0) or None
-            swap = 2 * self._seconds * (num_cached_tokens // self._kv.block_size) or None
+            swap = 2 * self._seconds * self._num_blocks(num_cached_tokens) or None
             swaps = recompute is None or swap is None or swap <= recompute
             self._count(swaps)
         if swaps:
@@ -102,16 +101,20 @@ class Swap(Policy):
             request._state.recovery = None
             self.ended(request)
 
-    def is_worth_loading(self, request: Request, start: int, count: int) -> bool:
-        """Whether `count` tokens from `start` on, which are in host memory, are loaded rather than computed."""
+    def is_worth_loading(self, start: int, count: int, num_blocks: int) -> bool:
+        """Whether `count` tokens from `start` on, of which `num_blocks` blocks are in host memory, are loaded rather
+        than computed."""
         if not self._seconds:
             return True
         recompute = self._times.prefill_seconds(count, start)
-        return recompute == 0 or self._seconds * (count // self._kv.block_size) <= recompute
+        return recompute == 0 or self._seconds * num_blocks <= recompute
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        """Blocks that a request needs to continue after so many tokens."""
+        return self._kv.num_blocks_to_hold(num_tokens // self._kv.block_size)
 
     def _want(self, request: Request, num_tokens: int) -> None:
-        size = self._kv.block_size
-        self._open[request] = keys = block_keys(request, size)[: num_tokens // size]
+        self._open[request] = keys = self._kv.names_to_resume(request, num_tokens // self._kv.block_size)
         if self._kv.wanted is not None:
             self._kv.wanted.update(keys)
 
@@ -142,7 +145,7 @@ class Swap(Policy):
         assert recovery is not None
         count = recovery.num_cached_tokens
         recompute = self._times.prefill_seconds(count, 0)
-        if 0 < recompute < 2 * self._seconds * (count // self._kv.block_size):
+        if 0 < recompute < 2 * self._seconds * self._num_blocks(count):
             self.ended(request)
 
     def on_step_time(self, load: StepLoad, seconds: float) -> None:

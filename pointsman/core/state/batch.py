@@ -1,6 +1,6 @@
 """What does every step read and write of the running requests? Columns, one row per request.
 
-Layout, with R rows (grown by doubling) and W = blocks of the longest request:
+Layout, with R rows (grown by doubling); the block tables of the same rows are those of the KV cache:
 
     num_tokens           int64 [R]     known tokens: prompt and output so far
     num_computed_tokens  int64 [R]     tokens whose KV exists, or will when the steps in flight have run
@@ -12,7 +12,6 @@ Layout, with R rows (grown by doubling) and W = blocks of the longest request:
     num_preemptions      int64 [R]     how often the request was preempted
     serial               int64 [R]     which admission the row belongs to; 0: none
     flags                uint8 [R]     anything rare, see the constants
-    block_table          int32 [R, W]  block ids; valid up to num_slots / block_size
     recent_tokens        int32 [R, S]  the newest tokens; S is `RECENT`, and more with drafts
     recent_offset        int64 [R]     the token at position p of a row is at place recent_offset + p of all recent ones
     recent_limit         int64 [R]     at that number of tokens, a further step's tokens might not fit
@@ -57,7 +56,7 @@ _STOP_MASK = np.array(STOP_FILTER_SIZE - 1)  # of int64: what is masked is a pla
 # One flush per row and that number of tokens. In a step all rows write at about the same offset: if rows were a power
 # of two apart, these places would share a few sets of the processor's cache.
 RECENT, RECENT_WITH_DRAFTS = 528, 4112
-_INITIAL_ROWS = 64
+INITIAL_ROWS = 64
 # A slice is faster than a list of rows from that number of running rows on, and up to that length for each of them.
 SPANNED_FROM, SPAN_PER_ROW = 64, 4
 _COLUMNS = (
@@ -71,7 +70,6 @@ _COLUMNS = (
     "num_preemptions",
     "serial",
     "flags",
-    "block_table",
     "recent_tokens",
     "recent_offset",
     "recent_limit",
@@ -203,17 +201,16 @@ class StopFilter:
 
 
 class Batch:
-    """Rows for any number of requests of up to `max_blocks` blocks of `block_size` tokens.
+    """Rows for any number of requests, whose KV is in blocks of `block_size` tokens.
 
     `accepted_drafts` has one element more than the maximum number of drafts of a row: see `Acceptance`.
     """
 
-    def __init__(self, block_size: int, max_blocks: int, accepted_drafts: list[int]) -> None:
+    def __init__(self, block_size: int, accepted_drafts: list[int]) -> None:
         self.block_size = block_size
-        self.max_blocks = max_blocks
         self.max_drafts = max_drafts = len(accepted_drafts) - 1
         self._num_recent = max(RECENT_WITH_DRAFTS, 4 * max_drafts) if max_drafts else RECENT
-        rows = _INITIAL_ROWS
+        rows = INITIAL_ROWS
         self.num_tokens: Int64Array = np.zeros(rows, dtype=np.int64)
         self.num_computed_tokens: Int64Array = np.zeros(rows, dtype=np.int64)
         self.num_pending: Int64Array = np.zeros(rows, dtype=np.int64)
@@ -224,7 +221,6 @@ class Batch:
         self.num_preemptions: Int64Array = np.zeros(rows, dtype=np.int64)
         self.serial: Int64Array = np.zeros(rows, dtype=np.int64)
         self.flags: npt.NDArray[np.uint8] = np.zeros(rows, dtype=np.uint8)
-        self.block_table: Int32Array = np.zeros((rows, max_blocks), dtype=np.int32)
         self.recent_tokens: Int32Array = np.zeros((rows, self._num_recent), dtype=np.int32)
         self.recent_offset: Int64Array = np.zeros(rows, dtype=np.int64)
         self.recent_limit: Int64Array = np.zeros(rows, dtype=np.int64)
@@ -349,17 +345,13 @@ class Batch:
 
     def _make_views(self) -> None:
         """Flat views of the matrices, where a scatter is faster; constant arrays that outputs share."""
-        self.flat_table = self.block_table.reshape(-1)
-        # Over a read-only buffer, so that the array cannot be made writeable again.
-        self.table_view: Int32Array = np.asarray(self.block_table.data.toreadonly())
         self._flat_recent = self.recent_tokens.reshape(-1)
         rows = len(self.num_tokens)
         self.ones: Int64Array = np.ones(rows, dtype=np.int64)
         self.zeros: Int64Array = np.zeros(rows, dtype=np.int64)
         self.trues: BoolArray = np.ones(rows, dtype=np.bool_)
-        self.table_starts: Int64Array = np.arange(rows) * self.max_blocks
         self.count_up: Int64Array = np.arange(1 + rows * (1 + self.max_drafts))
-        for constant in (self.ones, self.zeros, self.trues, self.table_starts, self.count_up):
+        for constant in (self.ones, self.zeros, self.trues, self.count_up):
             set_writeable(constant, False)
 
     # ------------------------------------------------------------------ flags

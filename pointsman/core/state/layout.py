@@ -68,6 +68,37 @@ class KVGroup(NamedTuple):
 FULL = KVGroup()
 
 
+class AttendedBlocks:
+    """Which blocks of a sequence the token after them attends to, for each group.
+
+    Args:
+        block_size: tokens per block.
+        max_blocks: of the longest sequence.
+    """
+
+    def __init__(self, groups: Sequence[KVGroup], block_size: int, max_blocks: int) -> None:
+        num_tokens = np.arange(max_blocks + 2) * block_size
+        self._first = np.stack([group.num_skipped(num_tokens) // block_size for group in groups])
+
+    def first(self, num_blocks: int) -> npt.NDArray[np.int64]:
+        """int64 [groups]: the first block that the token after `num_blocks` blocks attends to."""
+        return self._first[:, num_blocks]
+
+    def num_reusable(self, has: npt.NDArray[np.bool_], start: int = 0) -> int:
+        """The most blocks from `start` on after which every group has all blocks that the next token attends to.
+
+        Args:
+            has: [groups, blocks] whether a group has the block, from `start` on. What the token after the first `start`
+                blocks attends to is there.
+        """
+        count: int = has.shape[1]
+        if np.count_nonzero(has) == has.size:
+            return count
+        newest_gap = np.maximum.accumulate(np.where(has, -1, np.arange(start, start + count)), axis=1)
+        fits = np.flatnonzero((newest_gap < self._first[:, start + 1 : start + count + 1]).all(axis=0))
+        return fits.item(-1) + 1 if len(fits) else 0
+
+
 def text_of(groups: tuple[KVGroup, ...]) -> str:
     """The groups in words: "2 groups of full attention, 5 of a window of 1024"."""
     words = [f"{count} of {_words(group)}" for group, count in Counter(groups or (FULL,)).items()]

@@ -42,8 +42,13 @@ class Load:
     first_token: int
     """Position in the request of the first token of `block_ids[0]`, a multiple of the block size."""
     num_tokens: int
-    """m times the block size."""
+    """A multiple of the block size: m blocks; with `kv_groups` as many in each group, of which it fills those that the
+    next token attends to and the pool does not have."""
     is_async: bool
+    block_groups: IntArray = field(default_factory=lambda: NO_INTS)
+    """With `kv_groups`, [m] int64: the group of each block to fill."""
+    block_places: IntArray = field(default_factory=lambda: NO_INTS)
+    """With `kv_groups`, [m] int64, ascending: the index of each in the table of its group."""
 
     @property
     def request_id(self) -> str:
@@ -55,7 +60,9 @@ class Save(NamedTuple):
 
     block_id: int
     key: bytes
-    """Of its content, see `kv/content.py`."""
+    """The name of its content, see `kv/content.py`."""
+    group: int = 0
+    """The group of layers whose KV it is."""
 
 
 @dataclass(slots=True, eq=False)

@@ -365,6 +365,7 @@ class Admission:
         if (
             first is not None
             and isinstance(kv, KVCacheManager)
+            and kv.has_tables
             and not has_others
             and all(self._is_predictable(limit) for limit in gates.limits)
         ):
@@ -505,9 +506,11 @@ class Admission:
         self._kept = self._lacking = None
         match = kv.look_up(request)
         cached = match.num_tokens
-        external = NOTHING if self._transfers is None else self._transfers.ask(request, cached)
+        external = NOTHING if self._transfers is None else self._transfers.ask(request, match)
         if isinstance(external, Deferral):
             return external
+        if external.num_tokens:
+            match = kv.with_external(match, external.num_tokens)
         start = cached + external.num_tokens
         has_shared = len(match.blocks) > 0 and not self.gates.budget.asks_whole
         view.found(match, kv.pool.num_in_use(match.blocks) if has_shared else 0)

@@ -97,7 +97,7 @@ def assemble(
     """New parts for a configuration.
 
     Args:
-        kv_cache: who owns the KV blocks; None: a new `KVCacheManager`, or with `kv_groups` a `GroupedKVCache`.
+        kv_cache: who owns the KV blocks; None: a new `KVCacheManager`.
         accepted_drafts: where acceptance is counted, see `Acceptance`.
         checks_horizons: see `Scheduler`.
 
@@ -110,19 +110,18 @@ def assemble(
     transfers: Transfers | None = None
     swap: Swap | None = None
     own: KVCacheManager | None = None
-    if config.has_kv_groups:
-        _check_kv_groups(config, connector, kv_cache)
-        from pointsman.core.kv.grouped import GroupedKVCache  # here: most schedulers have no groups
-
-        kv = GroupedKVCache(config)
-    elif kv_cache is None:
+    if config.has_kv_groups and kv_cache is not None:
+        raise ConfigError(
+            f"kv_groups has {len(config.kv_groups)} groups, and a kv_cache is given, which keeps groups of its own; "
+            "leave one of the two out"
+        )
+    if kv_cache is None:
         kv = own = KVCacheManager(config, eviction)
         kv.track_returned(events.wants_blocks)
         transfers, swap = make_transfers(config, own, connector), make_swap(config, own)
     else:
         kv = kv_cache
-    max_blocks = min(-(-config.max_model_len // config.block_size), config.num_usable_blocks)
-    batch = Batch(config.block_size, max_blocks if kv.has_tables else 1, accepted_drafts)
+    batch = Batch(config.block_size, accepted_drafts)
     if swap is not None and transfers is not None and swap.compares:
         transfers.compare_with(swap.is_worth_loading)
     steps = StepsInFlight(config.max_steps_in_flight)
@@ -203,13 +202,3 @@ def assemble(
         policies,
         listeners_of(policies if swap is None or not swap.compares else (*policies, swap)),
     )
-
-
-def _check_kv_groups(config: SchedulerConfig, connector: KVConnector | None, kv_cache: KVCache | None) -> None:
-    """Raises ConfigError: something else is given that would own the blocks of `kv_groups`, or load them."""
-    what = "a connector" if connector is not None else None if kv_cache is None else "a kv_cache"
-    if what is not None:
-        raise ConfigError(
-            f"kv_groups has {len(config.kv_groups)} groups, and {what} is given, which works with one group of full "
-            "attention; leave one of the two out"
-        )

@@ -37,8 +37,6 @@ _PREEMPTED = RequestStatus.PREEMPTED
 
 UNSAMPLED = -1
 """In the input of a step: a token that an earlier step in flight has yet to sample."""
-_FIRST_LOOK = 16
-"""Blocks that are compared at first; the number then doubles, so that short prefixes are cheap."""
 
 
 class Emission:
@@ -61,7 +59,7 @@ class Emission:
         """Which running requests get no tokens, and since when."""
         self.last_output: SchedulerOutput | None = None
         """The newest output, for explanations, if it left a request waiting: it names requests that have finished."""
-        self._common_prefix = CommonPrefix(batch) if config.count_common_prefix else None
+        self._common_prefix = CommonPrefix(batch, kv) if config.count_common_prefix else None
         self._resync = False
         self._unsynced: set[int] = set()  # serials of admissions whose table the host does not have yet
 
@@ -281,15 +279,15 @@ class LeftOut:
 
 class CommonPrefix:
     """Counts the leading blocks that the tables of some rows have in common, for attention kernels that read a common
-    prefix once (cascade).
+    prefix once (cascade). They are those of the first group of full attention; without one the count is 0.
 
-    The tables of running rows only grow, at their ends, by blocks that no other row has. So the common prefix of all
+    These tables of running rows only grow, at their ends, by blocks that no other row has. So the common prefix of all
     running rows changes only with the membership, and is computed once for it: in steady decode it costs nothing. For
     a step that takes only some of the running rows it is recomputed.
     """
 
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
+    def __init__(self, batch: Batch, kv: KVCache) -> None:
+        self._batch, self._kv = batch, kv
         self._members: Members | None = None
         self._count = 0
 
@@ -297,25 +295,10 @@ class CommonPrefix:
         """The count for some or all of the running rows; 0 for no row, and for one row the length of its table."""
         members = self._batch.members
         if len(rows) != len(members) or len(rows) == 1:
-            return self._compare(rows)
+            return self._kv.num_common_blocks(rows)
         if self._members is not members:
-            self._members, self._count = members, self._compare(rows)
+            self._members, self._count = members, self._kv.num_common_blocks(rows)
         return self._count
-
-    def _compare(self, rows: npt.NDArray[np.integer]) -> int:
-        batch = self._batch
-        if len(rows) == 0:
-            return 0
-        width = int(batch.num_slots[rows].min()) // batch.block_size
-        start, look = 0, _FIRST_LOOK
-        while start < width and len(rows) > 1:
-            end = min(start + look, width)
-            tables = batch.block_table[rows, start:end]
-            differs = (tables != tables[0]).any(axis=0).nonzero()[0]
-            if len(differs):
-                return start + int(differs[0])
-            start, look = end, 2 * look
-        return width
 
 
 def input_token_ids(batch: Batch, output: SchedulerOutput, allow_unsampled: bool) -> Int32Array:

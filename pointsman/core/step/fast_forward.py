@@ -116,7 +116,7 @@ class FastForward:
             limit <= 0
             or not num_rows
             or not self._is_allowed
-            or not self._kv.has_tables
+            or not self._kv.grows_for_steps
             or self._steps.records
             or self._kv.saves
             or (self._transfers is not None and (self._transfers.num_open or self._table.has_reports))
@@ -153,6 +153,7 @@ class FastForward:
     def _within_blocks(self, limit: int, free: int) -> int:
         """How many of `limit` steps take at most `free` blocks."""
         batch, rows = self._batch, self._batch.members.rows
+        free //= self._kv.num_groups  # as many for each table of a row
         if len(rows) * (limit // self._block_size + 1) <= free:
             return limit
         size = self._block_size

@@ -16,13 +16,14 @@ from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.kv.transfers import Holding, Transfers
 from pointsman.core.state.events import Events, LoadFinished, LoadStarted, send
-from pointsman.core.state.output import Load
+from pointsman.core.state.output import NO_INTS, Load
 from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
 from pointsman.core.state.status import FinishReason, ParkReason
 from pointsman.core.step.in_flight import Grant, StepRecord
 from pointsman.core.step.request_table import End, RequestTable
 
+BoolArray = npt.NDArray[np.bool_]
 Int64Array = npt.NDArray[np.int64]
 
 
@@ -51,30 +52,42 @@ class Loading:
             record.loaded(self._load(request, grant, blocks, record.now))
 
     def _load(self, request: Request, grant: Grant, blocks: Int64Array, now: float) -> Load:
-        """The output's load for the external tokens of a grant, whose block table starts with `blocks`."""
-        first = len(grant.match.blocks)
-        count = grant.num_external_tokens // self._kv.block_size
-        reported = blocks[: first + count].copy()
-        reported.setflags(write=False)
+        """The output's load for the external tokens of a grant, of the request that was admitted last; its block table
+        starts with `blocks`, where it has one."""
+        kv, match = self._kv, grant.match
+        table, is_local = self._entered(grant, blocks)
+        is_new = ~is_local & (table != kv.pool.num_blocks)
+        places, groups = is_new.T.nonzero()
+        local, filled = table.T[is_local.T], table[groups, places]
+        for array in (local, filled, groups, places):
+            array.setflags(write=False)
         if self._events.load_started:
             event = LoadStarted(request, grant.num_external_tokens, grant.is_async, now)
             send(self._events.load_started, event)
         return Load(
             transfer_id=self._transfers.next_id(),
             request=request,
-            local_blocks=reported[:first],
-            block_ids=reported[first:],
-            first_token=first * self._kv.block_size,
+            local_blocks=local,
+            block_ids=filled,
+            first_token=match.num_tokens,
             num_tokens=grant.num_external_tokens,
             is_async=grant.is_async,
+            block_groups=NO_INTS if kv.has_tables else groups,
+            block_places=NO_INTS if kv.has_tables else places,
         )
+
+    def _entered(self, grant: Grant, blocks: Int64Array) -> tuple[Int64Array, BoolArray]:
+        """The tables [groups, blocks] up to the last external token, and which blocks of them are local."""
+        count = (grant.match.num_tokens + grant.num_external_tokens) // self._kv.block_size
+        table, is_local = self._kv.entered(blocks, len(grant.match.blocks))
+        return table[:, :count], is_local[:, :count]
 
     def start(self, request: Request, grant: Grant, record: StepRecord) -> None:
         """Move the head of the queue to its parked state, with blocks."""
         blocks = self._kv.admit(request, grant.match, grant.num_cached_tokens, record.now)
         load = self._load(request, grant, blocks, record.now)
         self._table.park(request, ParkReason.REMOTE_KVS, record.now)
-        self._transfers.start(request, load, blocks, record.now)
+        self._transfers.start(request, load, self._entered(grant, blocks)[0].copy(), record.now)
         request._state.defer(Deferral(Reason.KV_LOAD, 0), record.now)
         record.loaded(load)
 
@@ -86,23 +99,45 @@ class Loading:
             ValueError: it does not have that number of tokens, or those blocks.
         """
         holding = self._transfers.require(transfer_id)
-        num_loaded = _blocks_loaded(holding, num_tokens, failed_blocks, self._kv.block_size)
+        num_places = self._num_usable(holding, num_tokens, failed_blocks)
         self._transfers.end(holding)
         request, load = holding.request, holding.load
         if request is None or load is None:
             self._transfers.close(holding)
             return None
         request._state.load_ended()
-        missing = len(load.block_ids) - num_loaded
-        self._report_finished(request, num_loaded * self._kv.block_size, now, failed=missing > 0)
-        if missing and not self._recomputes:
-            return self._give_up(request, f"{num_loaded} of {len(load.block_ids)} KV blocks could be loaded", now)
-        self._transfers.shorten(holding, holding.num_local_blocks + num_loaded)
-        self._kv.publish_loaded(request, holding.blocks)
+        size = self._kv.block_size
+        wanted, num_loaded = load.num_tokens // size, max(0, num_places - load.first_token // size)
+        self._report_finished(request, num_loaded * size, now, failed=num_loaded < wanted)
+        if num_loaded < wanted and not self._recomputes:
+            return self._give_up(request, f"{num_loaded} of {wanted} KV blocks could be loaded", now)
+        self._transfers.shorten(holding, num_places)
+        self._kv.publish_loaded(request, holding.table)
         if not len(holding.blocks):
             self._transfers.let_go(request)
         self._table.ready(request, now)
         return None
+
+    def _num_usable(self, holding: Holding, num_tokens: int | None, failed_blocks: list[int]) -> int:
+        """How many blocks of each table the request of a load can continue after, now that the load has ended."""
+        load, size = holding.load, self._kv.block_size
+        if load is None:
+            return 0
+        blocks: list[int] = load.block_ids.tolist()
+        strange = [block for block in failed_blocks if block not in blocks]
+        if strange:
+            raise ValueError(f"failed_blocks names {strange}, and transfer {holding.transfer_id} loads {blocks}")
+        if num_tokens is not None and not 0 <= num_tokens <= load.num_tokens:
+            raise ValueError(
+                f"num_loaded_tokens is {num_tokens}; transfer {holding.transfer_id} loads {load.num_tokens}"
+            )
+        if holding.request is None:
+            return 0
+        has = (holding.table != self._kv.pool.num_blocks) & ~np.isin(holding.table, failed_blocks)
+        if num_tokens is not None:
+            end = (load.first_token + num_tokens) // size
+            has[:, end:] &= ~np.isin(holding.table[:, end:], load.block_ids)
+        return self._kv.num_reusable(has)
 
     def expire(self, now: float) -> None:
         """End loads that have exceeded the timeout."""
@@ -149,22 +184,3 @@ def make_loading(
 ) -> Loading | None:
     """The loads of a scheduler; None without a connector."""
     return None if transfers is None else Loading(config, kv, table, transfers, events)
-
-
-def _blocks_loaded(holding: Holding, num_tokens: int | None, failed_blocks: list[int], block_size: int) -> int:
-    """How many consecutive blocks of a load are valid, from its first one on."""
-    if holding.load is None:
-        return 0
-    blocks: list[int] = holding.load.block_ids.tolist()
-    strange = [block for block in failed_blocks if block not in blocks]
-    if strange:
-        raise ValueError(f"failed_blocks names {strange}, and transfer {holding.transfer_id} loads {blocks}")
-    count = len(blocks)
-    if num_tokens is not None:
-        if not 0 <= num_tokens <= holding.load.num_tokens:
-            raise ValueError(
-                f"num_loaded_tokens is {num_tokens}; transfer {holding.transfer_id} loads {holding.load.num_tokens}"
-            )
-        count = num_tokens // block_size
-    failed = [index for index, block in enumerate(blocks) if block in failed_blocks]
-    return min([count, *failed])

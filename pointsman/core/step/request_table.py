@@ -413,8 +413,8 @@ class RequestTable:
             row = request._state.row
             assert row is not None
             valid = self._steps.num_sound_tokens(request)
-            table = self._kv.table(self._batch, row)
-            transfers.hold_if_sending(request, table[: -(-valid // self._kv.block_size)], valid)
+            table = self._kv.first_blocks(self._batch, row, -(-valid // self._kv.block_size))
+            transfers.hold_if_sending(request, table, valid)
 
 
 def _distinct(requests: Iterable[Request]) -> list[Request]:

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from pointsman.core.kv.content import block_keys
+from pointsman.core.kv.content import block_keys, block_name
 from pointsman.core.kv.slots import SlotLoad
+from pointsman.core.state.layout import FULL, AttendedBlocks
 from pointsman.core.state.output import Copies
 from pointsman.engine.kv.offload import HostCopies, HostTier
 from pointsman.engine.kv.pool import KVPool
@@ -114,6 +115,9 @@ class EngineConnector:
         config: SchedulerConfig,
     ) -> None:
         self._timeout = config.kv_load_timeout
+        self._num_groups = max(1, len(config.kv_groups))
+        max_blocks = -(-config.max_model_len // config.block_size)
+        self._attended = AttendedBlocks(config.kv_groups or (FULL,), config.block_size, max_blocks)
         self._pool = pool
         self._block_bytes = pool.num_bytes // pool.num_blocks
         self.tier = tier
@@ -145,6 +149,27 @@ class EngineConnector:
         num_stored = 0 if self._reads is None or num_here == len(keys) else self._reads.folder.num_found(keys)
         return max(num_here, num_stored) * size, num_stored > num_here
 
+    def num_tokens_in_groups(
+        self, request: Request, num_local_tokens: int, has: npt.NDArray[np.bool_]
+    ) -> tuple[int | None, bool]:
+        """The same for KV in groups, of which the pool `has` these blocks [groups, blocks]."""
+        size, start = self._pool.block_size, num_local_tokens // self._pool.block_size
+        num_here = 0 if self.tier is None else self._num_blocks(request, has, self.tier.has) - start
+        num_stored = 0
+        if self._reads is not None and start + num_here < has.shape[1]:
+            num_stored = self._num_blocks(request, has, self._reads.folder.has) - start
+        return max(num_here, num_stored, 0) * size, num_stored > max(num_here, 0)
+
+    def _num_blocks(self, request: Request, has: npt.NDArray[np.bool_], is_there: Callable[[bytes], bool]) -> int:
+        """The most blocks after which a request can continue, with those of the pool and what is there."""
+        found = has.copy()
+        for group, place in zip(*(where.tolist() for where in (~has).nonzero()), strict=True):
+            found[group, place] = is_there(self._name(request, group, place))
+        return self._attended.num_reusable(found)
+
+    def _name(self, request: Request, group: int, place: int) -> bytes:
+        return block_name(block_keys(request, self._pool.block_size)[place], group, self._num_groups)
+
     def request_ended(
         self, request: Request, block_ids: npt.NDArray[np.int64], num_tokens: int, transfer_id: int
     ) -> bool:
@@ -152,8 +177,11 @@ class EngineConnector:
         if self._writes is None or request.prefix_epoch != self._num_resets:  # computed before a reset
             return False
         folder, size = self._writes.folder, self._pool.block_size
-        chain = block_keys(request, size)[: num_tokens // size]
-        new = [(key, block) for key, block in zip(chain, block_ids.tolist(), strict=False) if not folder.knows(key)]
+        table = block_ids if block_ids.ndim == 2 else block_ids[None]
+        places, groups = (table[:, : num_tokens // size] >= 0).T.nonzero()
+        chain = [self._name(request, *at) for at in zip(groups.tolist(), places.tolist(), strict=True)]
+        blocks = zip(chain, table[groups, places].tolist(), strict=True)
+        new = [(name, block) for name, block in blocks if not folder.knows(name)]
         if not new:
             return False
         self._writer.submit(partial(self._write, folder, chain, new, transfer_id))
@@ -176,7 +204,9 @@ class EngineConnector:
         if self._is_for_swap and self.tier is not None:
             for request in output.finished:
                 if request.num_preemptions:  # nobody resumes with its blocks any more
-                    self.tier.discard(block_keys(request, self._pool.block_size))
+                    for group in range(self._num_groups):
+                        keys = block_keys(request, self._pool.block_size)
+                        self.tier.discard(block_name(key, group, self._num_groups) for key in keys)
         return transfers
 
     def _prepare(self, output: SchedulerOutput) -> StepTransfers:
@@ -237,12 +267,19 @@ class EngineConnector:
         return FileLoad(load, start)
 
     def _chain(self, load: Load) -> tuple[bytes, ...]:
-        """The keys of all blocks of a load's request, from its first one to the last that is loaded."""
+        """The names of the blocks of a load's request that count as used now: with one group from its first one to the
+        last that is loaded, otherwise those that are loaded."""
         size = self._pool.block_size
-        return block_keys(load.request, size)[: load.first_token // size + len(load.block_ids)]
+        if self._num_groups == 1:
+            return block_keys(load.request, size)[: load.first_token // size + len(load.block_ids)]
+        return self._keys(load)
 
     def _keys(self, load: Load) -> tuple[bytes, ...]:
-        return self._chain(load)[-len(load.block_ids) :]
+        """The names of the blocks that are loaded."""
+        if self._num_groups == 1:
+            return self._chain(load)[-len(load.block_ids) :]
+        at = zip(load.block_groups.tolist(), load.block_places.tolist(), strict=True)
+        return tuple([self._name(load.request, group, place) for group, place in at])
 
     # ------------------------------------------------------------------ what has ended
 
@@ -306,7 +343,15 @@ class EngineConnector:
             torch.cuda.synchronize(self._pool.device)
         self._count("loaded", num_loaded, num_loaded * self._block_bytes)
         self._counters.num_unloaded_blocks += len(keys) - num_loaded
-        self._end(load.transfer_id, num_loaded * self._pool.block_size)
+        self._end(load.transfer_id, self._num_tokens(load, num_loaded))
+
+    def _num_tokens(self, load: Load, num_loaded: int) -> int:
+        """Tokens of a load all blocks of which are among the first `num_loaded`."""
+        if num_loaded == len(load.block_ids):
+            return load.num_tokens
+        size = self._pool.block_size
+        place = num_loaded if self._num_groups == 1 else load.block_places.item(num_loaded) - load.first_token // size
+        return max(0, place) * size
 
     def _write(
         self, folder: BlockFolder, chain: Sequence[bytes], blocks: Sequence[tuple[bytes, int]], transfer_id: int

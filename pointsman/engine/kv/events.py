@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from pointsman.core.kv.events import BlockRemoved, BlockStored, KVEvent
+from pointsman.core.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 
 if TYPE_CHECKING:
     import zmq
@@ -119,12 +119,13 @@ class KVEventsPublisher:
     Args:
         config: where.
         block_size: tokens per block.
+        num_groups: groups of layers whose blocks are stored by themselves; with several, events name theirs.
 
     Raises:
         ValueError: pyzmq or msgspec is missing, or an endpoint cannot be used.
     """
 
-    def __init__(self, config: KVEventsConfig, block_size: int) -> None:
+    def __init__(self, config: KVEventsConfig, block_size: int, num_groups: int = 1) -> None:
         try:
             import msgspec
             import zmq
@@ -132,6 +133,7 @@ class KVEventsPublisher:
             raise ValueError(f"kv_events_config needs {error.name}: pip install 'pointsman[kv-events]'") from None
         self._encode = msgspec.msgpack.Encoder().encode
         self._block_size = block_size
+        self._names_groups = num_groups > 1
         self._topic = config.topic.encode()
         self._rank = config.data_parallel_rank
         self._next_number = 0
@@ -228,6 +230,7 @@ class KVEventsPublisher:
         socket.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
 
     def _as_map(self, event: KVEvent) -> dict[str, Any]:
+        group = {"group_idx": event.group} if self._names_groups and not isinstance(event, AllBlocksCleared) else {}
         if isinstance(event, BlockStored):
             stored: dict[str, Any] = {
                 "type": "BlockStored",
@@ -242,7 +245,7 @@ class KVEventsPublisher:
             extra_keys = event.extra_keys()
             if any(extra_keys):
                 stored["extra_keys"] = extra_keys
-            return stored
+            return stored | group
         if isinstance(event, BlockRemoved):
-            return {"type": "BlockRemoved", "block_hashes": event.block_hashes, "medium": MEDIUM}
+            return {"type": "BlockRemoved", "block_hashes": event.block_hashes, "medium": MEDIUM} | group
         return {"type": "AllBlocksCleared"}

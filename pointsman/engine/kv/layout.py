@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from pointsman.core import KVGroup, SchedulerConfig
 from pointsman.core.state.layout import FULL, layers_per_group
-from pointsman.engine.params.engine_args import KVKnobs, what_needs_one_group
+from pointsman.engine.params.engine_args import wants_one_group
 
 logger = logging.getLogger(__name__)
 
@@ -94,19 +94,18 @@ def choose_layout(
     layers: Sequence[LayerShape],
     windows: Sequence[int | None],
     config: SchedulerConfig,
-    kv_knobs: KVKnobs,
     disable: bool | None,
 ) -> KVLayout:
-    """The layout of a model's KV, as the arguments of `Engine` want it; the log says why windows save nothing.
+    """The layout of a model's KV, as the arguments of `Engine` say; the log says why windows save nothing.
 
     Args:
         windows: see `layout_in_groups`.
         disable: `disable_hybrid_kv_cache_manager`.
 
     Raises:
-        ConfigError: groups are asked for, and another argument needs all KV in one.
+        ConfigError: `disable` is no such value.
     """
-    why_not = what_needs_one_group(disable, config, kv_knobs)
+    why_not = "disable_hybrid_kv_cache_manager is True" if wants_one_group(disable) else None
     if not any(window is not None and window < config.max_model_len for window in windows):
         return KVLayout.plain(layers)
     if why_not is None:

@@ -86,7 +86,7 @@ class HostTier(SlotDirectory):
     """
 
     def __init__(self, pool: KVPool, num_bytes: int) -> None:
-        block_bytes = bytes_per_block(pool.layers, pool.block_size, pool.dtype)
+        block_bytes = bytes_per_block(pool.layout.slots, pool.block_size, pool.dtype)
         if num_bytes < block_bytes:
             raise ConfigError(
                 f"kv_offload_bytes is {num_bytes}, less than one block of {block_bytes} bytes; give more, or None "
@@ -95,7 +95,12 @@ class HostTier(SlotDirectory):
         super().__init__(num_bytes // block_bytes)
         self._pool = pool
         self._host = KVPool(
-            pool.layers, num_blocks=self.num_slots, block_size=pool.block_size, dtype=pool.dtype, device="cpu"
+            pool.layers,
+            num_blocks=self.num_slots,
+            block_size=pool.block_size,
+            dtype=pool.dtype,
+            device="cpu",
+            layout=pool.layout,
         )
         if pool.device.type == "cuda":
             self._host.pin_memory()
@@ -116,8 +121,9 @@ class HostTier(SlotDirectory):
 def _copy_blocks(source: KVPool, from_blocks: list[int], target: KVPool, to_blocks: list[int]) -> None:
     if not from_blocks:
         return
-    for a, b in zip((*source.keys, *source.values), (*target.keys, *target.values), strict=True):
-        _copy_rows(a, from_blocks, b, to_blocks)
+    for of_source, of_target in zip(source.slots(), target.slots(), strict=True):
+        for a, b in zip(of_source, of_target, strict=True):
+            _copy_rows(a, from_blocks, b, to_blocks)
 
 
 def _copy_rows(source: Tensor, from_rows: list[int], target: Tensor, to_rows: list[int]) -> None:

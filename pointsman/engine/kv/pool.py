@@ -122,11 +122,17 @@ class KVPool:
         self._view_slots()
 
     def block(self, block_id: int) -> dict[str, Tensor]:
-        """One block, by names of its parts: "0.keys", "0.values", "1.keys", ... for the layers. Views, not copies."""
+        """One block, by names of its parts: "0.keys", "0.values", "1.keys", ... for its slots, whichever layers use
+        them. Views, not copies."""
         parts: dict[str, Tensor] = {}
-        for index, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            parts[f"{index}.keys"], parts[f"{index}.values"] = keys[block_id], values[block_id]
+        for index, (shape, (keys, values)) in enumerate(zip(self.layout.slots, self.slots(), strict=True)):
+            parts[f"{index}.keys"] = keys[block_id].view(shape.num_kv_heads, self.block_size, shape.k_dim)
+            parts[f"{index}.values"] = values[block_id].view(shape.num_kv_heads, self.block_size, shape.v_dim)
         return parts
+
+    def slots(self) -> list[tuple[Tensor, Tensor]]:
+        """The keys and values of each slot, [num_blocks, elements of a block]. Views, not copies."""
+        return [(keys.view(self.num_blocks, -1), values.view(self.num_blocks, -1)) for keys, values in self._slots]
 
     def log_capacity(self, config: SchedulerConfig) -> None:
         """Log what fits, in tokens and in requests of the longest length, with the scheduler's configuration."""

@@ -5,6 +5,8 @@ must be equal, too: the model's configuration and weights, the type of the eleme
 
     DIR/3f0a52c8d1e94b67a0c2/7b/7b9e...safetensors        folder by fingerprint, first byte of the key, key
 
+Of several groups of layers each has a file of its own for a block, whose name ends with the number of the group.
+
 A file is written under another name and renamed, so it appears whole or not at all. A file that is read is used only if
 size, names, shapes, types, fingerprint, key and checksum are as they must be; anything else counts as absent. So a file
 may be torn, damaged or removed at any moment, which costs a recomputation. The checksum guards against accidents, not
@@ -44,7 +46,9 @@ SUFFIX = ".safetensors"
 UNFINISHED = ".part"
 MAX_HEADER = 2**20
 """Bytes of a file beside its elements."""
-OURS = re.compile(r"[0-9a-f]{20}/([0-9a-f]{2})/\1([0-9a-f]{62}|[0-9a-f]{14}-[0-9-]+)(?P<end>\.safetensors|\.part)")
+OURS = re.compile(
+    r"[0-9a-f]{20}/([0-9a-f]{2})/\1([0-9a-f]{62}([0-9a-f]{4})?|[0-9a-f]{14}-[0-9-]+)(?P<end>\.safetensors|\.part)"
+)
 """Paths of a store's files in its directory, finished or not."""
 ABANDONED_AFTER = 3600.0
 """Seconds after which a file that was not finished is taken to be left behind by a process that is gone."""
@@ -214,6 +218,8 @@ class KVStore:
     def _find_folder(self) -> BlockFolder:
         pool = self._pool
         parts = [FORMAT, self._model_fingerprint().hex(), str(pool.dtype), pool.block_size, pool.layers]
+        if pool.layout.groups:
+            parts.append(pool.layout)
         fingerprint = hashlib.sha256(repr(parts).encode()).hexdigest()
         return BlockFolder(self.directory / fingerprint[:20], fingerprint, pool)
 

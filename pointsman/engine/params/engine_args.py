@@ -5,7 +5,7 @@
 | fields of `SchedulerConfig` | `with_defaults`; of an engine that streams, after `with_prefill_gap` |
 | `gpu_memory_utilization` | `check_utilization` |
 | `kv_offload_bytes`, `kv_store`, `kv_store_role`, `kv_store_bytes` | `KVKnobs.check` |
-| `disable_hybrid_kv_cache_manager` | `what_needs_one_group` |
+| `disable_hybrid_kv_cache_manager` | `wants_one_group` |
 | `speculative_config`, in vLLM's form | `speculation_knobs`: the arguments that it stands for |
 | `prompt_lookup_min`, `prompt_lookup_max` | `check_prompt_lookup` |
 
@@ -191,33 +191,18 @@ def _without_effect(name: str, value: object, why: str) -> ConfigError:
 # ------------------------------------------------------------------------------------------------------- KV in groups
 
 
-def what_needs_one_group(disable: bool | None, config: SchedulerConfig, kv: KVKnobs) -> str | None:
-    """The argument, with its value, for which the KV of all layers is kept in one group; None: there is none.
+def wants_one_group(disable: bool | None) -> bool:
+    """Whether the KV of all layers is kept in one group of full attention, windows or not.
 
     Args:
         disable: `disable_hybrid_kv_cache_manager`.
 
     Raises:
-        ConfigError: there is one, and groups are asked for.
+        ConfigError: it is no such value.
     """
     if disable is not None and not isinstance(disable, bool):
         raise ConfigError(f"disable_hybrid_kv_cache_manager is {disable!r}; give True, False or None")
-    if disable:
-        return "disable_hybrid_kv_cache_manager is True"
-    alone: tuple[tuple[str, object, bool], ...] = (
-        ("kv_offload_bytes", kv.kv_offload_bytes, kv.kv_offload_bytes is None),
-        ("kv_store", kv.kv_store, kv.kv_store is None),
-        ("kv_events_config", "given", not config.enable_kv_cache_events),
-        ("eviction", config.eviction, config.eviction == "lru"),
-        ("count_common_prefix", config.count_common_prefix, not config.count_common_prefix),
-    )
-    found = next((f"{name} is {value}" for name, value, is_off in alone if not is_off), None)
-    if found is not None and disable is False:
-        raise ConfigError(
-            f"disable_hybrid_kv_cache_manager is False and {found}, for which all KV must be in one group; leave one "
-            "of the two out"
-        )
-    return found
+    return disable is True
 
 
 # ----------------------------------------------------------------------------------------------------------- drafts

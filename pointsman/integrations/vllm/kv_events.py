@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.kv_events import KVEventsConfig
 
-GROUP = 0  # of the KV cache; there is no other
-
 
 class KVEvents:
     """Converts and publishes the core's events.
@@ -30,12 +28,14 @@ class KVEvents:
     Args:
         vllm_config: its `kv_events_config` says where to publish.
         block_size: tokens per block.
+        anchor: the group of full attention: of every cached block, the others' included, it has the one before.
     """
 
-    def __init__(self, vllm_config: VllmConfig, block_size: int) -> None:
+    def __init__(self, vllm_config: VllmConfig, block_size: int, anchor: int = 0) -> None:
         rank = vllm_config.parallel_config.data_parallel_index
         self._publisher = of_vllm.EventPublisherFactory.create(vllm_config.kv_events_config, rank)
         self._block_size = block_size
+        self._anchor = anchor
         self._hash = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         self._hashes: dict[bytes, BlockHash] = {}
         """vLLM's hashes by the core's, of the cached blocks."""
@@ -63,8 +63,11 @@ class KVEvents:
             self._hashes.clear()
             return of_vllm.AllBlocksCleared()
         if not isinstance(event, BlockStored):
-            hashes = [maybe_convert_block_hash(self._hashes.pop(name)) for name in event.block_hashes]
-            return of_vllm.BlockRemoved(block_hashes=hashes, medium=of_vllm.MEDIUM_GPU, group_idx=GROUP)
+            hashes = [maybe_convert_block_hash(self._hashes[name]) for name in event.block_hashes]
+            if event.group == self._anchor:  # it is removed after the others
+                for name in event.block_hashes:
+                    del self._hashes[name]
+            return of_vllm.BlockRemoved(block_hashes=hashes, medium=of_vllm.MEDIUM_GPU, group_idx=event.group)
         adapter, keys = event.root.adapter, self._keys(event)
         parent = self._hashes[event.parent_block_hash] if event.parent_block_hash is not None else None
         return of_vllm.BlockStored(
@@ -76,7 +79,7 @@ class KVEvents:
             medium=of_vllm.MEDIUM_GPU,
             lora_name=event.adapter_name,
             extra_keys=[_as_told(each) for each in keys] if any(keys) else None,
-            group_idx=GROUP,
+            group_idx=event.group,
         )
 
     def _keys(self, event: BlockStored) -> list[tuple[Any, ...]]:

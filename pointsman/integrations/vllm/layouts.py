@@ -24,9 +24,11 @@ def own_groups(
         return None
     if vllm_config.model_config.enable_prompt_embeds:  # its windows may miss what vLLM's manager finds of such prompts
         return None
-    if config.enable_kv_cache_events or config.count_common_prefix or config.eviction != "lru":
+    own = tuple(group for group in groups if group is not None)
+    if not own or len(own) < len(groups):
         return None
-    return None if not groups or None in groups else tuple(group for group in groups if group is not None)
+    # vLLM's hash of a block is made of the one before it: of windows alone, nothing may know that one any more.
+    return None if config.enable_kv_cache_events and not any(group.is_full for group in own) else own
 
 
 def _own_group(group: KVCacheGroupSpec, block_size: int) -> KVGroup | None:

@@ -221,7 +221,10 @@ class Scheduler:
         self._statistics = Statistics(self.core, config.num_draft_tokens, vllm_config) if log_stats else None
         detail = vllm_config.observability_config.per_request_spec_decode_metrics
         self._drafts = Drafts(config.num_draft_tokens, detail, self._statistics)
-        self._kv_events = KVEvents(vllm_config, block_size) if config.enable_kv_cache_events else None
+        self._kv_events = None
+        if config.enable_kv_cache_events:
+            full = (index for index, group in enumerate(config.kv_groups) if group.is_full)
+            self._kv_events = KVEvents(vllm_config, block_size, next(full, 0))
         self._finished_ids: dict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
         self._clock_offset = time.time() - time.monotonic()  # vLLM's arrival times are in wall-clock time
         self._in_order_of_adding = config.order in ("fcfs", "fcfs-front")

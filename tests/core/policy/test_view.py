@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pointsman.core import KVGroup
-from pointsman.core.kv.grouped import GroupedKVCache
+from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.state.interfaces import View
 from tests.core.helpers import Host
 from tests.forms import seeds
@@ -106,14 +106,10 @@ def test_what_is_kept_is_found_once_all_free_blocks_are_evicted(groups: tuple[KV
         request, kept = view.requests[index], view.num_kept_tokens.tolist()
         host.park(request.request_id)
         kv = host.scheduler._kv
-        assert isinstance(kv, GroupedKVCache)
-        kv.pool.uncache(kv.pool.cached_free_blocks())
-        for entry in {*kv._prefixes.entries()}:  # as where the blocks get other content
-            if not kv._prefixes.is_valid(entry):
-                kv._prefixes.remove(entry)
-                for block in entry.blocks:
-                    kv._prefixes._entry_of[block] = None
-        entry = None
+        assert isinstance(kv, KVCacheManager) and kv.prefix is not None
+        free = kv.pool.cached_free_blocks()
+        kv.prefix.evict(np.array(free, dtype=np.int64))
+        kv.pool.uncache(free)
         most = (request.num_tokens - 1) // 4 * 4  # one token is left to compute
         assert kv.look_up(request).num_tokens == min(kept[index], most), seed
         num_kept += kept[index] > 0

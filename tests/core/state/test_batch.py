@@ -9,7 +9,7 @@ import pytest
 
 import pointsman.core.step.update as update_module
 from pointsman.core import Request, RequestStatus, StepResult
-from pointsman.core.kv import manager
+from pointsman.core.kv import tables
 from pointsman.core.state import batch
 from pointsman.core.state.batch import STOP_FILTER_SIZE, Batch, StopFilter
 
@@ -92,7 +92,7 @@ def test_only_rows_whose_token_may_be_a_stop_token_are_looked_at(monkeypatch: py
 def decided(monkeypatch: pytest.MonkeyPatch, max_steps_in_flight: int, **constants: int) -> list[object]:
     """Outputs and updates while requests of different lengths come, are preempted, are aborted and finish."""
     monkeypatch.setattr(batch, "SPANNED_FROM", constants["spanned_from"])
-    monkeypatch.setattr(manager, "FEW_ROWS", constants["few_rows"])
+    monkeypatch.setattr(tables, "FEW_ROWS", constants["few_rows"])
     sizes = {"num_blocks": 40, "max_num_seqs": 12, "max_num_batched_tokens": 40}
     host = Host(**sizes, max_steps_in_flight=max_steps_in_flight)
     found: list[object] = []
@@ -151,5 +151,5 @@ def test_the_slice_holds_every_running_row_unless_most_of_it_would_be_free(monke
 def test_the_layout_names_every_column() -> None:
     """In the order in which they are made, with their types."""
     listed = re.findall(r"^    (\w+) +(u?int\d+) \[R", batch.__doc__ or "", re.MULTILINE)
-    columns = Batch(block_size=4, max_blocks=2, accepted_drafts=[0])
+    columns = Batch(block_size=4, accepted_drafts=[0])
     assert listed == [(name, str(getattr(columns, name).dtype)) for name in batch._COLUMNS]

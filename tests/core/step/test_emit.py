@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.request import Request
 from pointsman.core.step.emit import CommonPrefix
-from tests.core.helpers import Host, names
+from tests.core.helpers import Host, names, small_config
 
 
 def counting_host(**config: Any) -> Host:
@@ -64,7 +65,8 @@ def num_common(tables: list[list[int]]) -> int:
 @pytest.mark.parametrize("seed", range(30))
 def test_against_brute_force(seed: int) -> None:
     random = np.random.default_rng(seed)
-    batch = Batch(block_size=2, max_blocks=90, accepted_drafts=[0])
+    batch = Batch(block_size=2, accepted_drafts=[0])
+    kv = KVCacheManager(small_config(block_size=2, max_model_len=180, num_blocks=2000))
     requests = [Request(str(n), [1, 2, 3], arrival_time=0.0, max_tokens=5) for n in range(6)]
     common = random.integers(0, 1000, size=int(random.integers(0, 80)))
     rows, tables = [], []
@@ -72,10 +74,10 @@ def test_against_brute_force(seed: int) -> None:
         request._state.serial = number + 1
         table = [*common.tolist(), *random.integers(0, 3, size=int(random.integers(0, 8))).tolist()]
         rows.append(batch.place(request, 0, 2 * len(table)))
-        batch.block_table[rows[-1], : len(table)] = table
+        kv.place(batch, rows[-1], np.array(table, dtype=np.int64))
         tables.append(table)
     batch.join(rows, requests)
-    counter = CommonPrefix(batch)
+    counter = CommonPrefix(batch, kv)
     for size in range(7):
         picked = random.permutation(6)[:size]
         expected = num_common([tables[index] for index in picked])

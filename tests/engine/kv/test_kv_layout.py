@@ -13,7 +13,6 @@ import torch
 from pointsman.core import ConfigError, KVGroup, SchedulerConfig
 from pointsman.engine.kv.layout import KVLayout, LayerShape, choose_layout, layout_in_groups
 from pointsman.engine.kv.pool import KVPool, bytes_per_block
-from pointsman.engine.params.engine_args import KVKnobs
 
 SHAPE = LayerShape(1, 2, 3, 2)
 FULL, WINDOW = KVGroup(), KVGroup("window", 32)
@@ -82,37 +81,13 @@ def test_a_block_is_memory_of_one_group() -> None:
         assert len(set(places)) == len(places)
 
 
-@pytest.mark.parametrize(
-    ("knobs", "kv_knobs", "name"),
-    [
-        ({}, KVKnobs(kv_offload_bytes=1000), "kv_offload_bytes is 1000"),
-        ({}, KVKnobs(kv_store="/kv"), "kv_store is /kv"),
-        ({"enable_kv_cache_events": True}, KVKnobs(), "kv_events_config is given"),
-        ({"eviction": "reuse"}, KVKnobs(), "eviction is reuse"),
-        ({"count_common_prefix": True}, KVKnobs(), "count_common_prefix is True"),
-    ],
-)
-def test_what_needs_one_group_turns_groups_off_and_says_so(
-    knobs: dict[str, Any], kv_knobs: KVKnobs, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO):
-        assert choose_layout([SHAPE] * 2, [32, None], config(**knobs), kv_knobs, None).groups == ()
-    assert f"layers with a sliding window keep the KV of the whole context: {name}" in caplog.text
-    with pytest.raises(ConfigError, match=f"disable_hybrid_kv_cache_manager is False and {name}, for which all KV"):
-        choose_layout([SHAPE] * 2, [32, None], config(**knobs), kv_knobs, False)
-    caplog.clear()
-    with caplog.at_level(logging.INFO):
-        assert choose_layout([SHAPE] * 2, [None, None], config(**knobs), kv_knobs, None).groups == ()
-    assert not caplog.text, "a model without windows has nothing to save"
-
-
 def test_groups_can_be_turned_off(caplog: pytest.LogCaptureFixture) -> None:
-    assert choose_layout([SHAPE] * 2, [32, None], config(), KVKnobs(), None).groups == (WINDOW, FULL)
+    assert choose_layout([SHAPE] * 2, [32, None], config(), None).groups == (WINDOW, FULL)
     with caplog.at_level(logging.INFO):
-        assert choose_layout([SHAPE] * 2, [32, None], config(), KVKnobs(), True) == KVLayout.plain([SHAPE] * 2)
+        assert choose_layout([SHAPE] * 2, [32, None], config(), True) == KVLayout.plain([SHAPE] * 2)
     assert "the whole context: disable_hybrid_kv_cache_manager is True" in caplog.text
     with pytest.raises(ConfigError, match="disable_hybrid_kv_cache_manager is 'yes'; give True, False or None"):
-        choose_layout([SHAPE] * 2, [32, None], config(), KVKnobs(), "yes")  # type: ignore[arg-type]
+        choose_layout([SHAPE] * 2, [32, None], config(), "yes")  # type: ignore[arg-type]
 
 
 def test_capacity_is_logged_in_groups(caplog: pytest.LogCaptureFixture) -> None:

@@ -222,12 +222,14 @@ def test_long_outputs_that_swap_recompute_little(loaded: LoadedModel) -> None:
     assert stats.num_recomputed_tokens <= 0.05 * stats.num_scheduled_tokens + 4 * stats.num_preemptions
 
 
-@pytest.mark.parametrize("family", ["gemma2", "deepseek-v3"])
-def test_layers_of_every_shape_come_back_as_they_were(family: str) -> None:
-    """A sliding window, and keys and values of different widths, in bfloat16."""
+@pytest.mark.parametrize(("family", "num_groups"), [("gemma2", 2), ("deepseek-v3", 1)])
+def test_layers_of_every_shape_come_back_as_they_were(family: str, num_groups: int) -> None:
+    """A sliding window, and keys and values of different widths, in bfloat16. A block is for one group of layers."""
     loaded = wrap_model(build(FAMILIES[family](), seed=1))
     expected = run_rounds(make(loaded, kv_cache_dtype="bfloat16"), 2)
-    engine = make(loaded, kv_cache_dtype="bfloat16", kv_offload_bytes=AMPLE, **TIGHT)
+    tight = {**TIGHT, "num_blocks": TIGHT["num_blocks"] * num_groups}
+    engine = make(loaded, kv_cache_dtype="bfloat16", kv_offload_bytes=AMPLE, **tight)
+    assert max(1, len(engine.scheduler.config.kv_groups)) == num_groups
     assert run_rounds(engine, 2) == expected
     assert engine.counters.num_restored_blocks > 20
 

@@ -11,7 +11,6 @@ from pointsman.engine.kv.pool import KVPool
 from pointsman.engine.model import largest_step
 from pointsman.engine.model.largest_step import prompt_lengths, run_largest_step
 from pointsman.engine.model.loader import wrap_model
-from pointsman.engine.params.engine_args import KVKnobs
 from tests.engine.tiny_models import FAMILIES, build
 
 
@@ -45,7 +44,7 @@ def test_it_runs_as_one_step_over_one_block(family: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(largest_step, "KVPool", Pool)
     loaded = wrap_model(build(FAMILIES[family](), seed=1))
     config = SchedulerConfig(num_blocks=1, max_model_len=64, block_size=4, max_num_seqs=6, max_num_batched_tokens=100)
-    layout = choose_layout(loaded.layers, loaded.windows, config, KVKnobs(), None)
+    layout = choose_layout(loaded.layers, loaded.windows, config, None)
     assert bool(layout.groups) == (family == "gemma3")
     config = config.replace(kv_groups=layout.groups)
     output = run_largest_step(loaded, loaded.attention, config, layout, torch.float32)

@@ -23,8 +23,10 @@ from pointsman.core import (
     StepResult,
     replay,
 )
-from pointsman.core.kv.grouped import GroupedKVCache
+from pointsman.core.kv.events import BlockRemoved, BlockStored
 from pointsman.core.kv.manager import KVCacheManager
+from pointsman.core.kv.prefix_tree import Root
+from pointsman.core.kv.windows import Windows
 from tests.core.helpers import Host, small_config
 from tests.forms import seeds, short_of
 
@@ -54,10 +56,6 @@ def tables(output: SchedulerOutput, index: int) -> dict[int, dict[int, int]]:
         ({"kv_groups": [("window", 0)]}, 'the size of a "window" group in kv_groups is 0; it must be between 1'),
         ({"kv_groups": "full"}, "kv_groups is 'full'; give pairs of a kind and a size"),
         ({"kv_groups": 3}, "kv_groups is 3; give pairs of a kind and a size"),
-        ({"kv_groups": TWO, "eviction": "reuse"}, "eviction is 'reuse', and with 2 kv_groups it must be 'lru'"),
-        ({"kv_groups": TWO, "enable_kv_cache_events": True}, "enable_kv_cache_events is True, and with 2 kv_groups"),
-        ({"kv_groups": TWO, "count_common_prefix": True}, "count_common_prefix is True, and with 2 kv_groups"),
-        ({"kv_groups": TWO, "preemption_mode": "swap"}, "preemption_mode is 'swap', and with 2 kv_groups"),
     ],
 )
 def test_what_does_not_fit_groups_is_refused_with_a_remedy(knobs: dict[str, Any], says: str) -> None:
@@ -153,13 +151,15 @@ def test_a_hit_ends_where_every_group_has_its_window() -> None:
     host.add("a", prompt, max_tokens=1)
     host.run_to_end()
     kv = host.scheduler._kv
-    assert isinstance(kv, GroupedKVCache)
-    nodes = kv._prefixes.find(_root(), np.array(prompt, dtype=np.int32).tobytes(), 6, None)
-    (block,) = nodes[4].entries[1][0].blocks
-    kv.pool.uncache([block])
+    assert isinstance(kv, KVCacheManager) and kv.prefix is not None
+    found = kv.prefix.look_up(Root(), np.array(prompt, dtype=np.int32).tobytes(), 6)
+    assert found.has is not None and found.has.all()
+    block = found.blocks[1, 4:5]
+    kv.prefix.evict(block)
+    kv.pool.uncache(block.tolist())
     host.add("b", [*prompt, 1])
     assert host.schedule().num_cached_tokens.tolist() == [16]
-    assert nodes[4].entries[0], "full attention still has the block there"
+    assert kv.prefix.is_cached(found.blocks[0, 4]), "full attention still has the block there"
 
 
 def test_a_chunk_begins_anew() -> None:
@@ -227,12 +227,6 @@ def test_a_request_is_preempted_only_where_no_window_has_anything_to_return() ->
     assert all(request.num_output_tokens == 45 for request in requests)
 
 
-def _root() -> Any:
-    from pointsman.core.kv.prefix_tree import Root
-
-    return Root()
-
-
 # ------------------------------------------------------------------ steady decode
 
 
@@ -275,26 +269,24 @@ def _workload(seed: int, config: SchedulerConfig) -> Iterator[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("steps_in_flight", short_of([1, 2, 3], {1, 2}))
-@pytest.mark.parametrize(
-    "groups", [TWO, (FULL, *[KVGroup("window", 5)] * 3), (WINDOW,), (KVGroup("chunk", 8), FULL), (FULL, FULL)]
-)
+@pytest.mark.parametrize("groups", [TWO, (FULL, *[KVGroup("window", 5)] * 3), (WINDOW,), (KVGroup("chunk", 8), FULL)])
 def test_steady_steps_decide_as_others(
     groups: tuple[KVGroup, ...], steps_in_flight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that exchange a block for the one behind their window, beside rows that are asked one part after another."""
     config = small_config(kv_groups=groups, num_blocks=30 + 20 * len(groups), max_steps_in_flight=steps_in_flight)
     counts = {True: 0, False: 0}
-    steady = GroupedKVCache._grow_steadily
+    steady = Windows._grow_steadily
 
-    def counted(self: GroupedKVCache, batch: Any, rows: Any) -> bool:
+    def counted(self: Windows, batch: Any, rows: Any) -> bool:
         done = steady(self, batch, rows)
         counts[done] += 1
         return done
 
     for seed in PAIRS:
-        monkeypatch.setattr(GroupedKVCache, "_grow_steadily", counted)
+        monkeypatch.setattr(Windows, "_grow_steadily", counted)
         first = list(_workload(seed, config))
-        monkeypatch.setattr(GroupedKVCache, "_grow_steadily", lambda self, batch, rows: False)
+        monkeypatch.setattr(Windows, "_grow_steadily", lambda self, batch, rows: False)
         assert list(_workload(seed, config)) == first
     assert counts[True] >= 15 or steps_in_flight > 1
 
@@ -316,3 +308,100 @@ def test_a_recording_replays() -> None:
     assert changed != file.getvalue()
     with pytest.raises(ReplayDifference, match="block_places"):
         replay(io.StringIO(changed))
+
+
+# ------------------------------------------------------------------ eviction policies, events, common prefixes
+
+GEMMA = (*[KVGroup("window", 8)] * 5, FULL)
+GPT_OSS = (KVGroup("window", 8), FULL)
+LAYOUTS = pytest.mark.parametrize("groups", [GEMMA, GPT_OSS, (WINDOW,)], ids=["gemma3", "gpt-oss", "windows alone"])
+
+
+def _found_after_a_flood(groups: tuple[KVGroup, ...], eviction: str, retention: float | None) -> int:
+    host = Host(kv_groups=groups, num_blocks=24 * len(groups), max_model_len=64, eviction=eviction)
+    prompt = host.prompt(33)
+    host.add("a", prompt, max_tokens=1, retention=retention)
+    host.run_to_end()
+    for number in range(12):
+        host.add(f"flood {number}", 33, max_tokens=1)
+        host.run_to_end()
+    host.add("again", [*prompt, 1], max_tokens=1)
+    return host.schedule().num_cached_tokens.item(0)
+
+
+@LAYOUTS
+def test_a_retained_prefix_outlives_others_in_every_group(groups: tuple[KVGroup, ...]) -> None:
+    assert _found_after_a_flood(groups, "lru", None) == 0
+    assert _found_after_a_flood(groups, "retention:share=0.9", 1000.0) == 32
+    assert _found_after_a_flood(groups, "retention:share=0.9", None) == 0
+
+
+@LAYOUTS
+def test_what_a_lookup_of_a_retained_prefix_needs_is_retained(groups: tuple[KVGroup, ...]) -> None:
+    """With full attention all blocks of the prefix, with a window those of its end."""
+    host = Host(kv_groups=groups, num_blocks=24 * len(groups), max_model_len=64, eviction="retention:share=1")
+    host.add("a", 33, max_tokens=1, retention=1000.0)
+    host.run_to_end()
+    # Token 32 attends to 25 to 32: of eight full blocks to the last two.
+    assert host.stats().num_retained_blocks == sum(8 if group.is_full else 2 for group in groups)
+    host.scheduler.check_invariants()
+
+
+def test_events_name_the_group_of_their_blocks() -> None:
+    host = Host(kv_groups=TWO, num_blocks=40, max_num_batched_tokens=64, enable_kv_cache_events=True)
+    prompt = host.prompt(25)
+    host.add("a", prompt, max_tokens=1)
+    host.run_to_end()
+    full, window = host.scheduler.take_kv_events()
+    assert isinstance(full, BlockStored) and isinstance(window, BlockStored)
+    assert (full.group, window.group) == (0, 1) and full.block_hashes == window.block_hashes
+    assert full.token_ids == window.token_ids == tuple(prompt[:24])
+    kv = host.scheduler._kv
+    assert isinstance(kv, KVCacheManager) and kv.prefix is not None
+    found = kv.prefix.look_up(Root(), np.array(prompt, dtype=np.int32).tobytes(), 6)
+    kv.prefix.evict(found.blocks[1, 3:4])
+    kv.pool.uncache(found.blocks[1, 3:4].tolist())
+    assert host.scheduler.take_kv_events() == [BlockRemoved(full.block_hashes[3:4], 1)]
+    host.add("b", [*prompt[:16], *host.prompt(2)], max_tokens=1)
+    host.run_to_end()
+    (again,) = host.scheduler.take_kv_events()
+    assert again == BlockStored(full.block_hashes[3:4], full.block_hashes[2], tuple(prompt[12:16]), Root(), (), 1)
+
+
+def test_events_of_one_group_are_as_ever() -> None:
+    assert BlockStored((), None, (), Root()).group == BlockRemoved(()).group == 0
+
+
+def test_the_common_prefix_is_that_of_full_attention() -> None:
+    for groups, expected in ((GPT_OSS, 6), ((WINDOW,), 0), ((FULL, FULL), 6)):
+        host = Host(kv_groups=groups, num_blocks=120, max_num_batched_tokens=64, count_common_prefix=True)
+        prompt = host.prompt(24)
+        host.add("a", [*prompt, 1], max_tokens=20)
+        host.add("b", [*prompt, 2], max_tokens=20)
+        assert host.schedule().num_common_prefix_blocks == expected
+
+
+def test_steps_are_done_at_once_in_groups_of_full_attention() -> None:
+    """As one by one: the same blocks in the same tables."""
+    tables_of = []
+    for at_once in (False, True):
+        host = Host(kv_groups=(FULL, FULL), num_blocks=200)
+        rows = [host.add(f"r{number}", 5 + number, max_tokens=60) for number in range(4)]
+        host.update(host.schedule())
+        host.update(host.schedule())
+        if at_once:
+            assert host.scheduler.horizon(20) == 20
+            host.scheduler.advance(range(21), np.ones(4, dtype=np.int32))
+        for _ in range(0 if at_once else 20):
+            output = host.schedule()
+            host.scheduler.update(output, StepResult(np.ones(4, dtype=np.int32)), 0.0)
+        host.scheduler.check_invariants()
+        tables_of.append([host.scheduler.block_tables(request.request_id).tolist() for request in rows])
+    assert tables_of[0] == tables_of[1] and len(tables_of[0][0][0]) > 6
+
+
+def test_with_windows_steps_are_not_done_at_once() -> None:
+    host = Host(kv_groups=TWO, num_blocks=200)
+    host.add("a", 5, max_tokens=60)
+    host.update(host.schedule())
+    assert host.scheduler.horizon(20) == 0

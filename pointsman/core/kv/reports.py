@@ -1,0 +1,127 @@
+"""Table reports: which blocks of the rows' tables have outputs not named yet? For tables in groups.
+
+Where a row has one table, the parts of a step hand its new blocks on to the output as they allocate them. With groups a
+block belongs to a group and a place, and a row that is asked for one token may get none. So the output is made of what
+the tables have beyond `_reported`, [rows] blocks of each table that the host knows of.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.kv.block_pool import NO_BLOCKS
+from pointsman.core.kv.cache import NewBlocks
+from pointsman.core.kv.tables import BlockTables, lengthened
+from pointsman.core.state.batch import INITIAL_ROWS
+from pointsman.core.state.numbers import INT32
+
+Int64Array = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.integer]
+
+
+class TableReports:
+    """What the host does not know of the tables."""
+
+    def __init__(self, tables: BlockTables) -> None:
+        self._tables = tables
+        self._reported: Int64Array = np.zeros(0, dtype=np.int64)
+        self._has_grown = False
+        self._one: tuple[IntArray, Int64Array] | None = None
+        """[rows, groups] what every row that grew by one block got in this step, and [rows] the place; None: nothing,
+        or it was not noted."""
+        self.add_rows(INITIAL_ROWS)
+
+    def add_rows(self, count: int) -> None:
+        """Lengthen all columns to `count` rows."""
+        self._reported = lengthened(self._reported, count)
+        self._group_at = _counting(self._tables.num_groups, count)
+
+    def open_step(self) -> None:
+        """A step is being scheduled."""
+        self._one = None
+
+    def place(self, row: int) -> None:
+        """A row has got its tables."""
+        self._reported[row] = 0
+        self._has_grown = True
+
+    def note_growth(self) -> None:
+        """Rows have got blocks."""
+        self._has_grown = True
+
+    def note_reported(self, rows: Int64Array, ends: Int64Array) -> None:
+        """The host knows of all blocks of these rows, before `ends`."""
+        self._reported[rows] = ends
+
+    def note_one(self, rows: Int64Array, ids: IntArray, places: Int64Array, ends: Int64Array) -> None:
+        """These rows have got one block in each table: [rows, groups] `ids`, at `places`, before `ends`."""
+        self._reported[rows] = ends
+        self._one = (ids, places)
+
+    def take(self, rows: Int64Array, grown: IntArray, *, whole: bool) -> NewBlocks | None:
+        """As `KVCache.new_blocks`."""
+        one, self._one = self._one, None
+        if whole:
+            return self._whole_tables(rows, np.arange(len(rows)))
+        if one is None:
+            return self._more_blocks(rows)
+        ids, places = one
+        count, more = self._tables.num_groups, self._more_blocks(rows) if self._has_grown else None
+        new = NewBlocks(ids.ravel(), grown.repeat(count), self._group_at[: ids.size], places.repeat(count))
+        return new if more is None else _merged(new, more)
+
+    def _more_blocks(self, rows: Int64Array) -> NewBlocks | None:
+        """What the rows got that is not reported."""
+        if not self._has_grown:
+            return None
+        self._has_grown = False
+        reported, end = self._reported[rows], self._tables.ends[rows]
+        grown = (end > reported).nonzero()[0]
+        if not len(grown):
+            return None
+        is_new = reported[grown] == 0  # it may have begun with what is cached
+        parts = []
+        if not is_new.all():
+            parts.append(self._appended(rows, grown[~is_new], reported[grown[~is_new]]))
+        if is_new.any():
+            parts.append(self._whole_tables(rows, grown[is_new]))
+        return parts[0] if len(parts) == 1 else _merged(*parts)
+
+    def _appended(self, rows: Int64Array, indices: Int64Array, starts: Int64Array) -> NewBlocks:
+        """The blocks that the rows at these indices have from places `starts` on, in every group."""
+        tables, count = self._tables, self._tables.num_groups
+        those = rows[indices]
+        ends = tables.ends[those]
+        self._reported[those] = ends
+        counts = ends - starts
+        ids = tables.between(those, np.arange(count), starts, ends)
+        total = int(counts.sum())
+        places = (starts - counts.cumsum() + counts).repeat(counts) + np.arange(total)
+        if total * count > len(self._group_at):
+            self._group_at = _counting(count, 2 * total)
+        groups = self._group_at[: total * count]
+        return NewBlocks(ids.astype(INT32), indices.repeat(counts * count), groups, places.repeat(count))
+
+    def _whole_tables(self, rows: Int64Array, indices: Int64Array) -> NewBlocks:
+        """All blocks of the rows at these indices."""
+        parts = [self._tables.placed(row) for row in rows[indices].tolist()]
+        self._reported[rows[indices]] = self._tables.ends[rows[indices]]
+        counts = np.array([len(blocks) for blocks, _, _ in parts], dtype=np.int64)
+        ids, places, groups = (
+            (np.concatenate([NO_BLOCKS, *column]) for column in zip(*parts, strict=True)) if parts else (NO_BLOCKS,) * 3
+        )
+        return NewBlocks(ids.astype(INT32), indices.repeat(counts), groups, places)
+
+
+def _counting(num_groups: int, times: int) -> Int64Array:
+    """0 to the number of groups, so many times over; read-only."""
+    counting = np.resize(np.arange(num_groups), num_groups * times)
+    counting.flags.writeable = False
+    return counting
+
+
+def _merged(*parts: NewBlocks) -> NewBlocks:
+    """In the order of the rows."""
+    order = np.concatenate([each.rows for each in parts]).argsort(kind="stable")
+    return NewBlocks(*[np.concatenate(columns)[order] for columns in zip(*parts, strict=True)])

@@ -1,0 +1,203 @@
+"""Block tables: which block does each row have at each place, in each group of layers?
+
+Layout, with R rows, G groups and W blocks in the longest table:
+
+    ids     int32 [R, G, W]   block ids; the entry at place p is for the tokens from p times the block size on
+    ends    int64 [R]         blocks in each table of a row, those that it gave back included
+    first   int64 [R]         for each kind of group: blocks at the beginning that it gave back, or never had
+
+    kind 0, full             [ b0 b1 b2 b3 b4 b5 ]      group 0
+    kind 1, window       first = 3   [ c3 c4 c5 ]       group 1      what lies before `first` is in the pool again
+                                     [ d3 d4 d5 ]       group 2
+                                             end = 6    of all groups
+
+Groups whose layers attend alike are of one kind: their tables are filled and given back alike. Entries before `first`
+and from `ends` on hold anything.
+
+Block ids are int32 in the tables, as hosts and kernels read them, and int64 elsewhere (`block_pool.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.state.batch import INITIAL_ROWS
+from pointsman.core.state.layout import KVGroup
+from pointsman.core.state.numbers import INT64, ONE
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.integer]
+
+FEW_ROWS = 3  # for which a loop takes less time than NumPy
+FIRST_LOOK = 16  # blocks that are compared at first; the number then doubles, so that short prefixes are cheap
+
+
+class Kind:
+    """Groups whose layers attend alike."""
+
+    __slots__ = ("first", "group", "groups", "num_groups")
+
+    def __init__(self, group: KVGroup, groups: list[int]) -> None:
+        self.group = group
+        self.groups: Int64Array = np.array(groups, dtype=np.int64)
+        self.num_groups = len(groups)
+        self.first: Int64Array = np.zeros(0, dtype=np.int64)
+
+
+class BlockTables:
+    """The tables of all rows, for groups of layers; `width` is the number of blocks in the longest table."""
+
+    def __init__(self, groups: Sequence[KVGroup], width: int) -> None:
+        members: dict[KVGroup, list[int]] = {}
+        for index, group in enumerate(groups):
+            members.setdefault(group, []).append(index)
+        self.kinds = [Kind(group, those) for group, those in members.items()]
+        self.num_groups = len(groups)
+        self.width = width
+        self.row_size = self.num_groups * width
+        self.offsets: Int64Array = np.arange(self.num_groups) * width
+        """[groups] where the table of each group begins in those of a row."""
+        self._kind_of = [next(kind for kind in self.kinds if index in kind.groups) for index in range(self.num_groups)]
+        self._has_holes = any(not group.is_full for group in groups)
+        self.ids: Int32Array = np.zeros((0, self.num_groups, width), dtype=np.int32)
+        self.ends: Int64Array = np.zeros(0, dtype=np.int64)
+        self.add_rows(INITIAL_ROWS)
+
+    def add_rows(self, count: int) -> None:
+        """Lengthen all columns to `count` rows."""
+        before, used = self.ids, int(self.ends.max(initial=0))
+        self.ends = lengthened(self.ends, count)
+        for kind in self.kinds:
+            kind.first = lengthened(kind.first, count)
+        self.ids = np.zeros((count, self.num_groups, self.width), dtype=np.int32)
+        self.ids[: len(before), :, :used] = before[:, :, :used]
+        self.flat: Int32Array = self.ids.reshape(-1)
+        # Over a read-only buffer, so that the array cannot be made writeable again.
+        self.view: Int32Array = np.asarray(self.ids.data.toreadonly())
+        self.starts: Int64Array = np.arange(count) * self.row_size
+
+    # ------------------------------------------------------------------ writing
+
+    def place(self, row: int, table: IntArray, first: Int64Array | None = None) -> None:
+        """Give a row its tables [groups, blocks], of which each has the blocks from `first` [groups] on; None: all."""
+        end = table.shape[1]
+        self.ids[row, :, :end] = table
+        self.ends[row] = end
+        if first is not None:
+            for kind in self.kinds:
+                kind.first[row] = first.item(kind.groups.item(0))
+
+    def append_one(self, rows: Int64Array, blocks: IntArray) -> Int64Array:
+        """Append a block to each table of these rows: [rows, groups], or [rows] where there is one group. Returns their
+        new `ends`."""
+        if len(rows) <= FEW_ROWS and self.num_groups == 1:
+            return self._append_to_few(rows, blocks)
+        ends = self.ends[rows]
+        at = self.starts[rows]
+        at += ends
+        self.flat[at if self.num_groups == 1 else at[:, None] + self.offsets] = blocks
+        ends += ONE
+        self.ends[rows] = ends
+        return ends
+
+    def _append_to_few(self, rows: Int64Array, blocks: IntArray) -> Int64Array:
+        flat, ends = self.flat, self.ends
+        for row, block in zip(rows.tolist(), blocks.tolist(), strict=True):
+            end = ends.item(row)
+            flat[row * self.width + end] = block
+            ends[row] = end + 1
+        return ends[rows]
+
+    def append(self, rows: Int64Array, counts: Int64Array, blocks: Int32Array) -> Int64Array:
+        """Append `counts[i]` blocks to each table of `rows[i]`; `blocks` are row after row, place after place, group
+        after group. Returns the new `ends`."""
+        ends = self.ends[rows]
+        if len(rows) == 1:  # a prefill's next chunk, most often
+            row, end = rows.item(0), ends.item(0)
+            count = len(blocks) // self.num_groups
+            self.ids[row, :, end : end + count] = blocks.reshape(count, self.num_groups).T
+        else:
+            # Where the first block of each row goes, less the blocks of the rows before it.
+            at = (self.starts[rows] + ends + counts - counts.cumsum()).repeat(counts)
+            self.write(at + np.arange(len(at)), blocks)
+        ends += counts
+        self.ends[rows] = ends
+        return ends
+
+    def write(self, at: Int64Array, blocks: Int32Array) -> None:
+        """Write `blocks`, one for each group after another, at these places of the first group's tables, laid out
+        flat."""
+        self.flat[at if self.num_groups == 1 else (at[:, None] + self.offsets).ravel()] = blocks
+
+    # ------------------------------------------------------------------ reading
+
+    def num_blocks(self, rows: Int64Array) -> Int64Array:
+        """[rows] blocks that each row holds, in all its tables."""
+        ends = self.ends[rows]
+        if not self._has_holes:
+            return ends * self.num_groups
+        count = np.zeros(len(rows), dtype=np.int64)
+        for kind in self.kinds:
+            count += (ends - kind.first[rows]) * kind.num_groups
+        return count
+
+    def first(self, row: int) -> Int64Array:
+        """[groups] the place of the first block that a row holds in each table."""
+        return np.array([kind.first.item(row) for kind in self._kind_of], dtype=np.int64)
+
+    def whole(self, row: int, start: int, end: int, hole: int) -> Int64Array:
+        """int64 [groups, end - start]: what a row has at the places from `start` to `end`; `hole` where it has none."""
+        table: Int64Array = self.ids[row, :, start:end].astype(INT64)
+        if self._has_holes:
+            table[np.arange(start, end) < self.first(row)[:, None]] = hole
+        return table
+
+    def blocks(self, row: int) -> Int64Array:
+        """int64: the blocks that a row holds, place by place, and at one place group by group."""
+        if self.num_groups == 1 and not self._has_holes:
+            return self.ids[row, 0, : self.ends.item(row)].astype(INT64)
+        return self.placed(row)[0]
+
+    def placed(self, row: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """The blocks that a row holds, with the place and the group of each; in the order of `blocks`."""
+        held = np.arange(self.ends.item(row))[:, None] >= self.first(row)
+        places, groups = held.nonzero()
+        return self.ids[row, groups, places].astype(INT64), places, groups
+
+    def num_common(self, rows: IntArray, group: int) -> int:
+        """Blocks that the tables of these rows begin with in a group of full attention; 0 for no row."""
+        if len(rows) == 0:
+            return 0
+        width = int(self.ends[rows].min())
+        start, look = 0, FIRST_LOOK
+        while start < width and len(rows) > 1:
+            end = min(start + look, width)
+            tables = self.ids[rows, group, start:end]
+            differs = (tables != tables[0]).any(axis=0).nonzero()[0]
+            if len(differs):
+                return start + int(differs[0])
+            start, look = end, 2 * look
+        return width
+
+    def between(self, rows: Int64Array, groups: Int64Array, starts: Int64Array, ends: Int64Array) -> Int64Array:
+        """int64: the blocks of some groups at the places from `starts[i]` to `ends[i]` of `rows[i]`: row by row, place
+        by place, group by group."""
+        counts = ends - starts
+        at = self.starts[rows] + starts
+        total = int(counts.sum())
+        if total > len(rows):
+            at = (at - counts.cumsum() + counts).repeat(counts) + np.arange(total)
+        blocks: Int64Array = self.flat[(at[:, None] + self.offsets[groups]).ravel()].astype(INT64)
+        return blocks
+
+
+def lengthened(column: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
+    """A column with `count` rows, the new ones 0."""
+    grown = np.zeros((count, *column.shape[1:]), dtype=column.dtype)
+    grown[: len(column)] = column
+    return grown

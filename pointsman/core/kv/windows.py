@@ -1,0 +1,365 @@
+"""Windows: gives back the blocks that lie behind the windows and chunks of the rows, in the groups that have them.
+
+Layout beside the tables (`tables.py`), with R rows:
+
+    _public     int64 [R]      blocks of each table that others may hold too, or find: those of the prompt
+    _tails      int64 [R, 3]   places before which a window is likely to be looked up: the last one of the prompt, and
+                               those up to which it is like others, and was found
+    _due_at     int64 [R]      the place at which a row that lacks a block there has one to give back, or several
+    _moves_at   int64 [R]      the same where that one may move to the place; -1: it may be public
+
+A row is asked only when it reaches its `num_slots`: it lacks a block then, or a chunk of its prompt has left some
+behind the window. It gives these back, and gets what it lacks. What steps in flight read stays, and so does what a
+lookup of its own full blocks needs, or a preempted request could not continue with what it has generated. So a block
+stays behind the window for a step if the window is a multiple of the block size, and otherwise until the row lacks
+one. Where blocks are short, or requests wait, every row is asked (`give_back`) and keeps nothing behind its window.
+
+In steady decode a row whose window is full needs, in each group with a window, one block for the one that it gives
+back: it keeps it, in another place of its table. Then only blocks of full attention are taken from the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.kv.block_pool import BlockPool
+from pointsman.core.kv.reports import TableReports
+from pointsman.core.kv.tables import BlockTables, Kind, lengthened
+from pointsman.core.state.batch import INITIAL_ROWS, Batch
+from pointsman.core.state.numbers import INT32, INT64, MAX_INT, ONE
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+class Windows:
+    """What lies behind the windows of all rows.
+
+    Args:
+        take: allocates blocks.
+        note_return: is called when blocks are given back.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        tables: BlockTables,
+        pool: BlockPool,
+        reports: TableReports,
+        take: Callable[[int], Int64Array],
+        note_return: Callable[[], None],
+    ) -> None:
+        self.block_size = size = config.block_size
+        self._size = np.array(size)  # an array, see `state/numbers.py`
+        self._caches = config.enable_prefix_caching
+        self._tables, self._pool, self._reports, self._take = tables, pool, reports, take
+        self._note_return = note_return
+        self.kinds = [kind for kind in tables.kinds if not kind.group.is_full]
+        """Those with windows or chunks."""
+        self._moving = self.kinds[0] if len(self.kinds) == 1 and self.kinds[0].group.kind == "window" else None
+        """The kind whose blocks may move within a table: the only one of windows; None: there is none, or several."""
+        self._lag = 0
+        """A row that lacks its block at place p needs those of this kind from p - `_lag` on."""
+        most_ahead = 0  # tokens of a row in flight with which that is so
+        if self._moving is not None:
+            self._lag = -(-self._moving.group.reach // size)
+            most_ahead = self._lag * size - self._moving.group.reach
+        self._moves_ahead = config.max_steps_in_flight - 1 <= most_ahead
+        self._lag_array = np.array(self._lag)
+        self._back = np.array(self._lag + 1)
+        """How far before a new place the block is that moves to it."""
+        moving = [] if self._moving is None else self._moving.groups.tolist()
+        staying = [group for group in range(tables.num_groups) if group not in moving]
+        self._num_staying = len(staying)
+        self._staying: Any = _as_index(staying)
+        self._shape_of_staying = (-1,) if len(staying) == 1 else (-1, len(staying))
+        self._num_in_flight = config.max_tokens_in_flight
+        self._max_model_len = config.max_model_len
+        self._is_ahead = False
+        self._count_in_flight: Callable[[int], Int64Array] | None = None
+        self._in_flight: Int64Array | None = None  # [rows] tokens of each in this moment; None: not counted yet
+        self._asked: Int64Array | None = None
+        """What `can_grow_by_one` counted; None: a block of each table for each row."""
+        self.lagging: set[int] = set()
+        """Rows that are asked before they lack a block."""
+        self._public: Int64Array = np.zeros(0, dtype=np.int64)
+        self._tails: Int64Array = np.zeros((0, 3), dtype=np.int64)
+        self._due_at: Int64Array = np.zeros(0, dtype=np.int64)
+        self._moves_at: Int64Array = np.zeros(0, dtype=np.int64)
+        self.add_rows(INITIAL_ROWS)
+
+    def add_rows(self, count: int) -> None:
+        """Lengthen all columns to `count` rows."""
+        for name in ("_public", "_tails", "_due_at", "_moves_at"):
+            setattr(self, name, lengthened(getattr(self, name), count))
+
+    def open_step(self, is_ahead: bool, count_in_flight: Callable[[int], Int64Array]) -> None:
+        """A step is being scheduled; `is_ahead`: others are in flight, whose tokens are counted on demand."""
+        self._is_ahead, self._count_in_flight, self._in_flight = is_ahead, count_in_flight, None
+
+    # ------------------------------------------------------------------ rows
+
+    def num_slots(self, num_blocks: int, num_tokens: int, first: Int64Array) -> int:
+        """Tokens that a new row may hold before it is asked: fewer than fit its blocks, where some lie behind a window
+        after the step, up to whose end it has `num_tokens`.
+
+        Args:
+            num_blocks: in each of its tables, as if none were missing.
+            first: [groups] the first block that it has in each.
+        """
+        full = num_tokens // self.block_size * self.block_size
+        for kind in self.kinds:
+            if kind.group.num_skipped(full) // self.block_size > first.item(kind.groups.item(0)):
+                return num_tokens
+        return num_blocks * self.block_size
+
+    def place(self, batch: Batch, row: int, tails: tuple[int, int, int]) -> None:
+        """A row has got its tables; `tails`: places before which a window is likely to be looked up."""
+        end = self._tables.ends.item(row)
+        self._public[row], self._moves_at[row] = end, -1
+        self._tails[row] = tails
+        self._note_first(np.array([row]))
+        if batch.num_slots.item(row) < end * self.block_size:
+            self.lagging.add(row)
+
+    def publish(self, row: int) -> None:
+        """All blocks of a row may be held by others."""
+        self._public[row], self._moves_at[row] = self._tables.ends.item(row), -1
+
+    def evicted_last(self, row: int, places: Int64Array, groups: Int64Array) -> BoolArray:
+        """Which blocks of a request that has finished are likely to be looked up: those of full attention, and of
+        windows the ones at the row's tails."""
+        starts, ends = np.zeros((2, self._tables.num_groups, 3), dtype=np.int64)
+        ends[:] = self._tails[row]
+        for kind in self._tables.kinds:
+            starts[kind.groups] = kind.group.num_skipped(ends[kind.groups] * self.block_size) // self.block_size
+            if kind.group.is_full:
+                ends[kind.groups] = self._tables.width
+        at = places[:, None]
+        is_last = (starts[groups] <= at) & (at < ends[groups])
+        return np.asarray(is_last.any(axis=1))
+
+    # ------------------------------------------------------------------ counting
+
+    def num_blocks_of_whole(self, first: Int64Array, num_tokens: int) -> int:
+        """The most blocks that a request holds at a time until it has computed `num_tokens`; `first`: [groups] blocks
+        at the beginning that it does not take."""
+        end, count = -(-num_tokens // self.block_size), 0
+        for kind in self._tables.kinds:
+            most = kind.group.most_blocks(num_tokens, self._num_in_flight, self.block_size)
+            count += min(end - first.item(kind.groups.item(0)), most) * kind.num_groups
+        return count
+
+    def num_owed(self, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
+        """[rows] free blocks that each row still needs until `num_tokens` of it are computed."""
+        has = self._tables.ends[rows]
+        end = np.maximum(-(-num_tokens // self.block_size), has)
+        owed = np.zeros(len(rows), dtype=np.int64)
+        for kind in self._tables.kinds:
+            first = kind.first[rows]
+            most = end - first
+            if not kind.group.is_full:
+                cap = kind.group.most_blocks(self._max_model_len, self._num_in_flight, self.block_size)
+                most = np.minimum(most, cap)
+            owed += np.maximum(most - (has - first), 0) * kind.num_groups
+        return owed
+
+    def ask(self, batch: Batch, rows: Int64Array, ends: Int64Array) -> Int64Array:
+        """[rows] blocks that each row needs to hold `ends` tokens, once it has given back what is behind its windows. A
+        row that needs none has slots for them then."""
+        short = (ends > batch.num_slots[rows]).nonzero()[0]
+        needed = np.zeros(len(rows), dtype=np.int64)
+        if not len(short):
+            return needed
+        asking, wanted = (rows, ends) if len(short) == len(rows) else (rows[short], ends[short])
+        self._give_back(asking, self._final(batch, asking))
+        missing = -(-wanted // self.block_size) - self._tables.ends[asking]
+        enough = (missing <= 0).nonzero()[0]
+        if len(enough):
+            self.set_slots(batch, asking[enough], wanted[enough])
+            missing[enough] = 0
+        needed[short] = missing * self._tables.num_groups
+        if int(needed.sum()) > self._pool.num_free:
+            self.give_back(batch)
+        return needed
+
+    # ------------------------------------------------------------------ giving back
+
+    def give_back(self, batch: Batch) -> None:
+        """Release what the rows hold that none of their next tokens reads."""
+        rows = batch.members.rows
+        if len(rows):
+            computed = np.minimum(batch.num_computed_tokens[rows], batch.num_tokens[rows])
+            self._give_back(rows, computed - self._tokens_in_flight(batch, rows))
+
+    def _final(self, batch: Batch, rows: Int64Array) -> Int64Array:
+        """[rows] tokens of full blocks that no step in flight computes, or may have to compute again."""
+        computed = batch.num_computed_tokens[rows]
+        full: Int64Array = np.minimum(computed, batch.num_tokens[rows]) // self.block_size * self.block_size
+        if not self._is_ahead:
+            return full
+        final: Int64Array = np.minimum(full, computed - self._tokens_in_flight(batch, rows))
+        return final
+
+    def _tokens_in_flight(self, batch: Batch, rows: Int64Array) -> Int64Array:
+        """[rows] tokens that steps in flight compute."""
+        if not self._is_ahead or self._count_in_flight is None:
+            return batch.zeros[: len(rows)]
+        if self._in_flight is None:
+            self._in_flight = self._count_in_flight(len(batch.num_tokens))
+        return self._in_flight[rows]
+
+    def _give_back(self, rows: Int64Array, final: Int64Array) -> None:
+        """Release the blocks to which no token after these attends."""
+        has_released = False
+        for kind in self.kinds:
+            first = kind.first[rows]
+            kept = kind.group.num_skipped(final) // self.block_size
+            behind = (kept > first).nonzero()[0]
+            if len(behind):
+                those, first, kept = rows[behind], first[behind], kept[behind]
+                counts = kept - first
+                blocks = self._tables.between(those, kind.groups, first, kept)
+                places = np.arange(len(blocks) // kind.num_groups) - (counts.cumsum() - counts - first).repeat(counts)
+                self._release(kind, those.repeat(counts), places, blocks)
+                kind.first[those] = kept
+                has_released = True
+        if has_released:
+            self._note_first(rows)
+            self._note_return()
+
+    def _release(self, kind: Kind, rows: Int64Array, places: Int64Array, blocks: Int64Array) -> None:
+        """Release blocks of a kind, for each row and place one of each of its groups. Those that are cached and not
+        likely to be looked up are evicted first, as they are many."""
+        if not self._caches or not np.count_nonzero(self._pool.is_cached[blocks]):
+            self._pool.release_any(blocks)
+            return
+        ends = self._tails[rows]
+        starts = kind.group.num_skipped(ends * self.block_size) // self.block_size
+        is_tail = ((starts <= places[:, None]) & (places[:, None] < ends)).any(axis=1).repeat(kind.num_groups)
+        self._pool.release_any(blocks[~is_tail][::-1], evict_first=True)
+        self._pool.release_any(blocks[is_tail][::-1])
+
+    def _note_first(self, rows: Int64Array) -> None:
+        """The first blocks of these rows have changed."""
+        due = np.full(len(rows), MAX_INT, dtype=np.int64)
+        for kind in self.kinds:
+            next_return = kind.group.least_with((kind.first[rows] + 1) * self.block_size)
+            due = np.minimum(due, -(-next_return // self.block_size))
+        self._due_at[rows] = due
+        if self._moving is not None:
+            is_private = self._moving.first[rows] >= self._public[rows]
+            self._moves_at[rows] = np.where(is_private, due, -1)
+
+    def set_slots(self, batch: Batch, rows: Int64Array, ends: Int64Array) -> None:
+        """Up to how many tokens the rows need not be asked, which have blocks for `ends` of them."""
+        most = self._tables.ends[rows] * self.block_size
+        slots, full = most, ends // self.block_size * self.block_size
+        for kind in self.kinds:
+            is_behind = kind.group.num_skipped(full) // self.block_size > kind.first[rows]
+            slots = np.where(is_behind, ends, slots)
+        batch.num_slots[rows] = slots
+        is_lagging = slots < most
+        self.lagging.difference_update(rows.tolist())
+        if np.count_nonzero(is_lagging):
+            self.lagging.update(rows[is_lagging].tolist())
+
+    # ------------------------------------------------------------------ growing by one token, or a few
+
+    def can_grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> bool:
+        """As `KVCache.can_grow_by_one`."""
+        has_blocks = len(rows) * self._tables.num_groups <= self._pool.num_free
+        if isinstance(num_tokens, int) and not self.lagging and has_blocks:
+            self._asked = None
+            return True
+        self._asked = self.ask(batch, rows, batch.num_computed_tokens[rows] + num_tokens)
+        return int(self._asked.sum()) <= self._pool.num_free
+
+    def needed_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> Int64Array | None:
+        """[rows] blocks that each row needs, as `can_grow_by_one` has just counted; None: the rows have got theirs."""
+        if self._asked is None:
+            if self._grow_steadily(batch, rows):
+                return None
+            self._asked = self.ask(batch, rows, batch.num_computed_tokens[rows] + num_tokens)
+        return self._asked
+
+    def _grow_steadily(self, batch: Batch, rows: Int64Array) -> bool:
+        """Each row lacks a block of each table for its next token, and has at most one in each to give back. False: it
+        is otherwise, and nothing has changed."""
+        tables, kind, count = self._tables, self._moving, len(rows)
+        places = tables.ends[rows]
+        ids: npt.NDArray[np.integer]
+        if kind is not None and self._moves_at[rows].tobytes() == places.tobytes():
+            if self._is_ahead and not self._moves_ahead:
+                return False
+            ids = tables.flat[self._moved_from(rows, places)]
+            if self._num_staying:
+                ids[:, self._staying] = self._take(count * self._num_staying).reshape(self._shape_of_staying)
+            kind.first[rows] = places - self._lag_array
+            self._due_at[rows] = self._moves_at[rows] = places + ONE
+        else:
+            due_at = self._due_at[rows]
+            due = due_at <= places
+            if due.item(due.argmax()):
+                if kind is None or not self._can_exchange(batch, kind, rows[due], places[due], due_at[due]):
+                    return False
+                ids = self._exchange(kind, rows, places, due).astype(INT32)
+            else:
+                ids = self._take(count * tables.num_groups).astype(INT32).reshape(count, -1)
+        ends = tables.append_one(rows, ids if tables.num_groups > 1 else ids[:, 0])
+        batch.num_slots[rows] = ends * self._size
+        self._reports.note_one(rows, ids, places, ends)
+        return True
+
+    def _moved_from(self, rows: Int64Array, places: Int64Array) -> Int64Array:
+        """[rows, groups] where in the tables, laid out flat, the blocks are that move to these places. Of rows with
+        fewer blocks it is anywhere."""
+        at = self._tables.starts[rows]
+        at += places
+        at -= self._back
+        moved_from: Int64Array = at[:, None] + self._tables.offsets
+        return moved_from
+
+    def _can_exchange(self, batch: Batch, kind: Kind, rows: Int64Array, places: Int64Array, due_at: Int64Array) -> bool:
+        """Whether each of these rows has exactly one block in each table to give back, and no step in flight reads it
+        that may have to be computed again."""
+        if due_at.tobytes() != places.tobytes():
+            return False
+        if not self._is_ahead:
+            return True
+        kept = kind.group.num_skipped(self._final(batch, rows)) // self.block_size
+        return bool((kept > kind.first[rows]).all())
+
+    def _exchange(self, kind: Kind, rows: Int64Array, places: Int64Array, due: BoolArray) -> Int64Array:
+        """[rows, groups] the next blocks of rows; those that are `due` give one back in each table of a kind."""
+        moves = self._moves_at[rows] == places
+        returns = due & ~moves
+        ids: Int64Array = self._tables.flat[self._moved_from(rows, places)].astype(INT64)
+        old, takes = ids[:, kind.groups], ~moves
+        if np.count_nonzero(returns):
+            first = places[returns] - self._back
+            self._release(kind, rows[returns], first, old[returns].ravel())
+        if self._num_staying:
+            ids[:, self._staying] = self._take(len(rows) * self._num_staying).reshape(self._shape_of_staying)
+        taken = int(np.count_nonzero(takes)) * kind.num_groups
+        if taken:
+            old[takes] = self._take(taken).reshape(-1, kind.num_groups)
+            ids[:, kind.groups] = old
+        kind.first[rows[due]] = places[due] - self._lag_array
+        self._note_first(rows[due])
+        return ids
+
+
+def _as_index(indices: list[int]) -> int | slice | Int64Array:
+    """The same indices, in the form that NumPy takes fastest."""
+    if len(indices) == 1:
+        return indices[0]
+    if indices and indices == list(range(indices[0], indices[-1] + 1)):
+        return slice(indices[0], indices[-1] + 1)
+    return np.array(indices, dtype=np.int64)
