@@ -30,7 +30,7 @@ from pointsman.core.kv.events import KVEvents
 from pointsman.core.kv.prefix_tree import Found, Node, Place, PrefixCache, Root, Run, Span
 from pointsman.core.kv.reports import TableReports
 from pointsman.core.kv.retained import RetainingPool
-from pointsman.core.kv.tables import BlockTables
+from pointsman.core.kv.tables import FEW_ROWS, BlockTables
 from pointsman.core.kv.windows import Windows
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.interfaces import Eviction
@@ -407,6 +407,9 @@ class KVCacheManager(KVCache):
         blocks = self.take(len(rows) * self.num_groups).astype(INT32)  # a scatter that converts takes longer
         if not self.has_tables:
             blocks = blocks.reshape(-1, self.num_groups)
+        if self.has_tables and len(rows) <= FEW_ROWS:
+            self._tables.append_to_few(rows, blocks, batch.num_slots, self.block_size)
+            return blocks
         ends = self._tables.append_one(rows, blocks)
         batch.num_slots[rows] = ends * self._size
         if self.has_tables:

@@ -95,8 +95,6 @@ class BlockTables:
     def append_one(self, rows: Int64Array, blocks: IntArray) -> Int64Array:
         """Append a block to each table of these rows: [rows, groups], or [rows] where there is one group. Returns their
         new `ends`."""
-        if len(rows) <= FEW_ROWS and self.num_groups == 1:
-            return self._append_to_few(rows, blocks)
         ends = self.ends[rows]
         at = self.starts[rows]
         at += ends
@@ -105,13 +103,14 @@ class BlockTables:
         self.ends[rows] = ends
         return ends
 
-    def _append_to_few(self, rows: Int64Array, blocks: IntArray) -> Int64Array:
-        flat, ends = self.flat, self.ends
+    def append_to_few(self, rows: Int64Array, blocks: IntArray, num_slots: Int64Array, block_size: int) -> None:
+        """As `append_one` for at most `FEW_ROWS` with one group, and `num_slots` [R] with it."""
+        flat, all_ends = self.flat, self.ends
         for row, block in zip(rows.tolist(), blocks.tolist(), strict=True):
-            end = ends.item(row)
+            end = all_ends.item(row)
             flat[row * self.width + end] = block
-            ends[row] = end + 1
-        return ends[rows]
+            all_ends[row] = end = end + 1
+            num_slots[row] = end * block_size
 
     def append(self, rows: Int64Array, counts: Int64Array, blocks: Int32Array) -> Int64Array:
         """Append `counts[i]` blocks to each table of `rows[i]`; `blocks` are row after row, place after place, group
