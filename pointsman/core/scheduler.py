@@ -100,6 +100,7 @@ class Scheduler:
         "_loading",
         "_max_seen_active_seqs",
         "_next_step_id",
+        "_now",
         "_open_eviction",
         "_parts",
         "_recorder",
@@ -126,6 +127,7 @@ class Scheduler:
         check_horizons: bool = False,
     ) -> None:
         self._check_horizons = check_horizons
+        self._now = 0.0  # of the newest call, for films that begin later
         self._config = config
         self._statistics = Statistics(config.num_draft_tokens)
         self._events = Events(lambda request, reason: find_holder(request, reason, self._parts))
@@ -273,7 +275,7 @@ class Scheduler:
         records = self._steps.records
         if not records or records[0].output is not output:
             raise self._steps.not_the_oldest(output)
-        step = records[0]
+        step, self._now = records[0], now
         # 1. Append and 2. stop: the result is checked, its tokens appended, stop conditions tested (`step/update.py`).
         fields, ends = self._update.append(step, output, result, now)
         if self._swap is not None:
@@ -330,7 +332,7 @@ class Scheduler:
         Raises:
             StepOrderError: `output` is not in flight.
         """
-        void = self._steps.take_from(output)
+        void, self._now = self._steps.take_from(output), now
         self._void(void, now)
         for method in self._events.failed:
             method(len(void), now)
@@ -389,6 +391,7 @@ class Scheduler:
         first = self._next_step_id
         update, run = self._fast_forward.advance(first, times, token_ids, last_token_ids)
         self._next_step_id += run.num_steps
+        self._now = float(run.times[-1])
         for method in self._events.ran_steps:
             method(run)
         if self._events.called:
@@ -402,6 +405,7 @@ class Scheduler:
         records = self._steps.records
         if len(records) >= self._steps.max_steps:
             raise self._steps.too_many()
+        self._now = now
         self._view.open_step(now)
         if self._loading is not None:
             self._loading.expire(now)
@@ -451,6 +455,7 @@ class Scheduler:
             for method in self._events.refused:
                 method(request, why, now)
             raise refused(request, why)
+        self._now = now
         self._table.add(request, park, now)
         if self._events.called:
             send(self._events.called, Call("add", now, {"request": request, "park": park}))
@@ -713,7 +718,7 @@ class Scheduler:
 
     def start_film(self, film: FilmRecorder) -> None:
         """Film every decision from now on, see `observe/film.py`; until `remove_listener(film)` and `film.close()`."""
-        film.start(self.config, self.policies, lambda: self._parts)
+        film.start(self.config, self.policies, self._now, lambda: self._parts)
         self.add_listener(film)
 
     # ------------------------------------------------------------------ questions, which change nothing

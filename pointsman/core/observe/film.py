@@ -106,8 +106,11 @@ class FilmRecorder(Listener):
 
     # ------------------------------------------------------------------ the file
 
-    def start(self, config: SchedulerConfig, policies: dict[str, int], find_parts: Callable[[], Parts]) -> None:
-        """The header; called once, by the scheduler. What it holds already is in the first key frame.
+    def start(
+        self, config: SchedulerConfig, policies: dict[str, int], now: float, find_parts: Callable[[], Parts]
+    ) -> None:
+        """The header; called once, by the scheduler, whose newest call was at `now`. What it holds already is in the
+        first key frame.
 
         Raises:
             InvalidTransition: it films, or has filmed, a scheduler.
@@ -122,7 +125,7 @@ class FilmRecorder(Listener):
         self.num_bytes["events"] += write_header(self._file, header)
         parts = find_parts()
         if parts.table.requests:
-            self._start = parts.view.now  # times before it are negative
+            self._start = now  # times before it are negative
         self._num_evictions = parts.kv.num_evictions
         if self._with_blocks:
             self._mirror = _Mirror(parts)
