@@ -375,6 +375,13 @@ class KVCache(ABC):
         """The step that is being scheduled is void: what it would publish is not published."""
         self.unpublished = []
 
+    def connect(self, *, saves: bool, saves_all: bool) -> None:
+        """A connector loads and saves blocks. `saves`: evicted blocks are reported; `saves_all`: also those that no
+        request has asked for."""
+        self.has_connector = True
+        self.saves = [] if saves else None
+        self.wanted = None if saves_all else Counter()
+
     def track_shared(self) -> None:
         """Keep the requests of which others may find the first blocks referenced."""
         self.shared = []

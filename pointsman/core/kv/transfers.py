@@ -12,7 +12,6 @@ each other, and a transfer that never finishes costs its blocks and nothing else
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -56,6 +55,30 @@ class Holding:
     """When a load began, on the caller's clock."""
     is_open: bool = True
     """Whether the host has yet to report the transfer as finished."""
+
+    def end(self) -> None:
+        """The host has reported the transfer as finished."""
+        self.is_open = False
+
+    def keep(self, num_places: int) -> Int64Array:
+        """Keep the blocks of the first `num_places` places of each table. Returns the others."""
+        self.table = self.table[:, :num_places]
+        is_kept = np.isin(self.blocks, self.table)
+        others = self.blocks[~is_kept]
+        self.blocks, self.num_local_places = self.blocks[is_kept], min(self.num_local_places, num_places)
+        return others
+
+    def give_back_local(self) -> Int64Array:
+        """Keep only the blocks to fill. Returns those that were found in the prefix cache."""
+        local, self.blocks = self.blocks[: self.num_local_blocks], self.blocks[self.num_local_blocks :]
+        self.num_local_blocks = 0
+        return local
+
+    def leave(self) -> None:
+        """Its request no longer waits for it, or runs."""
+        if self.request is not None:
+            self.request._state.hold(None)
+        self.request = None
 
     @property
     def num_external_blocks(self) -> int:
@@ -183,7 +206,7 @@ class Transfers:
         is_asked = deferral is not None and deferral.reason is Reason.KV_CONNECTOR
         asked_since = request._state.deferred_since if is_asked else self._now
         if self._timeout is not None and self._now - asked_since >= self._timeout:
-            request._state.may_load = False
+            request._state.load_ended()
             return NOTHING
         if request is self._displacer:
             return NOTHING
@@ -214,7 +237,7 @@ class Transfers:
         )
         self._open[holding.transfer_id] = holding
         self.num_blocks += len(blocks)
-        request._state.holding = holding
+        request._state.hold(holding)
         return holding
 
     def require(self, transfer_id: int) -> Holding:
@@ -232,18 +255,15 @@ class Transfers:
     def end(self, holding: Holding) -> None:
         """The device is done with it. If no request waits for it, `close` it next."""
         del self._open[holding.transfer_id]
-        holding.is_open = False
+        holding.end()
         if holding.request is not None:
             self._loaded[holding.transfer_id] = holding
 
     def shorten(self, holding: Holding, num_places: int) -> None:
         """Keep the blocks of the first `num_places` places of a load."""
-        holding.table = holding.table[:, :num_places]
-        kept = np.isin(holding.blocks, holding.table)
-        self._kv.take_back(holding.blocks[~kept])
-        self.num_blocks -= len(kept) - int(np.count_nonzero(kept))
-        holding.blocks = holding.blocks[kept]
-        holding.num_local_places = min(holding.num_local_places, num_places)
+        others = holding.keep(num_places)
+        self._kv.take_back(others)
+        self.num_blocks -= len(others)
 
     def close(self, holding: Holding) -> None:
         """Release the blocks of a finished transfer that no request waits for."""
@@ -258,21 +278,20 @@ class Transfers:
         assert holding is not None and not holding.is_open
         del self._loaded[holding.transfer_id]
         self.num_blocks -= len(holding.blocks)
-        request._state.holding = holding.request = None
+        holding.leave()
 
     def let_go(self, request: Request) -> None:
         """The request no longer waits. Blocks that the device may still write stay held."""
         holding = request._state.holding
         assert holding is not None
-        request._state.holding = holding.request = None
+        holding.leave()
         if not holding.is_open:
             del self._loaded[holding.transfer_id]
             self.shorten(holding, 0)
             return
-        self._kv.take_back(holding.blocks[: holding.num_local_blocks])
-        self.num_blocks -= holding.num_local_blocks
-        holding.blocks = holding.blocks[holding.num_local_blocks :]
-        holding.num_local_blocks = 0
+        local = holding.give_back_local()
+        self._kv.take_back(local)
+        self.num_blocks -= len(local)
         self._num_stuck += len(holding.blocks)
 
     def overdue(self, since: float) -> list[Request]:
@@ -317,11 +336,8 @@ def make_transfers(config: SchedulerConfig, kv: KVCacheManager, connector: KVCon
                 f"kv_groups has {len(config.kv_groups)} groups, and the connector has no num_tokens_in_groups, so it "
                 "keeps one group of full attention; add the method, or leave one of the two out"
             )
-        kv.has_connector = True
-        if connector.saves_evicted or config.preemption_mode != "recompute":
-            kv.saves = []
-        if not connector.saves_evicted:
-            kv.wanted = Counter()
+        saves = connector.saves_evicted or config.preemption_mode != "recompute"
+        kv.connect(saves=saves, saves_all=connector.saves_evicted)
         return Transfers(config, kv, connector)
     if config.preemption_mode != "recompute":
         raise ConfigError(

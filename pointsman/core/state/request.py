@@ -25,7 +25,7 @@ from pointsman.core.state.inputs import Adapter, EncoderInput, Part, read_encode
 from pointsman.core.state.numbers import MAX_INT, checked_integer, checked_priority
 from pointsman.core.state.reason import Deferral, Recovery
 from pointsman.core.state.repetition import RepetitionDetectionParams, RepetitionWatch
-from pointsman.core.state.sealed import Sealed
+from pointsman.core.state.sealed import Sealed, sealed_as
 from pointsman.core.state.status import NEXT, FinishReason, PreemptionCause, RequestEvent, RequestStatus
 from pointsman.core.state.tokens import Int32Array, IntArray, OutputTokens, shared_prompt, token_array
 
@@ -101,16 +101,23 @@ class RequestState:
         "token_limit",
     )
 
-    def __init__(self, request_id: str, prompt_token_ids: IntArray | Sequence[int]) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: IntArray | Sequence[int],
+        max_tokens: int,
+        priority: int,
+        more_input: bool,
+    ) -> None:
         self.request_id = request_id
         self.prompt_token_ids, self.prompt_bytes = shared_prompt(request_id, prompt_token_ids)
         """`prompt_bytes`: the prompt's int32 tokens, with content marks for placeholders: its key in the prefix
         tree."""
         self.num_prompt_tokens = len(self.prompt_token_ids)
         self.encoder_inputs: tuple[EncoderInput, ...] = ()
-        self.max_tokens = 0
-        self.priority = 0
-        self.more_input = False
+        self.max_tokens = max_tokens
+        self.priority = priority
+        self.more_input = more_input
 
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
@@ -125,7 +132,7 @@ class RequestState:
         self.awaits_input = False  # all parts of its prompt are complete, and more are expected
         self.num_overtaken = 0  # requests behind it that were admitted since it last lost its row
 
-        self.token_limit = 0
+        self.token_limit = self.num_prompt_tokens + max_tokens
         self.limit_detail = "max_tokens"
         self.repetition_watch: RepetitionWatch | None = None  # created when it is added
         self.parts: list[Part] = []  # of the prompt, not taken yet
@@ -243,6 +250,10 @@ class RequestState:
         return self.prompt_bytes + self._output.array().tobytes() if self._output.length else self.prompt_bytes
 
     # ------------------------------------------------------------------ moving between places
+
+    def has_inputs(self, encoder_inputs: tuple[EncoderInput, ...]) -> None:
+        """The encoder inputs of its prompt."""
+        self.encoder_inputs = encoder_inputs
 
     def added(self, sequence_number: int) -> None:
         """A scheduler has taken the request."""
@@ -538,16 +549,20 @@ class Request(Sealed, _Asked):
             and 0 <= priority <= MAX_INT
         )
         asked: Any = _Asked()
-        asked._state = state = RequestState(request_id, prompt_token_ids)
+        asked._state = state = RequestState(
+            request_id,
+            prompt_token_ids,
+            max_tokens if is_usual else checks.integer("max_tokens", max_tokens, 0),
+            priority if is_usual else checks.priority(priority),
+            more_input,
+        )
         asked.request_id = request_id
         is_finite = type(arrival_time) is float and isfinite(arrival_time)
         asked.arrival_time = arrival_time if is_finite else checks.seconds(arrival_time)
-        state.max_tokens = max_tokens if is_usual else checks.integer("max_tokens", max_tokens, 0)
         asked.max_total_tokens = None
         if max_total_tokens is not None:
             asked.max_total_tokens = checks.integer("max_total_tokens", max_total_tokens, 1)
         asked.min_tokens = min_tokens if is_usual else checks.integer("min_tokens", min_tokens, 0)
-        state.priority = priority if is_usual else checks.priority(priority)
         asked.eos_token_ids = checks.token_ids(eos_token_ids) if len(eos_token_ids) else ()
         asked.ignore_eos = ignore_eos
         asked.stop_token_ids = checks.token_ids(stop_token_ids) if stop_token_ids else ()
@@ -558,12 +573,11 @@ class Request(Sealed, _Asked):
         asked.cache_salt = None if cache_salt is None else checks.salt(cache_salt)
         asked.adapter = None if adapter is None else checks.adapter(adapter)
         if encoder_inputs:
-            state.encoder_inputs = checks.encoder_inputs(encoder_inputs, state.num_prompt_tokens)
+            state.has_inputs(checks.encoder_inputs(encoder_inputs, state.num_prompt_tokens))
         asked.use_prefix_cache = use_prefix_cache
         asked.skip_reading_prefix_cache = skip_reading_prefix_cache
         asked.reads_prefix_cache = use_prefix_cache and not skip_reading_prefix_cache
         asked.runs_ahead = runs_ahead
-        state.more_input = more_input
         asked.tenant = tenant if type(tenant) is str else checks.tenant(tenant)
         asked.ttft_target = None if ttft_target is None else checks.ttft_target(ttft_target)
         asked.retention = None if retention is None else checks.retention(retention)
@@ -581,10 +595,7 @@ class Request(Sealed, _Asked):
                     "left to generate; raise max_tokens"
                 )
             state.append_output(token_array(request_id, output_token_ids))
-        state.token_limit = state.num_prompt_tokens + state.max_tokens
-        asked.__class__ = cls  # complete: from now on no slot can be assigned, see `sealed.py`
-        request: Self = asked
-        return request
+        return sealed_as(cls, asked)
 
     def __repr__(self) -> str:
         return f"Request({self.request_id!r}, {self.status.value}, {self.num_computed_tokens}/{self.num_tokens} tokens)"
