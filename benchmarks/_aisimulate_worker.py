@@ -1,7 +1,8 @@
 """AISimulate's side of `simulator.py`, to be run in the environment that `aisimulate_env.py` makes.
 
-Replies to each JSON line of its standard input with one JSON line. `open` compiles a replay and runs it once, so that
-start-up and the filling of AISimulate's tables of step times are not timed; `replay` runs it again and times that.
+Replies to a JSON line of its standard input, which describes a replay, with one JSON line. Imports and the compilation
+of the replay are not timed. The replay is the first of its process, as when a user runs it: AISimulate computes its
+step times while it replays.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from aisimulate.runner import EngineReplayRunnerFactory
 
 
 class Session:
-    """One replay that can be run any number of times."""
+    """One replay."""
 
     def __init__(self, trace: str, block_size: int, settings: dict[str, Any], engine: dict[str, Any]) -> None:
         """`trace`: a file in Mooncake's format, with a hash for each block of `block_size` tokens."""
@@ -67,13 +68,10 @@ class Session:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the library prints goes to standard error
-    sessions: dict[str, Session] = {}
     for line in sys.stdin:
-        command = json.loads(line)
-        what, name = command.pop("command"), command.pop("name")
-        if what == "open":
-            sessions[name] = Session(**command)
-        answers.write(json.dumps(sessions[name].replay()) + "\n")
+        described = json.loads(line)
+        del described["command"]  # there is one
+        answers.write(json.dumps(Session(**described).replay()) + "\n")
         answers.flush()
 
 
