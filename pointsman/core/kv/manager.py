@@ -220,12 +220,11 @@ class KVCacheManager(KVCache):
             return self._no_match(root)
         token_bytes = state.known_bytes() if max_blocks * size > state.num_prompt_tokens else state.prompt_bytes
         found = self.prefix.look_up(root, token_bytes, max_blocks)
-        num_known = found.blocks.shape[1]
-        if not num_known:
+        if not found.spans:
             return self._no_match(root)
         if self.has_tables:
             blocks = found.blocks[0]
-            return new_tuple(Match, (blocks, found.node(num_known, root), num_known * size, None, num_known, 0))
+            return new_tuple(Match, (blocks, found.last, len(blocks) * size, None, len(blocks), 0))
         return self._match_in_groups(found, root)
 
     def _no_match(self, root: Root) -> Match:

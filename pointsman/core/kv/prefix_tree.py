@@ -124,6 +124,12 @@ class Found(NamedTuple):
     has: BoolArray | None
     """[groups, nodes] whether the group has the block; None: each has all."""
 
+    @property
+    def last(self) -> Place:
+        """The last node; there is one."""
+        run, first, count = self.spans[-1]
+        return new_tuple(Place, (run, first + count - 1))
+
     def node(self, num_nodes: int, root: Root) -> Node:
         """The last one of the first `num_nodes`."""
         end = 0
@@ -293,7 +299,8 @@ class PrefixCache:
                 self._settle()
                 span = self._successors(node, token_bytes, start, end)
             if span is None:
-                spans.append(self._add_run(node, token_bytes, start, end, blocks[:, start - first :], request))
+                rest = blocks if start == first else blocks[:, start - first :]
+                spans.append(self._add_run(node, token_bytes, start, end, rest, request))
                 break
             self._add_to(span, blocks[:, start - first : start - first + span.length], request, start)
             spans.append(span)
@@ -322,8 +329,12 @@ class PrefixCache:
 
     def _enter(self, run: Run, first: int, blocks: Int64Array) -> None:
         """These blocks are at the nodes of a run from `first` on."""
+        end = first + blocks.shape[1]
+        places = self._places[:, first:end] if end <= self._places.shape[1] else self._places_of(first, end - first)
+        if self.num_groups == 1:  # an index of one dimension takes less time
+            blocks, places = blocks[0], places[0]
         self._run_of[blocks] = run.run_id
-        self._place_of[blocks] = self._places_of(first, blocks.shape[1])
+        self._place_of[blocks] = places
         self._run_of[self.no_block] = ZERO
 
     def _add_to(self, span: Span, blocks: Int64Array, request: Request, start: int) -> None:

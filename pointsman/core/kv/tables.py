@@ -86,19 +86,27 @@ class BlockTables:
     def place(self, row: int, table: IntArray, first: Int64Array | None = None) -> None:
         """Give a row its tables [groups, blocks], of which each has the blocks from `first` [groups] on; None: all."""
         end = table.shape[1]
-        self.ids[row, :, :end] = table
+        if self.num_groups == 1:
+            self.ids[row, 0, :end] = table[0]
+        else:
+            self.ids[row, :, :end] = table
         self.ends[row] = end
         if first is not None:
             for kind in self.kinds:
                 kind.first[row] = first.item(kind.groups.item(0))
 
+    def at(self, rows: Int64Array, places: Int64Array) -> Int64Array:
+        """[rows, groups] where a place of each row is in all tables, laid out flat."""
+        at = self.starts[rows]
+        at += places
+        flat: Int64Array = at[:, None] + self.offsets
+        return flat
+
     def append_one(self, rows: Int64Array, blocks: IntArray) -> Int64Array:
         """Append a block to each table of these rows: [rows, groups], or [rows] where there is one group. Returns their
         new `ends`."""
         ends = self.ends[rows]
-        at = self.starts[rows]
-        at += ends
-        self.flat[at if self.num_groups == 1 else at[:, None] + self.offsets] = blocks
+        self.flat[self.starts[rows] + ends if self.num_groups == 1 else self.at(rows, ends)] = blocks
         ends += ONE
         self.ends[rows] = ends
         return ends

@@ -73,7 +73,7 @@ class Windows:
         self._moves_ahead = config.max_steps_in_flight - 1 <= most_ahead
         self._lag_array = np.array(self._lag)
         self._back = np.array(self._lag + 1)
-        """How far before a new place the block is that moves to it."""
+        """How far before a new place the block is that moves to it; of rows with fewer blocks it is anywhere."""
         moving = [] if self._moving is None else self._moving.groups.tolist()
         staying = [group for group in range(tables.num_groups) if group not in moving]
         self._num_staying = len(staying)
@@ -294,37 +294,30 @@ class Windows:
         is otherwise, and nothing has changed."""
         tables, kind, count = self._tables, self._moving, len(rows)
         places = tables.ends[rows]
+        ends, at = places + ONE, tables.at(rows, places)
         ids: npt.NDArray[np.integer]
         if kind is not None and self._moves_at[rows].tobytes() == places.tobytes():
             if self._is_ahead and not self._moves_ahead:
                 return False
-            ids = tables.flat[self._moved_from(rows, places)]
+            ids = tables.flat[at - self._back]
             if self._num_staying:
                 ids[:, self._staying] = self._take(count * self._num_staying).reshape(self._shape_of_staying)
             kind.first[rows] = places - self._lag_array
-            self._due_at[rows] = self._moves_at[rows] = places + ONE
+            self._due_at[rows] = self._moves_at[rows] = ends
         else:
             due_at = self._due_at[rows]
             due = due_at <= places
             if due.item(due.argmax()):
                 if kind is None or not self._can_exchange(batch, kind, rows[due], places[due], due_at[due]):
                     return False
-                ids = self._exchange(kind, rows, places, due).astype(INT32)
+                ids = self._exchange(kind, rows, places, due, at).astype(INT32)
             else:
-                ids = self._take(count * tables.num_groups).astype(INT32).reshape(count, -1)
-        ends = tables.append_one(rows, ids if tables.num_groups > 1 else ids[:, 0])
+                ids = self._take(count * tables.num_groups).astype(INT32).reshape(at.shape)
+        tables.flat[at] = ids
+        tables.ends[rows] = ends
         batch.num_slots[rows] = ends * self._size
         self._reports.note_one(rows, ids, places, ends)
         return True
-
-    def _moved_from(self, rows: Int64Array, places: Int64Array) -> Int64Array:
-        """[rows, groups] where in the tables, laid out flat, the blocks are that move to these places. Of rows with
-        fewer blocks it is anywhere."""
-        at = self._tables.starts[rows]
-        at += places
-        at -= self._back
-        moved_from: Int64Array = at[:, None] + self._tables.offsets
-        return moved_from
 
     def _can_exchange(self, batch: Batch, kind: Kind, rows: Int64Array, places: Int64Array, due_at: Int64Array) -> bool:
         """Whether each of these rows has exactly one block in each table to give back, and no step in flight reads it
@@ -336,11 +329,11 @@ class Windows:
         kept = kind.group.num_skipped(self._final(batch, rows)) // self.block_size
         return bool((kept > kind.first[rows]).all())
 
-    def _exchange(self, kind: Kind, rows: Int64Array, places: Int64Array, due: BoolArray) -> Int64Array:
+    def _exchange(self, kind: Kind, rows: Int64Array, places: Int64Array, due: BoolArray, at: Int64Array) -> Int64Array:
         """[rows, groups] the next blocks of rows; those that are `due` give one back in each table of a kind."""
         moves = self._moves_at[rows] == places
         returns = due & ~moves
-        ids: Int64Array = self._tables.flat[self._moved_from(rows, places)].astype(INT64)
+        ids: Int64Array = self._tables.flat[at - self._back].astype(INT64)
         old, takes = ids[:, kind.groups], ~moves
         if np.count_nonzero(returns):
             first = places[returns] - self._back
