@@ -12,8 +12,21 @@ Tokenizing, chat templates, HTTP and JSON happen in the API process, so none of 
 process dies, for whatever reason, the API process still reports it to every client. Each package imports those below
 it. Several engines: `service/fleet.py`; on other machines: `service/remote.py`.
 
-A request's way to the engine: begin with `service/service.py`. A token's way to the client: `engine/model/runner.py`
-(forward pass and sample) -> `engine/step_loop.py` -> `engine/outputs/processor.py` (its text) ->
-`engine/aio/readers.py` -> `outbox.py` (one frame a step) -> the socket -> `service/inbox.py` -> `service/delivery.py`
--> `wire/answers.py` (the bytes of the event) -> `wire/sse.py` (one write) -> `wire/http.py` (the connection).
+A request's way to the engine: begin with `service/service.py`. A token's way to the client, hop by hop:
+
+    engine process, thread of the engine (`engine/aio/engine_thread.py` connects these parts)
+        engine/model/runner.py          `ModelRunner.run`: forward pass and sample
+        engine/step_loop.py             `StepLoop.run`: `Scheduler.update` appends the token, then the step is reported
+        engine/outputs/processor.py     `OutputProcessor.process`: the token's text
+        engine/aio/readers.py           `Readers.deliver`: to the mailbox of the request, and one `ring` a step
+        outbox.py                       `RemotePort.ring`: what is new in the mailboxes, as one frame on the socket
+    API process, event loop
+        service/inbox.py                `Inbox.data_received`: the frame to the `ClientStream` of each request
+        service/delivery.py             `send_now`, within that call, where the reader waits and the connection has room;
+                                        otherwise the request's own task (`Delivery.send_events`)
+        wire/answers.py                 the bytes of the event
+        wire/http.py                    `write` to the connection; from the task by way of `wire/sse.py`
+
+What the socket does not take waits in the mailboxes, where tokens merge; `pointsman-writer`, a thread of the engine
+process, writes the rest of a frame.
 """

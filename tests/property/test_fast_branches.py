@@ -243,7 +243,7 @@ def test_fast_branches_decide_as_the_general_ones(seed: int, name: str) -> None:
 
 
 def test_most_steps_take_the_fast_branches(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = dict.fromkeys(("Running._advance_steadily", "Admission._deferral"), 0)
+    taken = dict.fromkeys(("Running._advance_steadily", "Admission._deferral_before_lookup"), 0)
 
     def count(name: str) -> None:
         original = find(name)

@@ -1,8 +1,10 @@
-"""Which blocks hold the longest cached prefix of a sequence? An exact prefix tree over full KV blocks.
+"""The prefix cache: an exact tree over full KV blocks, which finds the longest cached prefix of a sequence.
 
 A node is one full block of tokens after a given prefix. It is found by (node before it, its own token bytes); the
-first node of a sequence by (`Root`, its token bytes), where a root is a tuple of everything else that must be equal
-for KV to be shared. The key is the content itself, never a digest, so no collision can give a request another's KV.
+first node of a sequence by (`Root`, its token bytes), where a root is a tuple of what else must be equal for KV to be
+shared: salt and adapter. Where a prompt has images, their placeholders are marks of the contents (`content_marks.py`).
+The key is the content itself, never a digest, so no collision can give a request another's KV. Prompts are published
+before they are computed; what a failed step published is removed again (`KVCacheManager.undo`, `retract`).
 
 Nodes are kept in runs: the consecutive blocks of one publication. Inside a run a node's successor is the next one;
 every other successor starts a run of its own, listed under the node it follows. So publishing, finding and evicting a

@@ -146,7 +146,7 @@ def _deferral(request: Request, parts: Parts) -> tuple[Deferral, float] | None:
             return Deferral(Reason.PAUSED, 0), max(pause.since, state.queued_at)
     if state.row is not None and parts.encoder is not None:
         return parts.encoder.deferral(request)
-    own = parts.admission.deferral(request)
+    own = parts.admission.last_deferral(request)
     return None if own is None else (own, state.deferred_since)
 
 

@@ -1,12 +1,13 @@
-"""Which policies are there? Found by kind and name: the built-in ones, and those of installed packages.
+"""The registry: finds policies by kind and name, the built-in ones and those of installed packages.
 
     make("order", "fcfs")                           a new policy by name
     make("order", "shortest-prefill:ageing=200")    with parameters
     make("order", MyOrder())                        the object itself
     known("order")                                  {name: class}
 
-A package adds policies as entry points of the group `pointsman.policies`: the name of the entry point is the policy's,
-what it loads is a subclass of `Policy`. A built-in name cannot be taken.
+A package adds policies as entry points of the group `pointsman.policies`. What an entry point loads is a subclass of
+`Policy` with the `kind` of the policy, the `name` of the entry point, and the methods of `KINDS`. A built-in name
+cannot be taken. `examples/pointsman-lottery` is such a package.
 """
 
 from __future__ import annotations
@@ -31,7 +32,18 @@ if TYPE_CHECKING:
 
 GROUP = "pointsman.policies"
 KINDS: dict[str, tuple[str, ...]] = {
-    "order": ("displaces", "push", "pop", "put_back", "peek", "remove", "position", "__len__", "__contains__"),
+    "order": (
+        "displaces",
+        "push",
+        "pop",
+        "put_back",
+        "peek",
+        "remove",
+        "position",
+        "__len__",
+        "__contains__",
+        "__iter__",
+    ),
     "victim": ("choose",),
     "reserve": ("blocks",),
     "limit": ("check",),

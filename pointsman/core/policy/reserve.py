@@ -122,8 +122,8 @@ class Shortage(NamedTuple):
 class Reserves(Gate):
     """Whether the blocks of a request's first chunk and every reserve are free.
 
-    The reason for a deferral is the first reserve whose removal alone would let the request in; if there is none, the
-    blocks of its first chunk, or else the last reserve.
+    The reason for a deferral is the first reserve whose removal alone would let the request in. If there is none, it is
+    the last reserve where the first chunk alone would fit, and otherwise the blocks of the first chunk.
     """
 
     def __init__(self, reserves: Sequence[Any], kv: KVCache, view: SchedulerView) -> None:

@@ -15,7 +15,7 @@ class Reason(enum.Enum):
     """Why a request was not admitted in a step; or why a running one was left out (`why_left_out` in
     `observe/explain.py`).
 
-    The first seven are the rungs of the graded response to memory pressure: the one counted is the rung whose removal
+    The first six are the rungs of the graded response to memory pressure: the one counted is the rung whose removal
     alone would have admitted the request.
     """
 

@@ -1,9 +1,15 @@
 """Part 4 of the step: moves waiting requests into the batch, one after the other, until one blocks the queue.
 
-`Admission.admit` goes through the queue. `check` is the attempt to admit one request: a free sequence slot, a token of
-budget, its own samples in flight, then a prefix cache lookup, and every gate (`policy/gate.py`) in a fixed order,
-cheapest first: adapter slots before the lookup, then token budget, limits, partial prefills, and the blocks with every
-reserve. The first deferral is the reason that is reported.
+`Admission.admit` goes through the queue. A step may admit no request at all: during a pause, after a preemption, while
+a static batch runs, or but for the request that others were preempted for. Otherwise `check` decides about one request
+after the other, by these conditions in this order:
+
+    without a lookup    a free sequence slot, a token of budget, no own samples in flight, a slot for its adapter, and
+                        the verdict of an earlier step if it is kept
+    after the lookup    what the connector says, room for padding, and the gates (`policy/gate.py`): token budget,
+                        limits, partial prefills, and the blocks with every reserve
+
+The first deferral is the reason that is reported.
 
 A request that lacks something that others do not need (a slot for its adapter, say) is skipped: it is set aside, those
 behind it are checked, and at the end of the step it returns to its place. Most requests wait for sequence slots, tokens
@@ -305,13 +311,15 @@ class Admission:
     def check(self, request: Request, budget: int, num_running: int, num_owed_blocks: int) -> Grant | Deferral:
         """Whether the request may be admitted beside `num_running` others, with `budget` tokens left in the step, and
         with what; or why not. `num_owed_blocks` are those that running requests still need for known tokens."""
-        deferral = self._deferral(request, budget, num_running, num_owed_blocks)
+        deferral = self._deferral_before_lookup(request, budget, num_running, num_owed_blocks)
         if deferral is not None:
             return deferral
         self._view.open_check(budget, num_running, num_owed_blocks)
         return self._judge(request)
 
-    def _deferral(self, request: Request, budget: int, num_running: int, num_owed_blocks: int) -> Deferral | None:
+    def _deferral_before_lookup(
+        self, request: Request, budget: int, num_running: int, num_owed_blocks: int
+    ) -> Deferral | None:
         """Why the request may not be admitted, where that takes no lookup: by what all requests need, or by a verdict
         that is kept. None: it takes one."""
         state, kept = request._state, self._kept
@@ -338,7 +346,7 @@ class Admission:
         self._lacking = shortage
         return self.gates.reserves.deferral(request, shortage, free)
 
-    def deferral(self, request: Request) -> Deferral | None:
+    def last_deferral(self, request: Request) -> Deferral | None:
         """Why a request waited in the newest step, with what it lacked then; None: it has not been checked."""
         found = None if self._search is None else self._search.deferral(request)
         return request._state.deferral if found is None else found
@@ -463,7 +471,7 @@ class Admission:
         is_common = num_running >= self.max_num_active_seqs or budget <= 0
         if not is_common and (head._state.num_pending or head.adapter is not None):
             return None
-        deferral = self._deferral(head, budget, num_running, 0)
+        deferral = self._deferral_before_lookup(head, budget, num_running, 0)
         if deferral is None:
             return None
         shortage = self._lacking

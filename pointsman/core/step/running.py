@@ -6,7 +6,8 @@ ones; and its waiting drafts (`drafts.py`). A step shares out tokens and blocks,
     steady    every row decodes one token, and verifies its drafts if it has some: no flags, budget and blocks suffice
     general   limits, the budget by one cumulative sum, and the blocks of all rows that lack some
 
-Where blocks run out, one request is preempted, and tokens and blocks are shared out again among the others.
+Where blocks run out, one request is preempted, and tokens and blocks are shared out again among the others. Which one
+the victim policy chooses (`policy/victim.py`); `RequestTable.preempt` takes it off its row.
 
 Where `shortage` is "in-order" or "look-ahead", `InOrder` does that another way: rows get their tokens and blocks one
 after the other, as in the systems that the presets are named after. There a row keeps what it got, blocks that a victim

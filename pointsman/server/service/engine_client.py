@@ -261,7 +261,7 @@ class EngineClient:
         self.send(streams)
 
     def send(self, streams: Sequence[ClientStream]) -> None:
-        """As `submit`, unless the engine has died unnoticed: then they are lost with its others."""
+        """As `submit`. If the engine has died unnoticed, they share what becomes of its other streams: see `_die`."""
         for stream in streams:
             stream.note_sent(next(self._keys))
             self.inbox.streams[stream.key] = stream
@@ -441,7 +441,7 @@ class EngineClient:
         self._ending.add_done_callback(lambda _: self._gone.set())
 
     async def _note_death(self) -> None:
-        """The connection is closed: wait for the process, and fail all that is open, unless it counts as dead."""
+        """The connection is closed: wait for the process, which is dead then if it was not before (`_die`)."""
         code = await self._exit_code()
         if self._death is None:
             why = _describe_end(code)
@@ -487,7 +487,8 @@ class EngineClient:
         self._die(why)
 
     def _die(self, why: str) -> None:
-        """Fail all that is open. Once."""
+        """The engine is dead, once: open questions fail. Its streams go to `on_death`, which a fleet uses to resume
+        them elsewhere; without one, or at shutdown, they fail too."""
         self._death = "the engine has been shut down" if self._is_stopping else why
         orphans = self.inbox.take_all()
         why = self.inbox.last_words or self._death

@@ -83,7 +83,7 @@ class Inbox(asyncio.Protocol):
                     del streams[key]
                     self.report_end(stream, delta)
         for key, error in outputs.errors:
-            if isinstance(error, EngineDeadError):  # all of them are over when the process has ended
+            if isinstance(error, EngineDeadError):  # `EngineClient._die` decides about all streams of the process
                 self.last_words = str(error)
                 continue
             if (stream := streams.pop(key, None)) is not None:
@@ -105,7 +105,7 @@ class ClientStream(AsyncIterator[Delta]):
     """The deltas of one request, for one reader; it ends after the one with a finish_reason.
 
     Closing it, or cancelling its reader, aborts the request: its blocks are free at the next step boundary. Another
-    task than the reader may close it; for the reader it then simply ends. Made by `EngineClient.generate`.
+    task than the reader may close it; for the reader it then simply ends. Made by `generate` of a client or a fleet.
 
     Args:
         request: what is asked for.
@@ -127,7 +127,7 @@ class ClientStream(AsyncIterator[Delta]):
         self.output_token_ids: list[int] = []
         """Tokens received, read or not."""
         self.num_deaths = 0
-        """Engines that died while they had its request."""
+        """Engines that died while they had its request, or had been sent it."""
         self.shortcut: Shortcut | None = None
         """Gets tokens that arrive while the reader waits, and returns whether it has taken them from the reader."""
         self._first_token_time = 0.0
@@ -146,7 +146,7 @@ class ClientStream(AsyncIterator[Delta]):
 
         Raises:
             ValueError: it can never run, with the reason.
-            EngineDeadError: the engine has died or is shutting down.
+            EngineDeadError: the engine is shutting down, or has died and no other takes the request.
             EngineStalledError: it does not read what it is sent.
         """
         self._send()
