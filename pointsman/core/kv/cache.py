@@ -1,4 +1,4 @@
-"""What does a step ask of a KV cache? The protocol between the parts of a step and whoever owns the KV blocks.
+"""The protocol of a KV cache: what the parts of a step ask of the object that owns the KV blocks.
 
 Two implementations: `KVCacheManager` (`manager.py`), for any number of groups of layers with full attention, windows or
 chunks, whose blocks are of one size; and that of a host over a manager of its own, for every other layout.

@@ -32,18 +32,7 @@ if TYPE_CHECKING:
 
 GROUP = "pointsman.policies"
 KINDS: dict[str, tuple[str, ...]] = {
-    "order": (
-        "displaces",
-        "push",
-        "pop",
-        "put_back",
-        "peek",
-        "remove",
-        "position",
-        "__len__",
-        "__contains__",
-        "__iter__",
-    ),
+    "order": ("displaces", "push", "pop", "put_back", "peek", "remove", "position", "__len__", "__contains__"),
     "victim": ("choose",),
     "reserve": ("blocks",),
     "limit": ("check",),
