@@ -22,7 +22,7 @@ A request's way to the engine: begin with `service/service.py`. A token's way to
         outbox.py                       `RemotePort.ring`: what is new in the mailboxes, as one frame on the socket
     API process, event loop
         service/inbox.py                `Inbox.data_received`: the frame to the `ClientStream` of each request
-        service/delivery.py             `send_now`, within that call, where the reader waits and the connection has room;
+        service/delivery.py             `send_now`, in that call, where the reader waits and the connection has room;
                                         otherwise the request's own task (`Delivery.send_events`)
         wire/answers.py                 the bytes of the event
         wire/http.py                    `write` to the connection; from the task by way of `wire/sse.py`
