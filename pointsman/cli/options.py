@@ -180,8 +180,8 @@ KNOBS: dict[str, Any] = {
         bool | None,
         typer.Option(
             "--disable-hybrid-kv-cache-manager/--no-disable-hybrid-kv-cache-manager",
-            help="Layers with a sliding window keep the KV of the whole context [default: of their window, where "
-            "nothing else needs the whole].",
+            help="Layers with a sliding window keep the KV of the whole context [default: of their window, where that "
+            "takes less memory].",
         ),
     ],
     "kv_events_config": Annotated[

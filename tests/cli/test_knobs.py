@@ -95,11 +95,6 @@ def test_a_preset_lies_underneath(name: str) -> None:
             "speculative_config and num_draft_tokens 2 both set speculation",
         ),
         ({"kv_offload_bytes": "many"}, None, "many"),
-        (
-            {"kv_offload_bytes": "1GiB", "disable_hybrid_kv_cache_manager": False},
-            None,
-            "disable_hybrid_kv_cache_manager is False and kv_offload_bytes is 1073741824, for which all KV",
-        ),
         ({"kv_offload_bytes": "1GiB", "enable_prefix_caching": False}, None, "enable_prefix_caching is off"),
         ({"kv_store_role": "producer"}, None, "there is no kv_store"),
         ({"kv_store": "there", "kv_store_role": "reader"}, None, "kv_store_role is 'reader'; choose one of both, prod"),
