@@ -124,7 +124,9 @@ def misuse(world: World, index: int) -> None:
         world._expect(UnknownTransfer, partial(done, number, world.now))
     transfer = _pick(world, index)
     if transfer is not None and not transfer.is_send:
-        too_many = 10**6
+        in_groups = isinstance(transfer, GroupTransfer)
+        num_places = transfer.num_places - transfer.first_place if in_groups else len(transfer.blocks)
+        too_many = num_places * world.config.block_size + 1
         world._expect(ValueError, partial(done, transfer.transfer_id, world.now, num_loaded_tokens=too_many))
         strange = [next(block for block in range(10**6) if block not in transfer.blocks)]
         world._expect(ValueError, partial(done, transfer.transfer_id, world.now, failed_blocks=strange))
