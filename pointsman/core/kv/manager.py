@@ -447,6 +447,10 @@ class KVCacheManager(KVCache):
         if not len(lacking):
             return NO_TOKENS, NO_BLOCKS, NO_BLOCKS
         steps, short = room[lacking], rows[lacking]
+        if num_steps <= self.block_size and self.has_tables:  # one block each
+            order = steps.argsort(kind="stable")
+            blocks = self.grow_by_one(batch, short[order], 1)
+            return blocks, lacking[order].repeat(num_groups), steps[order].repeat(num_groups)
         counts = (num_steps - steps + (self.block_size - 1)) // self._size
         total = int(counts.dot(batch.ones[: len(counts)]))  # in half the time of a sum
         ends = tables.ends[short]

@@ -407,13 +407,15 @@ class Batch:
         """
         rows, (counts, ends, token_ids) = live.rows, runs
         span = live.span if live is self.members else None
-        is_single = counts is live.ones
         places = live.places_behind(self) + newest
-        if not is_single:
+        is_single = len(token_ids) == len(rows)
+        if not is_single and len(token_ids) == longest * len(rows):  # all are equally long
+            places = (places[:, None] + np.arange(longest)).ravel()
+        elif not is_single:
             places += counts
             places -= ends
             places = places.repeat(counts)
-            places += self.count_up[: len(places)] if len(places) < len(self.count_up) else np.arange(len(places))
+            places += self.count_up[: len(places)]
         self._flat_recent[places] = token_ids
         if span is not None and is_single:
             column = self.num_tokens[span]

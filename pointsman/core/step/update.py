@@ -108,7 +108,10 @@ class Update:
             last: [rows] those of the last step.
         """
         batch, members = self._batch, self._batch.members
-        newest, done, ends = batch.num_tokens[members.rows] - ONE, 0, Ends()
+        newest, done = batch.num_tokens[members.rows] - ONE, 0
+        sampled = last.copy()
+        newest_runs: Runs = new_tuple(Runs, (members.ones, members.ends, sampled))
+        ends = self._up_to_stops(members, newest_runs, newest + (num_steps - 1), num_steps)[1]
         while done < num_steps:
             piece = min(num_steps - done, batch.room)
             by_row = tokens.repeat(piece) if tokens.ndim == 1 else tokens[done : done + piece].T.ravel()
@@ -116,11 +119,8 @@ class Update:
             runs: Runs = new_tuple(Runs, (counts, members.ends * piece, by_row))
             if done + piece == num_steps:
                 by_row[runs.ends - ONE] = last
-                runs, ends = self._append_runs(members, None, runs, newest, piece)
-            else:
-                batch.append(members, runs, newest, piece, True)
+            batch.append(members, runs, newest, piece, True)
             newest, done = newest + piece, done + piece
-        sampled = last.copy()
         sampled.setflags(False)  # type: ignore[call-arg]
         return UpdateFields(sampled, members.ones), ends
 
@@ -178,24 +178,18 @@ class Update:
         drafts: IntArray | None,
         runs: Runs,
         newest: Int64Array | None = None,
-        longest: int = 1,
     ) -> tuple[Runs, Ends]:
         """Append the runs of live rows up to their stops. Returns the appended runs, and which requests stop.
 
         Args:
             drafts: [s] how many drafts each row verified; None: no row of the step did.
             newest: [s] the position of the newest known token of each row; None: to be looked up.
-            longest: tokens of each run, without drafts.
         """
         batch, rows, sampled = self._batch, live.rows, runs.counts
-        ends: Ends = []  # an alias of a type is slow to call
         if newest is None:
             newest = batch.num_tokens[rows] - ONE
-        if drafts is not None:
-            longest = 1 + batch.max_drafts
-        done = self._may_be_done(live, runs, newest, longest)
-        if done is not None:
-            runs, ends = _cut_at_stops(live.requests, newest, runs, done)
+        longest = 1 if drafts is None else 1 + batch.max_drafts
+        runs, ends = self._up_to_stops(live, runs, newest, longest)
         is_last = len(self._steps.records) <= 1
         if drafts is not None:
             if is_last:  # then nothing of these rows is in flight
@@ -208,20 +202,31 @@ class Update:
         batch.append(live, runs, newest, longest, is_last)
         return runs, ends
 
-    def _may_be_done(self, live: Members, runs: Runs, newest: Int64Array, longest: int) -> npt.NDArray[np.bool_] | None:
-        """[s] which rows may finish with their runs, behind their newest tokens; None: none of them."""
+    def _up_to_stops(self, live: Members, runs: Runs, newest: Int64Array, most: int) -> tuple[Runs, Ends]:
+        """The runs of live rows, behind their tokens at `newest`, up to their stops, and which requests stop.
+
+        `most`: these runs end at most so many tokens behind the known ones.
+        """
+        done = self._may_be_done(live, runs, newest, most)
+        if done is None:
+            return runs, []
+        return _cut_at_stops(live.requests, newest, runs, done)
+
+    def _may_be_done(self, live: Members, runs: Runs, newest: Int64Array, most: int) -> npt.NDArray[np.bool_] | None:
+        """[s] which rows may finish with their runs; None: none of them."""
         batch = self._batch
         done: npt.NDArray[np.bool_] | None = None
-        if longest > 1:
+        is_single = len(runs.token_ids) == len(live.requests)
+        if not is_single:
             done = live.may_stop(runs)
         elif batch.num_with_one_stop:
             done = runs.token_ids == live.eos_token_id
         if batch.stop_filter.num_rows:
             several = batch.stop_filter.may_stop(runs.token_ids)
             done = several if done is None else done | several
-        if longest > 1 and done is not None:
+        if not is_single and done is not None:
             done = np.logical_or.reduceat(done, runs.starts) if np.count_nonzero(done) else None
-        if batch.least_left <= longest and batch.may_end(longest):
+        if batch.least_left <= most and batch.may_end(most):
             at_limit = newest + runs.counts >= live.token_limit - ONE
             done = at_limit if done is None else done | at_limit
         if batch.num_watched:
