@@ -43,7 +43,7 @@ WAYS: dict[str, tuple[dict[str, Any], float]] = {
     "prompts with images": ({"layout": "images"}, TARGET_RATIO),
 }
 BACKLOG_TARGET = "vLLM's own / ours on the Azure backlog"
-TARGET_BACKLOG_RATIOS = {20_000: 15.0, 4_000: 9.0}
+TARGET_BACKLOG_RATIOS = {20_000: 10.0, 4_000: 6.0}
 """By blocks of the pool."""
 SHORT_OUTPUTS = {
     # Settings, and how many times more vLLM's own takes, at least.

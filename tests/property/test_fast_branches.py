@@ -270,13 +270,14 @@ def rows_run_ahead_of_their_last_token(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_stop_token_is_overlooked(patch: pytest.MonkeyPatch) -> None:
-    may_be_done = find("Update._may_be_done")
+    up_to_stops, cut_at_stops = find("Update._up_to_stops"), find("_cut_at_stops")
 
-    def only_limits(update: Any, live: Any, runs: Any, newest: Any, longest: int) -> Any:
-        done = may_be_done(update, live, runs, newest, longest)
-        return done if runs.counts is not live.ones else newest + 2 >= live.token_limit
+    def only_limits(update: Any, live: Any, runs: Any, newest: Any, most: int) -> Any:
+        if runs.counts is not live.ones:
+            return up_to_stops(update, live, runs, newest, most)
+        return cut_at_stops(live.requests, newest, runs, newest + 2 >= live.token_limit)
 
-    replace_method(patch, "Update._may_be_done", only_limits)
+    replace_method(patch, "Update._up_to_stops", only_limits)
 
 
 FAULTS: list[tuple[Fault, dict[str, Any]]] = [

@@ -242,13 +242,9 @@ class KVCache(ABC):
         return batch.num_slots[rows] + self.num_blocks_to_grow(batch, rows, num_tokens) * self.block_size
 
     @abstractmethod
-    def can_grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> bool:
-        """Whether there are blocks for `num_tokens` more of each of these rows, which lack slots for at most a block of
-        them."""
-
-    @abstractmethod
-    def grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> Int32Array:
-        """Give them these blocks; see `grow`."""
+    def grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> Int32Array | None:
+        """Give blocks for `num_tokens` more to each of these rows, which lack slots for at most a block of them; see
+        `grow`. None, with nothing changed: there are too few."""
 
     @abstractmethod
     def grow(self, batch: Batch, rows: Int64Array, counts: Int64Array, ends: Int64Array) -> Int32Array:

@@ -388,27 +388,21 @@ class KVCacheManager(KVCache):
         missing = -(-(batch.num_tokens.item(row) - batch.num_slots.item(row)) // self.block_size)
         return max(missing, 0) * self.num_groups
 
-    def can_grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> bool:
-        if self._windows is not None:
-            return self._windows.can_grow_by_one(batch, rows, num_tokens)
-        return len(rows) * self.num_groups <= self.pool.num_free
-
-    def grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> Int32Array:
+    def grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> Int32Array | None:
         """Append one new block to each table of each row, or with windows what the row lacks. Returns them, in row
-        order; none without `has_tables`."""
+        order; none without `has_tables`; None, with nothing changed, if the pool has too few."""
         if self._windows is not None:
-            needed = self._windows.needed_by_one(batch, rows, num_tokens)
-            lacking = NO_BLOCKS if needed is None else needed.nonzero()[0]
-            if needed is not None and len(lacking):
-                ends = batch.num_computed_tokens[rows] + num_tokens
-                self.grow(batch, rows[lacking], needed[lacking], ends[lacking])
-            return NO_TOKENS
-        blocks = self.take(len(rows) * self.num_groups).astype(INT32)  # a scatter that converts takes longer
-        if not self.has_tables:
-            blocks = blocks.reshape(-1, self.num_groups)
-        if self.has_tables and len(rows) <= FEW_ROWS:
+            return self._grow_by_one_in_windows(self._windows, batch, rows, num_tokens)
+        count = len(rows)
+        num_blocks = count * self.num_groups
+        if num_blocks > self.pool.num_free:
+            return None
+        blocks = self.take(num_blocks).astype(INT32)  # a scatter that converts takes longer
+        if self.has_tables and count <= FEW_ROWS:
             self._tables.append_to_few(rows, blocks, batch.num_slots, self.block_size)
             return blocks
+        if not self.has_tables:
+            blocks = blocks.reshape(-1, self.num_groups)
         ends = self._tables.append_one(rows, blocks)
         batch.num_slots[rows] = ends * self._size
         if self.has_tables:
@@ -416,12 +410,28 @@ class KVCacheManager(KVCache):
         self._reports.note_one(rows, blocks, ends - 1, ends)
         return NO_TOKENS
 
+    def _grow_by_one_in_windows(
+        self, windows: Windows, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array
+    ) -> Int32Array | None:
+        if windows.grow_steadily(batch, rows, num_tokens):
+            return NO_TOKENS
+        ends = batch.num_computed_tokens[rows] + num_tokens
+        needed = windows.ask(batch, rows, ends)
+        if int(needed.sum()) > self.pool.num_free:
+            return None
+        lacking = needed.nonzero()[0]
+        if len(lacking):
+            self.grow(batch, rows[lacking], needed[lacking], ends[lacking])
+        return NO_TOKENS
+
     def grow(self, batch: Batch, rows: Int64Array, counts: Int64Array, ends: Int64Array) -> Int32Array:
         """Append `counts[i]` new blocks to the tables of `rows[i]`, as many to each, and at least 1. Returns them all,
         in row order; none without `has_tables`."""
         total = int(counts.dot(batch.ones[: len(counts)]))  # in half the time of a sum
         if self.has_tables and total == len(rows):
-            return self.grow_by_one(batch, rows, 1)
+            grown = self.grow_by_one(batch, rows, 1)
+            assert grown is not None, "the pool has these blocks"
+            return grown
         blocks = self.take(total).astype(INT32)
         in_each = self._tables.append(rows, counts if self.num_groups == 1 else counts // self.num_groups, blocks)
         if self._windows is None:
@@ -449,8 +459,9 @@ class KVCacheManager(KVCache):
         steps, short = room[lacking], rows[lacking]
         if num_steps <= self.block_size and self.has_tables:  # one block each
             order = steps.argsort(kind="stable")
-            blocks = self.grow_by_one(batch, short[order], 1)
-            return blocks, lacking[order].repeat(num_groups), steps[order].repeat(num_groups)
+            grown = self.grow_by_one(batch, short[order], 1)
+            assert grown is not None, "a horizon counts the free blocks"
+            return grown, lacking[order].repeat(num_groups), steps[order].repeat(num_groups)
         counts = (num_steps - steps + (self.block_size - 1)) // self._size
         total = int(counts.dot(batch.ones[: len(counts)]))  # in half the time of a sum
         ends = tables.ends[short]

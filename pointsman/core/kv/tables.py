@@ -113,11 +113,11 @@ class BlockTables:
 
     def append_to_few(self, rows: Int64Array, blocks: IntArray, num_slots: Int64Array, block_size: int) -> None:
         """As `append_one` for at most `FEW_ROWS` with one group, and `num_slots` [R] with it."""
-        flat, all_ends = self.flat, self.ends
-        for row, block in zip(rows.tolist(), blocks.tolist(), strict=True):
-            end = all_ends.item(row)
-            flat[row * self.width + end] = block
-            all_ends[row] = end = end + 1
+        flat, ends, width = self.flat, self.ends, self.width
+        for index, row in enumerate(rows.tolist()):
+            end = ends.item(row)
+            flat[row * width + end] = blocks[index]
+            ends[row] = end = end + 1
             num_slots[row] = end * block_size
 
     def append(self, rows: Int64Array, counts: Int64Array, blocks: Int32Array) -> Int64Array:

@@ -84,8 +84,6 @@ class Windows:
         self._is_ahead = False
         self._count_in_flight: Callable[[int], Int64Array] | None = None
         self._in_flight: Int64Array | None = None  # [rows] tokens of each in this moment; None: not counted yet
-        self._asked: Int64Array | None = None
-        """What `can_grow_by_one` counted; None: a block of each table for each row."""
         self.lagging: set[int] = set()
         """Rows that are asked before they lack a block."""
         self._public: Int64Array = np.zeros(0, dtype=np.int64)
@@ -272,27 +270,12 @@ class Windows:
 
     # ------------------------------------------------------------------ growing by one token, or a few
 
-    def can_grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> bool:
-        """As `KVCache.can_grow_by_one`."""
-        has_blocks = len(rows) * self._tables.num_groups <= self._pool.num_free
-        if isinstance(num_tokens, int) and not self.lagging and has_blocks:
-            self._asked = None
-            return True
-        self._asked = self.ask(batch, rows, batch.num_computed_tokens[rows] + num_tokens)
-        return int(self._asked.sum()) <= self._pool.num_free
-
-    def needed_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> Int64Array | None:
-        """[rows] blocks that each row needs, as `can_grow_by_one` has just counted; None: the rows have got theirs."""
-        if self._asked is None:
-            if self._grow_steadily(batch, rows):
-                return None
-            self._asked = self.ask(batch, rows, batch.num_computed_tokens[rows] + num_tokens)
-        return self._asked
-
-    def _grow_steadily(self, batch: Batch, rows: Int64Array) -> bool:
-        """Each row lacks a block of each table for its next token, and has at most one in each to give back. False: it
-        is otherwise, and nothing has changed."""
+    def grow_steadily(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> bool:
+        """As `KVCache.grow_by_one`, where each row lacks a block of each table for its next token, and has at most one
+        in each to give back. False: it may be otherwise, and nothing has changed."""
         tables, kind, count = self._tables, self._moving, len(rows)
+        if not isinstance(num_tokens, int) or self.lagging or count * tables.num_groups > self._pool.num_free:
+            return False
         places = tables.ends[rows]
         ends, at = places + ONE, tables.at(rows, places)
         ids: npt.NDArray[np.integer]

@@ -27,6 +27,7 @@ from pointsman.core.state.interfaces import View
 from pointsman.core.state.numbers import MAX_INT
 from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
+from pointsman.core.state.sealed import new_tuple
 from pointsman.core.state.status import FinishReason
 
 MEAN_OVER = 128
@@ -115,7 +116,8 @@ class Shortage(NamedTuple):
         """Why the request waits while `num_free` blocks, fewer than required, are free."""
         for enough, reason in self.rungs:
             if enough <= num_free:
-                return Deferral(reason, self.required - num_free, blocks_queue)
+                deferral: Deferral = new_tuple(Deferral, (reason, self.required - num_free, blocks_queue))
+                return deferral
         raise AssertionError("the last one needs nothing")
 
 

@@ -233,7 +233,7 @@ class Admission:
                     num_running += 1
                     if search is not None and skipped and search.is_spent(len(admitted)):
                         break
-                    if verdict.num_cached_tokens + verdict.num_tokens < head._state.num_admitted_tokens:
+                    if not entry.samples:
                         num_owed_blocks += self._running.num_owed_of(entry.row)
                     if search is not None and skipped and len(queue):
                         popped = [request for request, _ in skipped]
@@ -299,12 +299,13 @@ class Admission:
             self._loading.admit(request, grant, step, blocks)
         row = self._table.admit(request, grant, kv.num_slots(request, blocks), step.now)
         kv.place(batch, row, blocks)
-        if grant.num_cached_tokens + grant.num_tokens == state.num_admitted_tokens:
+        samples = grant.num_cached_tokens + grant.num_tokens == state.num_admitted_tokens
+        if samples:
             batch.num_pending[row] = 1
         else:
             batch.set_prefilling(row)
         kv.publish_prompt(batch, request)
-        return AdmittedRequest(request, row, state.serial, status, serial, grant, blocks)
+        return AdmittedRequest(request, row, state.serial, status, serial, grant, blocks, samples)
 
     # ------------------------------------------------------------------ one request
 
@@ -503,10 +504,11 @@ class Admission:
         kv = self._kv
         found = kv.num_publications if self._depends_on_found else kv.num_held_publications
         changes = self.gates.reserves.num_changes
+        departures = self._table.num_departures
         if not self._depends_on_chunk:
-            return (self._table.num_departures, found, num_running > 0, num_owed_blocks, changes)
-        chunk = (budget, kv.num_evictions, *[limit.revision for limit in self.gates.limits])
-        return (self._table.num_departures, found, num_running > 0, num_owed_blocks, changes, chunk)
+            return departures, found, num_running > 0, num_owed_blocks, changes
+        revisions = [limit.revision for limit in self.gates.limits] if self.gates.limits else ()
+        return departures, found, num_running > 0, num_owed_blocks, changes, budget, kv.num_evictions, *revisions
 
     def _judge(self, request: Request) -> Grant | Deferral:
         """Look up the cached and loaded tokens of the request, and check every gate."""

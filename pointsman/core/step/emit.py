@@ -55,6 +55,7 @@ class Emission:
         self._table = table
         self._encoder = encoder
         self._has_tables = kv.has_tables
+        self._pads = config.pad_first_decodes
         self.left_out = LeftOut(batch)
         """Which running requests get no tokens, and since when."""
         self.last_output: SchedulerOutput | None = None
@@ -94,25 +95,26 @@ class Emission:
 
     def emit(self, record: StepRecord) -> SchedulerOutput:
         """Build the output of a step that is decided."""
-        advance, admitted, members = record.advance, record.admitted, self._batch.members
+        batch, table, kv, advance, resync = self._batch, self._table, self._kv, record.advance, self._resync
         assert advance is not None
-        num_continued, resync = len(advance.requests), self._resync
-        cached, external, resumed = NO_INTS, NO_INTS, _NO_BOOLS
-        if admitted:
-            advance, cached, external, resumed = self._with_admitted(advance, admitted)
+        members, num_continued = batch.members, len(advance.requests)
+        cached = external = groups = places = completes = NO_INTS
+        resumed = _NO_BOOLS
+        if record.admitted:
+            advance, cached, external, resumed = self._with_admitted(advance, record.admitted)
         requests, rows, serials, computed, counts, samples, num_drafts, drafts, ids, of_rows, total, _, _ = advance
-        groups = places = completes = NO_INTS
         if not self._has_tables:
             ids, of_rows, groups, places = self._blocks_of_groups(advance, resync)
         elif resync:
             self._keep_unsynced(advance)
-            ids, of_rows = self._kv.tables(self._batch, rows)
-        if self._batch.num_no_sample:
+            ids, of_rows = kv.tables(batch, rows)
+        if batch.num_no_sample:
             samples, completes = self._without_completions(advance)
-        preempted, finished = self._table.take_reports()
+        preempted, finished = table.take_reports()
         encoder_inputs, freed_entries = self._encoder.close() if self._encoder is not None else ((), ())
+        has_blocks = len(ids) > 0
         if ids.dtype is not INT32:
-            ids = ids.astype(INT32, copy=False) if len(ids) else NO_TOKENS
+            ids = ids.astype(INT32, copy=False) if has_blocks else NO_TOKENS
         # By position, in the order of the fields: with keywords it takes three times as long.
         fields = OutputFields(
             record.step_id,
@@ -139,14 +141,14 @@ class Emission:
             tuple(finished) if finished else (),
             self._common_prefix.count(rows) if self._common_prefix is not None else 0,
             record.loads,
-            self._kv.take_saves() if self._kv.saves else (),
+            kv.take_saves() if kv.saves else (),
             groups,
             places,
         )
         # Arrays made for this output; those that steps share are flagged where they are made. By position, in a third
         # of the time of the keyword, which the types demand.
         computed.setflags(False)  # type: ignore[call-arg]
-        if len(ids):
+        if has_blocks:
             ids.setflags(False)  # type: ignore[call-arg]
             of_rows.setflags(False)  # type: ignore[call-arg]
         if counts is not members.ones:
@@ -156,10 +158,10 @@ class Emission:
             for flagged in (samples, completes, rows, serials, cached, external, resumed):
                 set_writeable(flagged, False)
         output = sealed_as(SchedulerOutput, fields)
-        is_whole = len(requests) == len(members.requests)
+        is_whole = requests is members.requests or len(requests) == len(members.requests)
         if not is_whole:
             self.left_out.note(record.step_id, rows, record.now, goes_on=self.last_output is not None)
-        self.last_output = output if len(self._table.queue) or not is_whole else None
+        self.last_output = output if not is_whole or len(table.queue) else None
         return output
 
     def _without_completions(self, advance: Advance) -> tuple[npt.NDArray[np.bool_], Int64Array]:
@@ -184,20 +186,20 @@ class Emission:
             rows = np.concatenate([advance.rows, rows[-count:]])
             serials = np.concatenate([advance.serials, serials[-count:]])
         grants = [entry.grant for entry in admitted]
-        padding = [grant.num_drafts for grant in grants]
+        padding = [grant.num_drafts for grant in grants] if self._pads else []
         tokens = [grant.num_tokens + grant.num_drafts for grant in grants]
         cached = np.array([grant.num_cached_tokens for grant in grants])
         external = batch.zeros[:count]
         if self._kv.has_connector:
             external = np.array([grant.num_external_tokens for grant in grants])
         blocks = [entry.blocks for entry in admitted]
-        samples = batch.num_pending[rows[start:]].astype(BOOL)
-        if np.count_nonzero(advance.samples) + np.count_nonzero(samples) == end:
-            samples = batch.trues[:end]
-        else:
-            samples = np.concatenate([advance.samples, samples])
+        sampling = [entry.samples for entry in admitted]
+        samples = batch.trues[:end]
+        if not all(sampling) or np.count_nonzero(advance.samples) < start:
+            samples = np.concatenate([advance.samples, sampling])
         drafts, draft_ids = batch.zeros[:end], advance.draft_token_ids
         if len(draft_ids) or any(padding):
+            padding = padding or [0] * count
             drafts = np.concatenate([advance.num_draft_tokens, padding])
             draft_ids = np.concatenate([draft_ids, np.full(sum(padding), UNSAMPLED, dtype=np.int32)])
         indices = batch.count_up[start:end].repeat(list(map(len, blocks)))

@@ -56,6 +56,8 @@ class AdmittedRequest:
     grant: Grant
     blocks: npt.NDArray[np.int64]
     """Its block table."""
+    samples: bool
+    """Whether it computes all its known tokens, and so samples."""
 
 
 @dataclass(slots=True)
@@ -100,10 +102,8 @@ class StepRecord(StepDecision):
         """The step has its output. `members` are the running rows; `returned`: see `returned_blocks`."""
         self.output = output
         self.returned_blocks = returned
-        count = len(members.requests)
-        if len(output.requests) == count and (
-            output.samples is members.trues or np.count_nonzero(output.samples) == count
-        ):
+        samples = output.samples
+        if samples is members.trues or len(samples) == len(members.requests) == np.count_nonzero(samples):
             self.members = members
 
 

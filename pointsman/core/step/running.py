@@ -203,10 +203,10 @@ class Running:
             lacking = (computed >= batch.num_slots[rows]).nonzero()[0]
         block_ids: IntArray = NO_BLOCKS
         if len(lacking):
-            short = rows[lacking]
-            if not self._kv.can_grow_by_one(batch, short, more):
+            grown = self._kv.grow_by_one(batch, rows[lacking], more)
+            if grown is None:
                 return None
-            block_ids = self._kv.grow_by_one(batch, short, more)
+            block_ids = grown
         if drafts.waiting:
             token_ids = drafts.take_all()
         batch.schedule(rows, computed, granted, members.trues, not in_flight)

@@ -207,15 +207,8 @@ class Update:
 
         `most`: these runs end at most so many tokens behind the known ones.
         """
-        done = self._may_be_done(live, runs, newest, most)
-        if done is None:
-            return runs, []
-        return _cut_at_stops(live.requests, newest, runs, done)
-
-    def _may_be_done(self, live: Members, runs: Runs, newest: Int64Array, most: int) -> npt.NDArray[np.bool_] | None:
-        """[s] which rows may finish with their runs; None: none of them."""
         batch = self._batch
-        done: npt.NDArray[np.bool_] | None = None
+        done: npt.NDArray[np.bool_] | None = None  # [s] which rows may finish; None: none of them
         is_single = len(runs.token_ids) == len(live.requests)
         if not is_single:
             done = live.may_stop(runs)
@@ -232,9 +225,9 @@ class Update:
         if batch.num_watched:
             watched = (batch.flags[live.rows] & WATCHED) != 0
             done = watched if done is None else done | watched
-        if done is None or not len(done):
-            return None
-        return done if done.item(done.argmax()) else None  # in half the time of counting
+        if done is not None and len(done) and done.item(done.argmax()):  # in half the time of counting
+            return _cut_at_stops(live.requests, newest, runs, done)
+        return runs, []
 
     def _deliver(self, request: Request, num_drafts: int, run: list[int]) -> tuple[int, End | None]:
         """The run of a request that was preempted, or parked, while it was in flight: how much of it is kept."""
@@ -290,9 +283,11 @@ def _cut_at_stops(
 
     `newest` are the positions of the requests' newest tokens before these runs.
     """
-    ends, shorter = Ends(), dict[int, int]()
+    ends: Ends = []
+    shorter: dict[int, int] = {}
+    is_single = len(runs.token_ids) == len(requests)
     for index in done.nonzero()[0].tolist():
-        run = runs.run(index)
+        run = [runs.token_ids.item(index)] if is_single else runs.run(index)
         length, end = _cut_at_stop(requests[index], newest.item(index) + 1, run)
         if end is not None:
             ends.append((index, end))

@@ -479,12 +479,11 @@ class KVGroups(KVCache):
         computed = min(batch.num_computed_tokens.item(row), batch.num_tokens.item(row))
         return min(computed, self.num_sound_tokens(self._row_of[row])) if self._is_ahead else computed
 
-    def can_grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> bool:
+    def grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> Int32Array | None:
         ends = batch.num_computed_tokens[rows] + num_tokens
-        return int(self._to_grow(batch, rows, ends, is_whole=False).sum()) <= self.pool.num_free
-
-    def grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> Int32Array:
-        return self.grow(batch, rows, NO_BLOCKS, batch.num_computed_tokens[rows] + num_tokens)
+        if int(self._to_grow(batch, rows, ends, is_whole=False).sum()) > self.pool.num_free:
+            return None
+        return self.grow(batch, rows, NO_BLOCKS, ends)
 
     def grow(self, batch: Batch, rows: Int64Array, counts: Int64Array, ends: Int64Array) -> Int32Array:
         for row, end in zip(rows.tolist(), ends.tolist(), strict=True):

@@ -276,17 +276,17 @@ def test_steady_steps_decide_as_others(
     """Rows that exchange a block for the one behind their window, beside rows that are asked one part after another."""
     config = small_config(kv_groups=groups, num_blocks=30 + 20 * len(groups), max_steps_in_flight=steps_in_flight)
     counts = {True: 0, False: 0}
-    steady = Windows._grow_steadily
+    steady = Windows.grow_steadily
 
-    def counted(self: Windows, batch: Any, rows: Any) -> bool:
-        done = steady(self, batch, rows)
+    def counted(self: Windows, batch: Any, rows: Any, num_tokens: Any) -> bool:
+        done = steady(self, batch, rows, num_tokens)
         counts[done] += 1
         return done
 
     for seed in PAIRS:
-        monkeypatch.setattr(Windows, "_grow_steadily", counted)
+        monkeypatch.setattr(Windows, "grow_steadily", counted)
         first = list(_workload(seed, config))
-        monkeypatch.setattr(Windows, "_grow_steadily", lambda self, batch, rows: False)
+        monkeypatch.setattr(Windows, "grow_steadily", lambda *_: False)
         assert list(_workload(seed, config)) == first
     assert counts[True] >= 15 or steps_in_flight > 1
 
