@@ -5,7 +5,7 @@
 It imports `pointsman.core` only, and PyTorch and transformers when a public name is first used. A request passes from
 `engine.py` (add) through `step_loop.py`, which has every step: schedule, `model/runner.py` (forward pass), `sampling/`,
 update, `outputs/processor.py`. `llm.py` and `aio/` are the two ways to drive an engine. Begin with `engine.py`
-for a request, with `step_loop.py` for a step or a token.
+for a request, with `step_loop.py` for a step or a token; `pointsman.server` lists a token's way to an HTTP client.
 
 | package | question |
 | --- | --- |

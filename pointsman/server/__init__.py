@@ -16,16 +16,19 @@ A request's way to the engine: begin with `service/service.py`. A token's way to
 
     engine process, thread of the engine (`engine/aio/engine_thread.py` connects these parts)
         engine/model/runner.py          `ModelRunner.run`: forward pass and sample
-        engine/step_loop.py             `StepLoop.run`: `Scheduler.update` appends the token, then the step is reported
-        engine/outputs/processor.py     `OutputProcessor.process`: the token's text
+        engine/step_loop.py             `StepLoop._update`: `Scheduler.update` appends the token; with two steps in
+                                        flight this happens while the next step computes
+        engine/outputs/processor.py     `OutputProcessor.process`: the token's text, in a `RequestOutput` of all tokens
         engine/aio/readers.py           `Readers.deliver`: to the mailbox of the request, and one `ring` a step
-        outbox.py                       `RemotePort.ring`: what is new in the mailboxes, as one frame on the socket
+        outbox.py                       `RemotePort.ring`: `RequestOutput.since` gives the new tokens of each
+                                        mailbox, which leave as one frame on the socket
     API process, event loop
         service/inbox.py                `Inbox.data_received`: the frame to the `ClientStream` of each request
         service/delivery.py             `send_now`, in that call, where the reader waits and the connection has room;
                                         otherwise the request's own task (`Delivery.send_events`)
         wire/answers.py                 the bytes of the event
-        wire/http.py                    `write` to the connection; from the task by way of `wire/sse.py`
+        wire/http.py                    `write` to the connection (`EventStream.write_now`); without room, the task
+                                        sends through ASGI (`EventStream.write` in `wire/sse.py`)
 
 What the socket does not take waits in the mailboxes, where tokens merge; `pointsman-writer`, a thread of the engine
 process, writes the rest of a frame.

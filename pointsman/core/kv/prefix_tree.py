@@ -3,8 +3,17 @@
 A node is one full block of tokens after a given prefix. It is found by (node before it, its own token bytes); the
 first node of a sequence by (`Root`, its token bytes), where a root is a tuple of what else must be equal for KV to be
 shared: salt and adapter. Where a prompt has images, their placeholders are marks of the contents (`content_marks.py`).
-The key is the content itself, never a digest, so no collision can give a request another's KV. Prompts are published
-before they are computed; what a failed step published is removed again (`KVCacheManager.undo`, `retract`).
+
+A hit is never wrong, for these reasons:
+
+- The key is the content itself, never a digest, so no two prefixes can collide.
+- A cached block leaves the tree (`evict`) before it can be written again: `KVCacheManager.take` does both. An admission
+  acquires the blocks of its hit before it takes new ones, so it cannot evict them.
+- Only full blocks are published, and a request writes behind its hit: no request writes to a shared block.
+- Prompts are published before they are computed. With `share_within_step` the host writes the KV of all rows before any
+  row reads it; without it, other requests find the blocks from the next step on (`publish_deferred`).
+- Only computed tokens count: a release publishes no rejected drafts, and what a failed step or a failed row published
+  is removed again (`KVCacheManager.undo`, `retract`).
 
 Nodes are kept in runs: the consecutive blocks of one publication. Inside a run a node's successor is the next one;
 every other successor starts a run of its own, listed under the node it follows. So publishing, finding and evicting a

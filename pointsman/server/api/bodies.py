@@ -285,7 +285,8 @@ class StrictRoute(APIRoute):
     """A route whose body, if it has one, must be application/json.
 
     Where a request has no header that the route declares, its body is validated, and its endpoint called, without
-    FastAPI's general way to it. That saves 15 % of the CPU that a streamed request of 32 tokens takes in this process.
+    FastAPI's general way to it. That saves 11 to 15 % of the CPU that a streamed request of 32 tokens takes in this
+    process.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
