@@ -31,7 +31,7 @@ KV_CACHE_BYTES = 1 << 30
 SECONDS_TO_OPEN = 600.0  # vLLM's compilation takes one of these minutes
 SECONDS_TO_RUN = 1800.0
 BOX_SECONDS = 600.0
-LEAST_AGREEMENT = 0.9
+MIN_AGREEMENT = 0.9
 MAX_LEN_MULTIPLE = 256
 
 
@@ -244,7 +244,7 @@ def check_agreement(contestants: Sequence[Contestant], targets: Targets) -> None
     for other in others:
         if (share := other.agreement(reference)) is not None:
             text = f"share of requests on which {other.name} agrees with {reference.name}"
-            targets.at_least(text, share, LEAST_AGREEMENT)
+            targets.at_least(text, share, MIN_AGREEMENT)
 
 
 def chosen(names: str | None, contenders: Iterable[str]) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from _common import Targets
 from _server_attacks import plain
-from _server_beside import MOST_HELD, WatchedServer, watched_server
+from _server_beside import MAX_HELD, WatchedServer, watched_server
 from _server_client import HOST, Address, BrokenAnswer, get, parse_answer
 from _server_probe import MIB, read_metrics, run_async
 from _server_process import resident_bytes
@@ -28,14 +28,14 @@ TOTAL_BYTES = 100_000_000
 PIECE_BYTES = 16 * 1024
 SECONDS_BETWEEN_PIECES = 0.002
 """Of a client that sends slowly."""
-MOST_GROWTH_MIB = 16
-MOST_GAP = 1.0
+MAX_GROWTH_MIB = 16
+MAX_GAP = 1.0
 
 NUM_FILES = 1024
 NUM_IDLE, NUM_IDLE_QUICK = 2000, 1200
 SECONDS_TO_SETTLE = 1.0
 NUM_CHECKS, SECONDS_BETWEEN_CHECKS = 9, 0.1
-MOST_SECONDS_TO_HEALTH = 0.2
+MAX_SECONDS_TO_HEALTH = 0.2
 OTHER_HOST = "127.0.0.2"
 """Another address of a client on this machine."""
 WITH_FEW_FILES = (
@@ -75,8 +75,8 @@ def unbounded_input(targets: Targets, *, is_quick: bool) -> dict[str, Any]:
                     continue
                 what = f"{name}, {pace}"
                 found = figures[what] = run_async(_beside_endless(server, name, seconds))
-                targets.at_most(f"{what}: MiB that they cost the API", found["grown_mib"], MOST_GROWTH_MIB)
-                targets.at_most(f"{what}: longest gap of a stream in seconds", found["gap"], MOST_GAP)
+                targets.at_most(f"{what}: MiB that they cost the API", found["grown_mib"], MAX_GROWTH_MIB)
+                targets.at_most(f"{what}: longest gap of a stream in seconds", found["gap"], MAX_GAP)
     if is_quick:
         targets.skip("endless requests that are sent slowly", "--quick")
     return figures
@@ -138,7 +138,7 @@ def idle_connections(targets: Targets, *, is_quick: bool) -> dict[str, Any]:
         }
     for name, found in figures.items():
         targets.holds(f"{name}: /health gets {found['health']}; target: 200", found["health"] == 200)
-        targets.at_most(f"{name}: seconds to /health", found["health_seconds"], MOST_SECONDS_TO_HEALTH)
+        targets.at_most(f"{name}: seconds to /health", found["health_seconds"], MAX_SECONDS_TO_HEALTH)
         expected = 503 if name == "bodies incomplete" else 200
         for who in ("same", "other"):
             status = found[f"{who}_address"]
@@ -146,8 +146,8 @@ def idle_connections(targets: Targets, *, is_quick: bool) -> dict[str, Any]:
                 f"{name}: a client of the {who} address gets {status}; target: {expected}", status == expected
             )
         targets.holds(f"{name}: an operator gets {found['operator']}; target: 200", found["operator"] == 200)
-        targets.at_most(f"{name}: longest gap of a stream in seconds", found["gap"], MOST_GAP)
-        targets.at_most(f"{name}: processor seconds for which the loop is held", found["held cpu"], MOST_HELD)
+        targets.at_most(f"{name}: longest gap of a stream in seconds", found["gap"], MAX_GAP)
+        targets.at_most(f"{name}: processor seconds for which the loop is held", found["held cpu"], MAX_HELD)
     return figures
 
 

@@ -25,7 +25,7 @@ from pointsman.core import PointsmanError, replay
 SMALL, LARGE = "1m", "256m"
 AT_ONCE, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 24, 48
 SECONDS_TO_FILL, SECONDS_TO_WRITE = 90.0, 30.0
-MOST_GAP = 0.5
+MAX_GAP = 0.5
 """Seconds between two tokens of a stream while the disk becomes full."""
 
 
@@ -77,7 +77,7 @@ def _record(folder: Path, when_full: str, targets: Targets) -> dict[str, Any]:
         f"{name}: {figures['complete']} of {figures['requests']} requests are complete; target: all",
         figures["complete"] == figures["requests"],
     )
-    targets.at_most(f"{name}: seconds that a stream waits", figures["gap"], MOST_GAP)
+    targets.at_most(f"{name}: seconds that a stream waits", figures["gap"], MAX_GAP)
     targets.holds(f"{name}: exit code {figures['exit_code']}; target: 0", figures["exit_code"] == 0)
     targets.holds(
         f"{name}: {figures['steps']} steps of the recording replay without a difference; target: all that it has",

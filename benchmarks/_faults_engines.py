@@ -32,7 +32,7 @@ NUM_HANGS, NUM_QUICK_HANGS = 20, 2
 SECONDS_TO_NOTICE = 5.0
 """Beyond the limit; from then on no request may go to an engine that hangs."""
 SECONDS_TO_RETURN, SECONDS_TO_END, SECONDS_FOR_ERROR = 150.0, 60.0, 60.0
-MOST_GAP = 1.5
+MAX_GAP = 1.5
 """In the streams of the other engine, while a new one loads its model on a machine with two cores."""
 NUM_STREAMS, STREAM_TOKENS, SMALL_TOKENS = 6, 1500, 4
 SECONDS_BETWEEN_SMALL = 0.25
@@ -188,7 +188,7 @@ def hung_engine(targets: Targets, *, is_quick: bool) -> dict[str, Any]:
             f"{name}: {found['lost_with_output']} of {found['with_output']} streams with output are lost; target: 0",
             found["lost_with_output"] == 0,
         )
-        targets.at_most(f"{name}: longest gap of the other engine's streams", found["longest_gap"], MOST_GAP)
+        targets.at_most(f"{name}: longest gap of the other engine's streams", found["longest_gap"], MAX_GAP)
     return figures
 
 

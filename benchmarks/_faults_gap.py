@@ -21,7 +21,7 @@ NUM_STREAMS, STREAM_TOKENS = 4, 16_000
 LINE, LINE_TOKENS = "def f(x): return x\n", 8
 ROUNDS, QUICK_ROUNDS = 3, 1
 SIDES = {"by default": (), "without a target": ("--token-limit", "none")}
-MOST_GAP = 0.2
+MAX_GAP = 0.2
 """Seconds that a client sees, in the median round: the target of a step, and the way to the client."""
 
 
@@ -40,7 +40,7 @@ def long_prompt_gap(targets: Targets, *, is_quick: bool) -> dict[str, Any]:
             for form in ("text", "ids"):
                 found = figures[f"{form}, {side}"] = run_async(_rounds(server, form, num_rounds))
                 if not options:
-                    targets.at_most(f"longest gap in seconds beside a long prompt as {form}", found["gap"], MOST_GAP)
+                    targets.at_most(f"longest gap in seconds beside a long prompt as {form}", found["gap"], MAX_GAP)
     return figures
 
 

@@ -21,7 +21,7 @@ from _server_probe import read_metrics, run_async
 NUM_SLOW, NUM_QUICK = 20, 6
 SECONDS_TO_BEGIN, SECONDS_OF_OWN = 0.5, 10.0
 """Until the answer of a simple schema begins, beside slow grammars of another tenant, and of the same."""
-MOST_GAP = 0.5
+MAX_GAP = 0.5
 """Seconds between two tokens of the steady stream."""
 SECONDS_BETWEEN = 1.0
 SECONDS_AFTER_HANG, SECONDS_FOR_GOOD = 15.0, 75.0
@@ -60,7 +60,7 @@ def slow_grammars(targets: Targets, *, is_quick: bool) -> dict[str, Any]:
     figures |= {"held": round(disturbance.held, 3), "gap": round(disturbance.gap, 3)}
     targets.at_most("slow grammars: seconds until another tenant's answer begins", figures["other"], SECONDS_TO_BEGIN)
     targets.at_most("slow grammars: seconds until an own answer begins", figures["own"], SECONDS_OF_OWN)
-    targets.at_most("slow grammars: longest gap of a stream in seconds", figures["gap"], MOST_GAP)
+    targets.at_most("slow grammars: longest gap of a stream in seconds", figures["gap"], MAX_GAP)
     return figures
 
 
@@ -117,7 +117,7 @@ def hung_grammars(targets: Targets, *, is_quick: bool) -> dict[str, Any]:
     targets.holds(f"hung grammars: their statuses are {figures['statuses']}; target: 200", figures["statuses"] == "200")
     targets.at_most("hung grammars: seconds of a schema afterwards", figures["afterwards"], SECONDS_TO_BEGIN)
     targets.holds(f"hung grammars: {figures['restarts']} restarts; target: 1", figures["restarts"] == 1)
-    targets.at_most("hung grammars: longest gap of a stream in seconds", figures["gap"], MOST_GAP)
+    targets.at_most("hung grammars: longest gap of a stream in seconds", figures["gap"], MAX_GAP)
     if is_quick:
         targets.skip("a grammar process that hangs every time", "--quick")
     else:

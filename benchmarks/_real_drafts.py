@@ -17,19 +17,19 @@ ROUNDS, ROUNDS_QUICK = 2, 1
 OUTPUT_TOKENS, OUTPUT_TOKENS_QUICK = 120, 24
 ENGINE = {"num_blocks": 64, "max_model_len": 2_048, "max_num_batched_tokens": 2_048}
 """A step computes the longest prompt at once, so no prompt is in what is measured."""
-LEAST_RATIO = {"code edit, begun": 1.3}
+MIN_RATIO = {"code edit, begun": 1.3}
 """Tokens per second with drafts / without, by kind of work."""
-LEAST_RATIO_OF_OTHERS, LEAST_RATIO_OF_OTHERS_QUICK = 0.95, 0.8
+MIN_RATIO_OF_OTHERS, MIN_RATIO_OF_OTHERS_QUICK = 0.95, 0.8
 
 
 def measure_drafts(model: LoadedModel, quick: bool, targets: Targets) -> dict[str, Any]:
     """The figures by kind of work."""
     rounds, num_tokens = (ROUNDS_QUICK, OUTPUT_TOKENS_QUICK) if quick else (ROUNDS, OUTPUT_TOKENS)
-    of_others = LEAST_RATIO_OF_OTHERS_QUICK if quick else LEAST_RATIO_OF_OTHERS
+    of_others = MIN_RATIO_OF_OTHERS_QUICK if quick else MIN_RATIO_OF_OTHERS
     found = {}
     for kind, conversations in work(quick).items():
         note(f"drafts: {kind}")
-        workload = Workload(kind, 1, 0.0, LEAST_RATIO.get(kind, of_others), ignores_eos=False)
+        workload = Workload(kind, 1, 0.0, MIN_RATIO.get(kind, of_others), ignores_eos=False)
         prompts = [_prompt(model.tokenizer, conversation) for conversation in conversations]
         found[kind] = each = _measure(model, workload, prompts * rounds, num_tokens)
         targets.at_least(f"{kind}: tokens per second with drafts / without", each["ratio"], workload.least)

@@ -38,7 +38,7 @@ MAX_NUM_SEQS, MAX_NUM_SEQS_QUICK = 4, 2
 BLOCK_SIZE = 32
 SECONDS_BETWEEN_LOOKS = 0.25
 SECONDS_TO_START, SECONDS_TO_ANSWER = 240.0, 300.0
-LEAST_ACCOUNTED = 0.9
+MIN_ACCOUNTED = 0.9
 """Of the time that a user waits for an answer, what the film knows, in the median."""
 
 
@@ -141,7 +141,7 @@ def _judge(talk: Talk, film: Film, targets: Targets) -> tuple[dict[str, Any], st
     )
     targets.holds(f"{len(wrong)} of {len(waiting)} explanations contradict their listing", bool(waiting) and not wrong)
     targets.holds(f"{num_preempted} requests are preempted; target: at least 1", num_preempted > 0)
-    targets.at_least("share of the users' time that the film accounts for", found["accounted"], LEAST_ACCOUNTED)
+    targets.at_least("share of the users' time that the film accounts for", found["accounted"], MIN_ACCOUNTED)
     return found, longest
 
 

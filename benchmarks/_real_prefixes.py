@@ -29,7 +29,7 @@ TURNS_QUICK = 4
 SAMPLED_TOKENS, SAMPLED_TOKENS_QUICK = 100, 8
 ENGINE = {"num_blocks": 64, "max_model_len": 2_048, "max_num_batched_tokens": 2_048, "num_threads": 1}
 """A step computes the whole prompt, so steps are not what is compared."""
-LEAST_TTFT_RATIO, LEAST_TTFT_RATIO_QUICK = 5.0, 1.5
+MIN_TTFT_RATIO, MIN_TTFT_RATIO_QUICK = 5.0, 1.5
 """Of the last turn: without the cache / with it."""
 
 
@@ -104,7 +104,7 @@ def measure_prefixes(model: LoadedModel, quick: bool, targets: Targets) -> dict[
     targets.at_least(
         f"TTFT of turn {len(turns)} without the prefix cache / with it",
         ratio,
-        LEAST_TTFT_RATIO_QUICK if quick else LEAST_TTFT_RATIO,
+        MIN_TTFT_RATIO_QUICK if quick else MIN_TTFT_RATIO,
     )
     num_equal = sum(turn["is_equal"] for turn in turns)
     targets.holds(f"{num_equal} of {len(turns)} answers are equal without the cache", num_equal == len(turns))

@@ -18,7 +18,7 @@ from pointsman.traces import TraceRequest
 
 STEP_TIME = LinearStepTime(per_step=2e-3, per_token=5e-5)
 """About what the demo model takes on a core. The hit rate hardly depends on it."""
-MOST_DIFFERENCE = 0.03
+MAX_DIFFERENCE = 0.03
 
 
 def requests_behind(prefixes: list[int]) -> list[TraceRequest]:
@@ -74,12 +74,12 @@ class Measured:
 
 
 def simulated_figures(targets: Targets, measured: Mapping[str, Measured]) -> dict[str, dict[str, float]]:
-    """Simulate each fleet, and compare: both hit rates are to be within `MOST_DIFFERENCE`."""
+    """Simulate each fleet, and compare: both hit rates are to be within `MAX_DIFFERENCE`."""
     figures = {}
     for name, fleet in measured.items():
         simulated = simulated_hit_rate(fleet.num_engines, fleet.pool, fleet.num_requests, fleet.routing)
         difference = abs(fleet.hit_rate - simulated)
-        targets.at_most(f"difference of the simulated hit rate of {name}", difference, MOST_DIFFERENCE)
+        targets.at_most(f"difference of the simulated hit rate of {name}", difference, MAX_DIFFERENCE)
         figures[name] = {"measured": fleet.hit_rate, "simulated": simulated}
     rows = [(name, *one.values()) for name, one in figures.items()]
     print_table("Hit rates, measured and simulated", ("", "measured", "simulated"), rows)

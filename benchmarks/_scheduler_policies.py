@@ -34,8 +34,8 @@ BLOCK_SIZE = 16
 TOKEN_BUDGET = 8_192
 HEADROOM = 288
 """Tokens of a request before the first timed step, at most."""
-MOST = 1.3
-MOST_FOR_A_LISTENER = 1.5
+MAX = 1.3
+MAX_FOR_A_LISTENER = 1.5
 """For a policy that is told of every step, and for one that searches the queue."""
 EACH_STEP = ("on_step", "on_update", "on_advanced", "on_step_time")
 FIELDS = {"reserve": "reserves", "limit": "token_limits"}
@@ -111,7 +111,7 @@ def chosen(found: Found) -> dict[str, Any]:
 def most_allowed(policy: type[Policy]) -> float:
     """The target for a policy: times a step without it."""
     listens = any(getattr(policy, event) is not getattr(Policy, event) for event in EACH_STEP)
-    return MOST_FOR_A_LISTENER if listens or hasattr(policy, "lets_pass") else MOST
+    return MAX_FOR_A_LISTENER if listens or hasattr(policy, "lets_pass") else MAX
 
 
 def measure(

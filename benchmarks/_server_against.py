@@ -29,7 +29,7 @@ from _server_process import processor_seconds
 from _server_sides import SERVED_MODEL_NAME, VOCABULARY, Knobs, PointsmanSide
 
 TINY = Shape("tiny", 64, 1, 2, 1, 32, 128, VOCABULARY, 1024)
-MOST_RATIO = 1.03
+MAX_RATIO = 1.03
 TARGET = "CPU of a streamed request, relative to the other checkout"
 PROCESSES = ("engine process", "API process")
 WARM_UPS = 10
@@ -135,11 +135,11 @@ def report_against(
     complete = min(each.num_complete for each in rounds)
     if complete < len(jobs):
         targets.holds(f"{complete} of {len(jobs)} requests are complete; target: all", False)
-    elif abs(ratio - MOST_RATIO) < margin:
-        why = f"{found}, does not tell whether it is at most {MOST_RATIO}"
+    elif abs(ratio - MAX_RATIO) < margin:
+        why = f"{found}, does not tell whether it is at most {MAX_RATIO}"
         targets.skip(TARGET, f"{why}; raise --starts, or stop what else runs on this machine")
     else:
-        targets.at_most(TARGET, ratio, MOST_RATIO)
+        targets.at_most(TARGET, ratio, MAX_RATIO)
     return {
         "against": str(checkout),
         "output_tokens": tokens,

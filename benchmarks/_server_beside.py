@@ -32,10 +32,10 @@ LAUNCHER = Path(__file__).with_name("_server_beats.py")
 STREAM_TOKENS = 16_000
 """Of the steady stream, which is left when the measurement is over."""
 SETTLED_TOKENS, SECONDS_TO_SETTLE = 20, 0.3
-LEAST_SPAN = 1.0
+MIN_SPAN = 1.0
 """Seconds: a shorter look at a stream sees fewer of the gaps that it has anyway."""
 SECONDS_TO_ANSWER, SECONDS_TO_CALM = 60.0, 30.0
-MOST_HELD, MOST_GAP_OVER, MOST_GAP_IN_CROWD = 0.15, 0.2, 1.0
+MAX_HELD, MAX_GAP_OVER, MAX_GAP_IN_CROWD = 0.15, 0.2, 1.0
 """Seconds: of the event loop; of the stream's gap, over that beside a plain request; of the gap in a crowd."""
 
 STOPPED_TOKENS = 2000
@@ -46,9 +46,9 @@ SECONDS_IN_CROWD = 3.0
 UNFINISHED_BYTES = 3_990_000
 """Sent, of the body of `UNFINISHED_LENGTH`."""
 UNFINISHED_LENGTH = 4_000_000
-MOST_BODIES = 128 * MIB
+MAX_BODIES = 128 * MIB
 """What unfinished bodies may take of the API process, however many there are: twice the 16 largest bodies."""
-MOST_LEFT = 64 * MIB
+MAX_LEFT = 64 * MIB
 SECONDS_TO_FREE = 10.0
 
 
@@ -90,7 +90,7 @@ class WatchedServer:
         async with self._reading() as stream:
             begin = monotonic()
             result = await event()
-            await asyncio.sleep(max(SECONDS_TO_SETTLE, begin + LEAST_SPAN - monotonic()))
+            await asyncio.sleep(max(SECONDS_TO_SETTLE, begin + MIN_SPAN - monotonic()))
             end = monotonic()
             gap = stream.longest_gap(begin, end)
         held = self._loop.longest_gap(begin, end)
@@ -171,8 +171,8 @@ def attacks(num_rounds: int, targets: Targets, *, is_quick: bool) -> dict[str, A
     with watched_server() as server:
         for attack in chosen:
             found = figures[attack.name] = run_async(_attack(server, attack, num_rounds))
-            targets.at_most(f"{attack.name}: seconds that the event loop is held", found["held"], MOST_HELD)
-            targets.at_most(f"{attack.name}: seconds that a stream waits beyond plain", found["over"], MOST_GAP_OVER)
+            targets.at_most(f"{attack.name}: seconds that the event loop is held", found["held"], MAX_HELD)
+            targets.at_most(f"{attack.name}: seconds that a stream waits beyond plain", found["over"], MAX_GAP_OVER)
     if is_quick:
         targets.skip(f"the other {len(ATTACKS) - len(chosen)} attacks", "--quick")
     return figures
@@ -255,7 +255,7 @@ def crowds(num_rounds: int, num_clients: int, num_stopped: int, targets: Targets
     with watched_server("--served-model-name", MODEL, "--served-model-name", LONG_NAME) as server:
         for name, (count, event) in events.items():
             found = figures[name] = {"clients": count, **run_async(_crowd(server, event, num_rounds))}
-            targets.at_most(f"{name}: longest gap of a stream in seconds", found["gap"], MOST_GAP_IN_CROWD)
+            targets.at_most(f"{name}: longest gap of a stream in seconds", found["gap"], MAX_GAP_IN_CROWD)
     return figures
 
 
@@ -317,9 +317,9 @@ def large_bodies(num_unfinished: int, targets: Targets) -> dict[str, Any]:
     """
     with watched_server() as server:
         figures = run_async(_large_bodies(server, num_unfinished))
-    targets.at_most("unfinished bodies: MiB that they cost the API", figures["grown_mib"], MOST_BODIES // MIB)
-    targets.at_most("unfinished bodies: MiB left once they are gone", figures["left_mib"], MOST_LEFT // MIB)
-    targets.at_most("unfinished bodies: longest gap of a stream in seconds", figures["gap"], MOST_GAP_IN_CROWD)
+    targets.at_most("unfinished bodies: MiB that they cost the API", figures["grown_mib"], MAX_BODIES // MIB)
+    targets.at_most("unfinished bodies: MiB left once they are gone", figures["left_mib"], MAX_LEFT // MIB)
+    targets.at_most("unfinished bodies: longest gap of a stream in seconds", figures["gap"], MAX_GAP_IN_CROWD)
     for name in ("announced", "chunked"):
         status, closed = figures[f"{name}_status"], figures[f"{name}_closed"]
         then = "closed" if closed else "open"
@@ -336,7 +336,7 @@ async def _large_bodies(server: WatchedServer, num_unfinished: int) -> dict[str,
     before = resident_bytes(pid)
     (peak, num_open), disturbance = await server.beside(lambda: _send_unfinished(address, pid, num_unfinished))
     limit = monotonic() + SECONDS_TO_FREE
-    while (after := resident_bytes(pid)) > before + MOST_LEFT and monotonic() < limit:
+    while (after := resident_bytes(pid)) > before + MAX_LEFT and monotonic() < limit:
         await asyncio.sleep(0.1)
     figures = {
         "connections": num_unfinished,

@@ -40,8 +40,8 @@ STEPS = 6
 """Of a turn: short, because both of a pair of turns should have found the machine in the same state."""
 TURNS = 18
 ROUNDS, ROUNDS_LARGE, ROUNDS_QUICK = 5, 2, 1
-LEAST_THROUGHPUT = 0.97
-MOST_PAUSE = 0.5
+MIN_THROUGHPUT = 0.97
+MAX_PAUSE = 0.5
 
 
 @dataclass
@@ -134,8 +134,8 @@ def report(name: str, sides: dict[int, Side], targets: Targets) -> dict[str, Any
     ]
     saved = median(step / pause for step, pause in zip(steps, one.pause, strict=True))
     note(f"  tokens per second {throughput:.3f} times, idle {pause:.2f} times; a step is shorter by {saved:.0%} of it")
-    targets.at_least(f"{name}: tokens per second, two in flight / one", throughput, LEAST_THROUGHPUT)
-    targets.at_most(f"{name}: time in which nothing is computed, two in flight / one", pause, MOST_PAUSE)
+    targets.at_least(f"{name}: tokens per second, two in flight / one", throughput, MIN_THROUGHPUT)
+    targets.at_most(f"{name}: time in which nothing is computed, two in flight / one", pause, MAX_PAUSE)
     return {
         "throughput_ratio": round(throughput, 4),
         "pause_ratio": round(pause, 4),

@@ -50,10 +50,10 @@ SWAP_REQUESTS = 16
 ROUNDS, ROUNDS_QUICK = 2, 1
 PROMPT_TOKENS = 512
 PROMPTS, PROMPTS_QUICK = 12, 2
-MOST_COMPUTED = 0.4
-MOST_TIME = 0.8
-LEAST_RATIO = 2.0
-MOST_RECOMPUTED = 0.25
+MAX_COMPUTED = 0.4
+MAX_TIME = 0.8
+MIN_RATIO = 2.0
+MAX_RECOMPUTED = 0.25
 
 Tokens = list[int]
 
@@ -207,8 +207,8 @@ def report_offload(sides: dict[str, Side], targets: Targets) -> dict[str, Any]:
     seconds = median(a / b for a, b in zip(with_it.seconds, without.seconds, strict=True))
     counters = with_it.engine.counters
     note(f"  {counters.num_offloaded_blocks} blocks were copied out, {counters.num_restored_blocks} back")
-    targets.at_most("prompt tokens computed, with host memory / without", computed, MOST_COMPUTED)
-    targets.at_most("time, with host memory / without", seconds, MOST_TIME)
+    targets.at_most("prompt tokens computed, with host memory / without", computed, MAX_COMPUTED)
+    targets.at_most("time, with host memory / without", seconds, MAX_TIME)
     return {
         "computed_ratio": round(computed, 4),
         "time_ratio": round(seconds, 4),
@@ -235,7 +235,7 @@ def report_swap(sides: dict[str, Side], targets: Targets) -> dict[str, Any]:
     times = {
         mode: median(a / b for a, b in zip(side.seconds, before.seconds, strict=True)) for mode, side in sides.items()
     }
-    targets.at_most("recomputed tokens, swap / recompute", ratios["swap"], MOST_RECOMPUTED)
+    targets.at_most("recomputed tokens, swap / recompute", ratios["swap"], MAX_RECOMPUTED)
     return {
         "recomputed_ratio": {mode: round(ratio, 4) for mode, ratio in ratios.items()},
         "time_ratio": {mode: round(ratio, 4) for mode, ratio in times.items()},
@@ -251,7 +251,7 @@ def report_store(seconds: dict[str, list[float]], targets: Targets) -> dict[str,
     title = f"time to first token of {PROMPT_TOKENS} tokens on the engine that decodes"
     print_table(title, ["store", "median, ms", "fastest, ms"], rows)
     ratio = median(a / b for a, b in zip(seconds["without"], seconds["with"], strict=True))
-    targets.at_least("time to first token, without the store / with it", ratio, LEAST_RATIO)
+    targets.at_least("time to first token, without the store / with it", ratio, MIN_RATIO)
     return {
         "first_token_ratio": round(ratio, 4),
         "first_token_ms": {label: round(median(each) * 1e3, 3) for label, each in seconds.items()},

@@ -27,7 +27,7 @@ HIT_BLOCKS = 400
 BLOCK_SIZE = 16
 FILLER_BLOCKS = 200  # of each request that fills the pool
 VOCABULARY = 32_000
-MOST_GROWTH = 1.3
+MAX_GROWTH = 1.3
 
 
 class FullPool:
@@ -112,7 +112,7 @@ def main() -> int:
     print_table(f"a {HIT_BLOCKS}-block prefix hit, CPU ms, median of {rounds}", header, rows)
     growth = max(admit_medians.values()) / min(admit_medians.values())
     targets = Targets()
-    targets.at_most("slowest pool / fastest pool", growth, MOST_GROWTH)
+    targets.at_most("slowest pool / fastest pool", growth, MAX_GROWTH)
     figures = {
         "quick": arguments.quick,
         "admit_ms": {str(size): round(value, 4) for size, value in admit_medians.items()},

@@ -49,15 +49,15 @@ ONE, HALF, TWO_THREADS = "one engine", "one engine, half the pool", "one engine,
 TWO, FOUR, ROUNDED = "two engines", "four engines", "two engines, bfloat16"
 LONG, LONG_QUICK = 300, 150
 """Tokens of a stream that runs when an engine is killed."""
-LEAST_HIT_RATE, MOST_API_CPU, LEAST_THROUGHPUT = 0.80, 1.2, 1.0
+MIN_HIT_RATE, MAX_API_CPU, MIN_THROUGHPUT = 0.80, 1.2, 1.0
 API_CPU = "API processor time of two engines, to that of the server that could have only one"
 API_CPU_THEN = 1.24
 """A request cost the API process of commit ee1a867, the last before a server could have several engines, so many times
 what it costs today's with one engine: 4.29 ms to 3.47, both beside two engines, 8 rounds that took turns
 (docs/decisions/0059-plain-tokens.md). The target of that day is held against it."""
-MOST_EXTRA_SECONDS = 2.0
-MOST_GAP = 0.3
-MOST_EXTRA_SHORTFALL = 0.1
+MAX_EXTRA_SECONDS = 2.0
+MAX_GAP = 0.3
+MAX_EXTRA_SHORTFALL = 0.1
 """Of a log probability: what rounding may add where KV is computed again."""
 
 
@@ -133,7 +133,7 @@ def main() -> int:
         [(s.name, s.hit_rate, median(s.rates), s.api_milliseconds, s.engine_milliseconds) for s in compared],
     )
     print_table("An engine is killed under load", ("", ""), list(killed.items()))
-    targets.at_least("hit rate of two engines", two.hit_rate, LEAST_HIT_RATE)
+    targets.at_least("hit rate of two engines", two.hit_rate, MIN_HIT_RATE)
     api_ratio = None
     ratios = {side.name: paired_ratio(two.rates, side.rates) for side in compared[1:]}
     if quick:
@@ -145,25 +145,25 @@ def main() -> int:
         ):
             targets.skip(name, "--quick")
     else:
-        targets.at_least("hit rate of four engines", four.hit_rate, LEAST_HIT_RATE)
+        targets.at_least("hit rate of four engines", four.hit_rate, MIN_HIT_RATE)
         api_ratio = two.api_milliseconds / sides[ONE].api_milliseconds
-        targets.at_most(API_CPU, api_ratio / API_CPU_THEN, MOST_API_CPU)
+        targets.at_most(API_CPU, api_ratio / API_CPU_THEN, MAX_API_CPU)
         name = "throughput of two engines, to one with two threads"
-        targets.at_least(name, ratios[TWO_THREADS], LEAST_THROUGHPUT)
+        targets.at_least(name, ratios[TWO_THREADS], MIN_THROUGHPUT)
     targets.at_most("requests that failed when an engine was killed", killed["failed"], 0)
     targets.at_most("requests that differ then", killed["differing"], 0)
     targets.holds(f"blocks are free afterwards: {killed['blocks_back']}", killed["blocks_back"])
     extra = killed["seconds_until_back"] - killed["seconds_to_start"]
-    targets.at_most("seconds until an engine is back, beyond a start", extra, MOST_EXTRA_SECONDS)
+    targets.at_most("seconds until an engine is back, beyond a start", extra, MAX_EXTRA_SECONDS)
     if (os.cpu_count() or 1) > 2 and killed["gap_of_the_other_engine"] is not None:
-        targets.at_most("gap of the other engine's streams", killed["gap_of_the_other_engine"], MOST_GAP)
+        targets.at_most("gap of the other engine's streams", killed["gap_of_the_other_engine"], MAX_GAP)
     else:
         targets.skip("gap of the other engine's streams", "the API process and this one need cores of their own")
     if rounded is not None:
         print_table("The same in bfloat16", ("", ""), list(rounded.items()))
         targets.at_most("requests that failed then, in bfloat16", rounded["failed"], 0)
         worse = rounded["worst_shortfall"] - rounded["worst_shortfall_undisturbed"]
-        targets.at_most("log probability that a death costs a greedy token, at worst", worse, MOST_EXTRA_SHORTFALL)
+        targets.at_most("log probability that a death costs a greedy token, at worst", worse, MAX_EXTRA_SHORTFALL)
     check_router(targets, routed, "--quick" if quick else None)
     fleets = {TWO: Measured(two.hit_rate, two.requests, 2, POOL)}
     if not quick:

@@ -36,13 +36,13 @@ from _scale_load import NUM_PREFIXES, POOL, first_requests, load, processor_seco
 from _server_client import HOST, Address, send, start
 from _server_probe import read_metrics, run_async
 from _server_process import start_server
-from scale import LEAST_HIT_RATE, LONG
+from scale import LONG, MIN_HIT_RATE
 
 TOGETHER = 8
 """Streams that run when something is killed."""
 LONE_REQUESTS = 20
 SIZES = (f"num_blocks={POOL}", "block_size=16", "max_model_len=1024", "log_stats_interval=0", "warm_up=no")
-MOST_CPU, MOST_CPU_OF_HAPROXY = 12.0, 3.0
+MAX_CPU, MAX_CPU_OF_HAPROXY = 12.0, 3.0
 """Times the processor time of one server's API process, of what is between client and engines, with Serve's own proxy,
 whose price most of it is, and with HAProxy."""
 
@@ -205,8 +205,8 @@ def main() -> int:
         targets.at_most(
             f"requests that failed or differ when a {what} was killed", found["failed"] + found["differing"], 0
         )
-    for side, most in zip(sides[1:], (MOST_CPU, MOST_CPU_OF_HAPROXY), strict=True):
-        targets.at_least(f"hit rate on {side.name}", side.hits / side.queries, LEAST_HIT_RATE)
+    for side, most in zip(sides[1:], (MAX_CPU, MAX_CPU_OF_HAPROXY), strict=True):
+        targets.at_least(f"hit rate on {side.name}", side.hits / side.queries, MIN_HIT_RATE)
         cpu = side.ms_per_request() / sides[0].ms_per_request()
         targets.at_most(f"processor time of API and proxy on {side.name}, to one server's API", cpu, most)
     figures = {

@@ -68,8 +68,8 @@ FEATURES_IN_WORDS = {
     "two_groups": "full attention and a window",
     "six_groups": "full attention and five windows",
 }
-MOST_FOR_A_FEATURE = 2.0  # times a plain step
-MOST_FOR = {"two_groups": 1.5, "six_groups": 2.2}  # of these
+MAX_FOR_A_FEATURE = 2.0  # times a plain step
+MAX_FOR = {"two_groups": 1.5, "six_groups": 2.2}  # of these
 FEATURE_PASSES = 5  # of `ROUNDS` each: a machine that changes its speed in between spoils a few pairs
 WAITING = (0, 10_000, 100_000)
 WAITING_RUNNING = 256
@@ -280,7 +280,7 @@ def report_features(worker: WorkerProcess, rounds: int, passes: int, targets: Ta
     for name, what in FEATURES_IN_WORDS.items():
         times = paired_ratio(figures[name], figures["plain"])
         rows.append([what, median(figures[name]), times])
-        targets.at_most(f"a step with {what} / a plain one", times, MOST_FOR.get(name, MOST_FOR_A_FEATURE))
+        targets.at_most(f"a step with {what} / a plain one", times, MAX_FOR.get(name, MAX_FOR_A_FEATURE))
         named |= {f"{name}_us": round(median(figures[name]), 2), f"{name}_ratio": round(times, 3)}
     print_table(f"decoding of {FEATURES_RUNNING}, CPU us per step", ["", "us", "times"], rows)
     return named

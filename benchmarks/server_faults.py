@@ -67,12 +67,12 @@ RECEIVE_BUFFER = 4096
 SLOW_BYTES = 8 * MIB
 """Of a stream that is not read, if it is sent token by token: the kernel takes up to 4 MiB of it, and the rest would
 have to stay in the server. The model has a long name, which is part of every event."""
-LEAST_MERGED = 2.0
+MIN_MERGED = 2.0
 """Tokens per event of a slow reader: that there are more than one shows that the server waited for it."""
-MOST_GROWTH_PER_READER = 192 * 1024
+MAX_GROWTH_PER_READER = 192 * 1024
 WARM_UP_ROUNDS = 2
 """Of ordinary readers: after one, a server with few readers still grows a little with everybody reading."""
-LEAST_SPEED = 0.85
+MIN_SPEED = 0.85
 """Of readers beside slow ones, over the same readers beside ordinary ones."""
 
 Scenario = Callable[["Sizes", Targets], dict[str, Any]]
@@ -317,12 +317,12 @@ def slow_readers(sizes: Sizes, targets: Targets) -> dict[str, Any]:
         figures["complete"] == sizes.slow_readers,
     )
     grown = figures["grown_mib"] * MIB / sizes.slow_readers
-    targets.at_most("slow readers: KiB that one costs the API", grown / 1024, MOST_GROWTH_PER_READER / 1024)
+    targets.at_most("slow readers: KiB that one costs the API", grown / 1024, MAX_GROWTH_PER_READER / 1024)
     if sizes is FULL:  # one short round says little about speed
-        targets.at_least("slow readers: speed of those beside them, of ordinary", figures["speed_ratio"], LEAST_SPEED)
+        targets.at_least("slow readers: speed of those beside them, of ordinary", figures["speed_ratio"], MIN_SPEED)
     else:
         targets.skip("slow readers: speed of those beside them, of ordinary", "--quick")
-    targets.at_least("slow readers: tokens per event", figures["tokens_per_event"], LEAST_MERGED)
+    targets.at_least("slow readers: tokens per event", figures["tokens_per_event"], MIN_MERGED)
     left = "nothing" if figures["blocks_returned"] else "blocks or requests"
     targets.holds(f"slow readers: {left} left over; target: nothing", figures["blocks_returned"])
     return figures

@@ -39,7 +39,7 @@ SAMPLE = 24
 """Sound requests of a round that are asked again, alone."""
 SHOWN_FAULTS = 10
 SECONDS_BETWEEN_READINGS = 0.5
-MOST_GROWTH, GROWTH_BYTES = 0.05, 8 * MIB
+MAX_GROWTH, GROWTH_BYTES = 0.05, 8 * MIB
 """What a process may have more of after the last round than after the first: share, or bytes."""
 
 
@@ -354,7 +354,7 @@ def report(rounds: Sequence[Round], targets: Targets) -> dict[str, Any]:
         ("engine", [each.engine_bytes for each in rounds]),
     ):
         growth = sizes[-1] - sizes[0]
-        allowed = max(GROWTH_BYTES, MOST_GROWTH * sizes[0])
+        allowed = max(GROWTH_BYTES, MAX_GROWTH * sizes[0])
         text = f"the {name} process grew by {growth / MIB:.1f} MiB after round 1; target: at most {allowed / MIB:.1f}"
         targets.holds(text, growth <= allowed)
     return {"rounds": [figures_of(each) for each in rounds]}

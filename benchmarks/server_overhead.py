@@ -41,8 +41,8 @@ from _worker_process import WorkerProcess
 
 HERE = Path(__file__).resolve().parent
 THROUGHPUT, WATCHED = "share of throughput lost", "share of the processor time for being watched"
-MOST_LOSS = 0.10
-MOST_WATCHED_SHARE = 0.03
+MAX_LOSS = 0.10
+MAX_WATCHED_SHARE = 0.03
 WATCHED_SEED = 2_000  # other prompts, so that none is cached
 WARM_UP_SEED = 1_000
 WATCH = """
@@ -202,8 +202,8 @@ def report(turns: Sequence[Turn], jobs: Sequence[Job], num_streams: int, targets
     note(f"  of its processor time for being watched: {watched_share:.1%} (by round: {rounds})")
     complete = min(driven.num_complete for turn in turns for driven in (turn.driven, turn.watched))
     targets.holds(f"{complete} of {len(jobs)} requests are complete; target: all", complete == len(jobs))
-    targets.at_most(THROUGHPUT, loss, MOST_LOSS)
-    targets.at_most(WATCHED, watched_share, MOST_WATCHED_SHARE)
+    targets.at_most(THROUGHPUT, loss, MAX_LOSS)
+    targets.at_most(WATCHED, watched_share, MAX_WATCHED_SHARE)
     return {
         "output_tokens": tokens,
         "engine_tokens_per_second": round(tokens / engine_seconds, 1),

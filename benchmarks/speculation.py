@@ -33,7 +33,7 @@ from pointsman.engine.model.loader import load_model
 
 DRAFTS = 8
 PROMPT_TOKENS = 32
-MOST_RUNNING = 8
+MAX_RUNNING = 8
 WAVES = 2
 STEPS_PER_TURN = 16
 
@@ -139,7 +139,7 @@ def measure(
     for workload in workloads:
         sides = open_sides(loaded, workload.running)
         vocabulary = vocabulary_size(sides[0].engine)
-        prompts = [rng.integers(3, vocabulary, size=PROMPT_TOKENS).tolist() for _ in range(WAVES * MOST_RUNNING)]
+        prompts = [rng.integers(3, vocabulary, size=PROMPT_TOKENS).tolist() for _ in range(WAVES * MAX_RUNNING)]
         for _ in range(num_rounds + 1):
             for side in sides:
                 side.begin(workload, prompts, num_tokens)

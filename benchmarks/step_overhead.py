@@ -47,7 +47,7 @@ PROMPT_TOKENS, PROMPT_TOKENS_QUICK = 256, 64
 WARM_UP_STEPS = 5
 PLAIN_STEPS, PROFILED_STEPS = 10, 4  # of one block
 BLOCKS, BLOCKS_QUICK = 8, 3
-MOST_OVERHEAD = 0.10
+MAX_OVERHEAD = 0.10
 TOP = 10
 STEP = "pointsman step"
 US = 1e-6
@@ -278,7 +278,7 @@ def main() -> int:
         if quick:
             targets.skip(name, "--quick: a small model's steps are mostly overhead, whatever the engine does")
         else:
-            targets.at_most(name, entry["overhead"], MOST_OVERHEAD)
+            targets.at_most(name, entry["overhead"], MAX_OVERHEAD)
     setting = {
         "quick": quick,
         "dtype": arguments.dtype,

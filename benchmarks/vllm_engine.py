@@ -34,9 +34,9 @@ HERE = Path(__file__).resolve().parent
 SHAPE = Shape("tiny", 64, 1, 2, 1, 32, 128, 512, 1024)
 SCHEDULERS = {"pointsman": "TimedDropIn", "vllm": "TimedOwn"}
 TITLES = {"pointsman": "Pointsman", "vllm": f"vLLM {VLLM_VERSION}"}
-MOST_CPU = {64: 1.0, 256: 0.9}
+MAX_CPU = {64: 1.0, 256: 0.9}
 """By concurrent requests: our CPU time, vLLM's being 1."""
-MOST_IDLE_MS = 5.0
+MAX_IDLE_MS = 5.0
 """CPU time of a second without requests, beyond vLLM's."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 256
 PAIRS, PAIRS_QUICK = 7, 3
@@ -157,12 +157,10 @@ def report(running: int, pairs: int, targets: Targets) -> dict[str, Any]:
         "idle CPU ms/s",
     ]
     print_table(f"vLLM's engine core, {running} requests at once, {OUTPUT_TOKENS} tokens each", header, rows)
-    if running in MOST_CPU:
-        targets.at_most(
-            f"engine core CPU at {running} requests, ours / vLLM's own", figures["ratio"], MOST_CPU[running]
-        )
+    if running in MAX_CPU:
+        targets.at_most(f"engine core CPU at {running} requests, ours / vLLM's own", figures["ratio"], MAX_CPU[running])
     beyond = figures["pointsman"]["idle_ms"] - figures["vllm"]["idle_ms"]
-    targets.at_most("ms of CPU in a second without requests, beyond vLLM's own", beyond, MOST_IDLE_MS)
+    targets.at_most("ms of CPU in a second without requests, beyond vLLM's own", beyond, MAX_IDLE_MS)
     return figures
 
 
@@ -176,11 +174,11 @@ def main() -> int:
         note("skipped: there is no environment for vLLM; python benchmarks/vllm_env.py makes it")
         targets.skip("engine core CPU, ours / vLLM's own", "no environment for vLLM")
         return finish("vllm_engine", {"quick": quick, "requests": None}, targets, arguments.check)
-    sizes = [int(size) for size in arguments.sizes.split(",")] if arguments.sizes else list(MOST_CPU)
+    sizes = [int(size) for size in arguments.sizes.split(",")] if arguments.sizes else list(MAX_CPU)
     if quick:
         sizes = sizes[:1]
     pairs = arguments.pairs or (PAIRS_QUICK if quick else PAIRS)
-    for size in MOST_CPU.keys() - set(sizes):
+    for size in MAX_CPU.keys() - set(sizes):
         targets.skip(f"engine core CPU at {size} requests, ours / vLLM's own", "--quick" if quick else "not in --sizes")
     figures = {str(size): report(size, pairs, targets) for size in sizes}
     return finish("vllm_engine", {"quick": quick, "requests": figures}, targets, arguments.check)

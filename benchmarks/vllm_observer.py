@@ -64,12 +64,12 @@ def measure(worker: WorkerProcess, quick: bool) -> dict[str, dict[str, float]]:
     if lengths is not None:
         settings = settings_of(256, BACKLOG_BLOCKS[0])
         worker.ask("open_backlog", name="backlog", settings=settings, lengths=lengths)
-        found[AZURE] = worker.ask("advance_backlog", name="backlog", steps=MOST_STEPS)
+        found[AZURE] = worker.ask("advance_backlog", name="backlog", steps=MAX_STEPS)
     return found
 
 
 AZURE = "Azure backlog"
-MOST_STEPS = 1_000_000  # more than it has
+MAX_STEPS = 1_000_000  # more than it has
 
 
 def report(found: dict[str, dict[str, float]], targets: Targets) -> dict[str, Any]:

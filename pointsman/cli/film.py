@@ -27,9 +27,9 @@ from pointsman.web.film import Film
 from pointsman.web.story import Teller, life_of, lives_of, meaning_of, preemptions_of
 from pointsman.web.words import counted
 
-MOST_ROWS = 40
+MAX_ROWS = 40
 """Requests that a table names."""
-MOST_REASONS = 3
+MAX_REASONS = 3
 """Of a wait, in a table."""
 
 
@@ -198,7 +198,7 @@ def _print_step(found: Film, step: int) -> None:
     headers = ["request", "tokens in this step", "computed", "of which cached", "prompt", "generated"]
     for header in [*headers, "blocks"] if found.has_blocks else headers:
         table.add_column(header, justify="left" if header == "request" else "right", overflow="fold")
-    for number in state.running[:MOST_ROWS]:
+    for number in state.running[:MAX_ROWS]:
         one = state.requests[number]
         numbers = [
             tokens.get(number, 0), one.num_computed_tokens, one.num_cached_tokens, one.num_prompt_tokens,
@@ -212,7 +212,7 @@ def _print_step(found: Film, step: int) -> None:
     print(f"{len(state.waiting)} waiting, {len(state.parked)} parked")
     asked = [*state.skipped, *([] if state.blocker is None else [state.blocker])]
     others = [number for number in [*state.waiting, *state.parked] if number not in asked]
-    for number in [*asked, *others][:MOST_ROWS]:
+    for number in [*asked, *others][:MAX_ROWS]:
         print(f"  {one_line(teller.name(number))}: {one_line(teller.why(state, number))}")
     _print_rest(len(state.waiting) + len(state.parked))
     if state.is_cached is not None:
@@ -223,8 +223,8 @@ def _print_step(found: Film, step: int) -> None:
 
 
 def _print_rest(count: int) -> None:
-    if count > MOST_ROWS:
-        print(f"  and {count - MOST_ROWS} more")
+    if count > MAX_ROWS:
+        print(f"  and {count - MAX_ROWS} more")
 
 
 def _print_life(found: Film, request_id: str) -> None:
@@ -261,14 +261,14 @@ def _print_waits(found: Film, most: int) -> None:
     for life in lives[:most]:
         if not life.waited:
             break
-        parts = [f"{_shown(reason)} {seconds:.3f}" for reason, seconds in list(life.waited.items())[:MOST_REASONS]]
+        parts = [f"{_shown(reason)} {seconds:.3f}" for reason, seconds in list(life.waited.items())[:MAX_REASONS]]
         name = Text(one_line(found.requests[life.number].request_id))
         table.add_row(name, f"{life.total_waited:.3f}", f"{life.ran:.3f}", "; ".join(parts))
     if not table.row_count:
         print("No request waited.")
         return
     Console(markup=False).print(table)
-    for reason in dict.fromkeys(reason for life in lives[:most] for reason in list(life.waited)[:MOST_REASONS]):
+    for reason in dict.fromkeys(reason for life in lives[:most] for reason in list(life.waited)[:MAX_REASONS]):
         print(f"{_shown(reason)}: {meaning_of(reason)}")
     print("Next: --request ID says how each of them came to wait")
 

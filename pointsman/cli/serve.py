@@ -20,7 +20,7 @@ from pointsman.cli.knobs import engine_arguments, size
 from pointsman.core.observe.side_file import WhenFull
 from pointsman.files import MAX_MESSAGE, MAX_SETTINGS, MAX_WRITTEN, read_input, shown
 from pointsman.server.config import ServerConfig, is_key
-from pointsman.server.service.heartbeat import LEAST_TIMEOUT
+from pointsman.server.service.heartbeat import MIN_TIMEOUT
 
 API_KEY_VARIABLE = "POINTSMAN_API_KEY"
 OPERATOR_KEY_VARIABLE = "POINTSMAN_OPERATOR_KEY"
@@ -122,9 +122,9 @@ def _check_run_options(values: dict[str, Any]) -> None:
         raise ValueError(f"--max-engine-restarts is {restarts}; it must be 0 (a dead engine stays dead) or more")
     if (resumes := values.get("max_resumes")) is not None and resumes < 0:
         raise ValueError(f"--max-resumes is {resumes}; it must be 0 (a death ends its requests) or more")
-    if (timeout := values.get("engine_timeout")) and not LEAST_TIMEOUT <= timeout < float("inf"):
+    if (timeout := values.get("engine_timeout")) and not MIN_TIMEOUT <= timeout < float("inf"):
         raise ValueError(
-            f"--engine-timeout is {timeout:g}; it must be {LEAST_TIMEOUT:g} seconds or more, or 0 (no engine is ended)"
+            f"--engine-timeout is {timeout:g}; it must be {MIN_TIMEOUT:g} seconds or more, or 0 (no engine is ended)"
         )
     if (when_full := values.get("record_when_full")) is not None:
         if when_full not in get_args(WhenFull):

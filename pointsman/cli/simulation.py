@@ -48,7 +48,7 @@ DEFAULTS = {"arrivals": "poisson:4", "prompt_tokens": "lognormal:1000,0.8", "out
 """The built-in example, about the lengths of a chat service; also what is generated where an option is left out."""
 SESSION_DEFAULTS = {"turns": "uniform:2,8", "new_tokens": "lognormal:60,1"}
 NUM_REQUESTS = 1000
-REQUESTS_PER_USER, MOST_OF_USERS = 10, 20_000
+REQUESTS_PER_USER, MAX_OF_USERS = 10, 20_000
 """Where a number of users is asked for and requests are generated: at least so many for each, and in all no more for
 that. The search ends at a user for each request."""
 MODEL, DEVICE = "Llama-3.1-8B", "h100"
@@ -114,7 +114,7 @@ def what_arrives(options: Mapping[str, Any], num_requests: int | None = None, *,
         if asks_users:
 
             def of_users(users: int) -> Workload:
-                enough = max(count, min(REQUESTS_PER_USER * users, MOST_OF_USERS))
+                enough = max(count, min(REQUESTS_PER_USER * users, MAX_OF_USERS))
                 return ClosedLoop(users, lengths, think=think, num_requests=enough, seed=seed, is_spread=True)
 
             title = f"at least {count:,} requests, {of_lengths}, from users who think for {options.get('think', '0')} s"

@@ -27,9 +27,9 @@ ItemT = TypeVar("ItemT")
 SHARE = 3
 """How many times what is free one tenant may hold: three quarters of a room if it is alone."""
 
-_LEAST_KEPT = 64
+_MIN_KEPT = 64
 """Tenants that are remembered, even if none of them has anything to do."""
-_MOST_KEPT = 4096
+_MAX_KEPT = 4096
 """Tenants that have nothing to do, and are remembered because they were served more than others. With more of them,
 their names are made up."""
 
@@ -138,7 +138,7 @@ class Turns(Generic[ItemT]):
         self._now = 0.0  # virtual time
         self._number = count()
         self._len = self._num_out = 0
-        self._prune_at = _LEAST_KEPT
+        self._prune_at = _MIN_KEPT
         # A heap of starts, numbers and tenants of first items. What was offered and is not true any more is left in it.
         self._offers: list[tuple[float, int, str]] = []
 
@@ -233,7 +233,7 @@ class Turns(Generic[ItemT]):
         if offer is None:
             return
         heappush(self._offers, offer)
-        if len(self._offers) > 2 * len(self._tenants) + _LEAST_KEPT:  # most of them are not true any more
+        if len(self._offers) > 2 * len(self._tenants) + _MIN_KEPT:  # most of them are not true any more
             self._offers = [offer for own in self._tenants.values() if (offer := self._offer_of(own)) is not None]
             heapify(self._offers)
 
@@ -241,5 +241,5 @@ class Turns(Generic[ItemT]):
         """Forget idle tenants that have nothing to catch up with, or all idle ones where they are very many."""
         busy = {tenant: own for tenant, own in self._tenants.items() if own.queue or own.num_out}
         ahead = {tenant: own for tenant, own in self._tenants.items() if own.start > self._now}
-        self._tenants = busy if len(ahead) > _MOST_KEPT else {**busy, **ahead}
-        self._prune_at = max(_LEAST_KEPT, 2 * len(self._tenants))
+        self._tenants = busy if len(ahead) > _MAX_KEPT else {**busy, **ahead}
+        self._prune_at = max(_MIN_KEPT, 2 * len(self._tenants))

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 LOOKS = 4
 """In `watchdog_seconds`."""
-MOST_LINES = 10
+MAX_LINES = 10
 """In the log, of one look; the others are counted in one more."""
 
 
@@ -53,10 +53,10 @@ class EngineWatchdog:
         self._next_look = now + self._seconds / LOOKS
         stalls = self._scheduler.stalled(now, self._seconds)
         new = [stall for stall in stalls if self._reported.get(stall.explanation.request_id) != stall.since]
-        for stall in new[:MOST_LINES]:
+        for stall in new[:MAX_LINES]:
             logger.warning("no progress for %.1f s: %s", now - stall.since, stall.explanation.sentence)
-        if len(new) > MOST_LINES:
-            logger.warning("no progress for %g s or more: %d further requests", self._seconds, len(new) - MOST_LINES)
+        if len(new) > MAX_LINES:
+            logger.warning("no progress for %g s or more: %d further requests", self._seconds, len(new) - MAX_LINES)
         self._reported = {stall.explanation.request_id: stall.since for stall in stalls}
         self.num_stalled = len(stalls)
 

@@ -97,14 +97,14 @@ FIRST = ((0.05, 0.7, 6), (0.05, 0.7, 4), (0.03, 0.5, 3), (0.02, 0.5, 2))
 MORE = ((0.02, 0.3), (0.01, 0.3), (0.01, 0.2))
 """Iterations of the starts, and of the best ones: how far a coefficient moves for its slope, as a share of a typical
 step; the most that its logarithm may change then; how many starts remain."""
-MOST_LATE, CONVERGED = 8, 0.95
+MAX_LATE, CONVERGED = 8, 0.95
 """Further iterations of the best one, at most; one that does not lower the cost to less than this share is the last."""
 BY_CHANCE = 2 * (1 + TPOT_WEIGHT**2 + TTFT_WEIGHT**2)
 """A cost that chance alone may make, about: a search that has reached it would go on to fit noise."""
 MAX_MOVE = 0.4
 """Of a coefficient for its slope, relative to itself; one that hardly matters moves as far."""
 
-MOST_RUNS = 32
+MAX_RUNS = 32
 """Simulations of an iteration of the best ones."""
 
 FIRST_STEPS, MORE_STEPS, MIN_FIRST = 4000, 800_000, 20
@@ -422,7 +422,7 @@ def search(
     if estimate is not None:
         starts.insert(0, Start("estimate", estimate, estimate, certainty=2.0))
     num_first, num_more, num_late = _plan(problem)
-    most = len(starts) * NUM_SCALINGS + (num_more * 2 + num_late) * MOST_RUNS
+    most = len(starts) * NUM_SCALINGS + (num_more * 2 + num_late) * MAX_RUNS
     for _, _, num_kept in ((0, 0, len(starts)), *FIRST[:-1]):
         most += sum(sorted(len(ups_and_downs(len(each.free), False)) for each in starts)[-num_kept:])
     with _Simulations(problem, num_processes or os.cpu_count() or 1, most, progress) as simulations:
@@ -455,8 +455,8 @@ def _plan(problem: Problem) -> tuple[int, int, int]:
     )
     num_first = min(len(ends), max(MIN_FIRST, int(np.searchsorted(steps, FIRST_STEPS))))
     num_runs = MORE_STEPS / max(float(steps[-1]), 1.0)
-    num_more, num_late = int(num_runs / (2 * MOST_RUNS)), int(num_runs / MOST_RUNS)
-    return num_first, max(1, min(len(MORE), num_more)), min(MOST_LATE, num_late)
+    num_more, num_late = int(num_runs / (2 * MAX_RUNS)), int(num_runs / MAX_RUNS)
+    return num_first, max(1, min(len(MORE), num_more)), min(MAX_LATE, num_late)
 
 
 _problem: Problem | None = None

@@ -58,7 +58,7 @@ _FAMILIES: Mapping[str, _Family] = {
     "olmo2": _Family(defaults=_UNTIED),
     "granite": _Family(defaults=_UNTIED),
 }
-MOST = 2**40
+MAX = 2**40
 """Of any count; products of two of them are numbers that floats hold."""
 _OTHER_CACHES = re.compile(r"^(mamba|ssm|rwkv|linear_(attn|attention|num|key|value)|conv_|time_|recurrent|lru_)")
 """Fields of state-space and linear-attention layers, whose state is no KV cache."""
@@ -286,8 +286,8 @@ class _Reader:
         value = self._get(*names, **default)
         if value is None and "default" in default:
             return default["default"]
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
-            raise self._error(f"{names[0]} is {represented(value)}; it must be a whole number from {least} to {MOST}")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX:
+            raise self._error(f"{names[0]} is {represented(value)}; it must be a whole number from {least} to {MAX}")
         return value
 
     def _error(self, text: str) -> UnsupportedModel:

@@ -36,7 +36,7 @@ PARTS = {
     "num_samples": "sampled tokens in a step",
 }
 """The parts of a step's load, as a reader calls them."""
-LEAST_DISTANCE = 0.01
+MIN_DISTANCE = 0.01
 """Below the smallest load of a log, as a share of its largest, that is worth a warning."""
 
 
@@ -259,7 +259,7 @@ def warn_outside(profile: Profile, hull: Hull) -> list[str]:
         if most > known_most:
             warnings.append(_outside(PARTS[part], "up to", most, "at most", known_most, profile.source))
         # The smallest steps of two runs differ by chance; what counts is the distance beside the whole range.
-        if known_least - least > LEAST_DISTANCE * known_most:
+        if known_least - least > MIN_DISTANCE * known_most:
             warnings.append(_outside(PARTS[part], "down to", least, "at least", known_least, profile.source))
     return warnings
 

@@ -49,7 +49,7 @@ MAX_STEPS_AT_ONCE = 4096
 """Bounds the arrays of one run of decodes."""
 MORE_STEPS = 1.2
 """Of these, times of so many times as many as the last one says are computed; another run costs more."""
-LEAST_SECONDS = 1e-9
+MIN_SECONDS = 1e-9
 """Of a step, where the number of steps until a time is estimated."""
 MAX_BUILT = 2**24
 """Tokens of a prompt that is too long for the model and still built, for the scheduler to refuse and report it."""
@@ -137,7 +137,7 @@ class Replica:
         self._events = self.timeline.events
         self._ones = np.ones(_ROWS, dtype=np.int64)
         self._is_stepping = is_stepping
-        self._decode_seconds = LEAST_SECONDS  # of the last planned decode
+        self._decode_seconds = MIN_SECONDS  # of the last planned decode
         self._seed, self._vocab_size = seed, vocab_size
         self._has_content = config.enable_prefix_caching
         self._planned: _Decodes | _Step | None = None
@@ -257,7 +257,7 @@ class Replica:
         times[0] = self.now
         self._fill(times, 0, num_steps, len(rows), int(np.add.reduce(known)))
         end = times.item(num_steps)
-        self._decode_seconds = max(end - times.item(num_steps - 1), LEAST_SECONDS)
+        self._decode_seconds = max(end - times.item(num_steps - 1), MIN_SECONDS)
         return _Decodes(end, times, rows, num_left)
 
     def _num_steps_until(self, seconds: float) -> int:

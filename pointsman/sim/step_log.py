@@ -33,7 +33,7 @@ _WHOLE = "a step is from the end of the one before it to its own, the engine's o
 FloatArray = npt.NDArray[np.float64]
 
 COEFFICIENTS = ("per_step", "per_row", "per_token", "per_context_token", "per_attended", "per_sample", "per_prefill")
-MOST_HOST = 2.0
+MAX_HOST = 2.0
 """A host that takes this multiple of a step's time from its `schedule` to the next one waited for something else."""
 MIN_STEPS = 20
 """Fewer do not determine seven coefficients and leave some to judge them by."""
@@ -127,7 +127,7 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
         )
     device = np.array(seconds)
     cycles = np.array([to_next.get(step, math.nan) - begin for step, begin in begins])
-    has_host = (cycles >= device) & (cycles <= MOST_HOST * device)
+    has_host = (cycles >= device) & (cycles <= MAX_HOST * device)
     rest = float(np.median((cycles - device)[has_host])) if has_host.any() else 0.0
     return StepLog(
         np.array(loads, dtype=np.float64),

@@ -71,7 +71,7 @@ class StepTime(Protocol):
 # Step numbers 0, 1, ... of `of_decodes`: a slice costs less than an arange. Read-only, as all models share it.
 _NUMBERS: FloatArray = np.arange(4096, dtype=np.float64)
 _NUMBERS.flags.writeable = False
-_FEW = 4
+_MAX_SCALAR_STEPS = 4
 """Steps up to which floats are faster than arrays."""
 
 
@@ -334,7 +334,7 @@ class RooflineStepTime:
             else:
                 mixed = True
         r = self.efficiencies.r
-        if num_steps <= _FEW and not mixed:
+        if num_steps <= _MAX_SCALAR_STEPS and not mixed:
             power, root = math.pow, 1 / r
             return np.array(
                 [

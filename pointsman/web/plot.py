@@ -26,9 +26,9 @@ BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE, YELLOW, GREY = (
 )  # fmt: skip
 COLOURS = {PREFILL: ORANGE, DECODE: BLUE, WAITING: "#DDDDDD", PARKED: PURPLE}
 OF_REASONS = (VERMILION, SKY, ORANGE, PURPLE, GREEN, YELLOW, BLUE, GREY)
-MOST_REQUESTS = 400
+MAX_REQUESTS = 400
 """Requests that have a line of their own; of more, evenly chosen ones do."""
-MOST_POINTS = 2000
+MAX_POINTS = 2000
 """Of a curve; each is then the mean of a stretch of time."""
 
 
@@ -58,7 +58,7 @@ def draw(film: Film, title: str) -> Figure:
     return figure
 
 
-def means(edges: FloatArray, values: npt.NDArray[Any], most: int = MOST_POINTS) -> tuple[FloatArray, FloatArray]:
+def means(edges: FloatArray, values: npt.NDArray[Any], most: int = MAX_POINTS) -> tuple[FloatArray, FloatArray]:
     """A step function, `values` [n] between `edges` [n + 1], as the means over at most `most` stretches of time:
     (edges, means)."""
     if len(values) <= most:
@@ -93,9 +93,7 @@ def _draw_pool(axes: Any, timeline: Timeline, edges: FloatArray, num_blocks: int
 
 def _draw_requests(axes: Any, film: Film, spans: list[Span]) -> None:
     count = len(film.requests)
-    shown = (
-        np.unique(np.linspace(0, count - 1, min(count, MOST_REQUESTS)).round().astype(int)).tolist() if count else []
-    )
+    shown = np.unique(np.linspace(0, count - 1, min(count, MAX_REQUESTS)).round().astype(int)).tolist() if count else []
     place = {number: index for index, number in enumerate(shown)}
     for kind, colour in COLOURS.items():
         bars = [(place[span.number], span) for span in spans if span.kind == kind and span.number in place]

@@ -114,7 +114,7 @@ def test_the_most_users_and_the_fewest_replicas_for_them(pointsman: Run) -> None
 
 
 def test_the_search_for_users_ends_where_all_targets_are_met(pointsman: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pointsman.cli.simulation.MOST_OF_USERS", 40)
+    monkeypatch.setattr("pointsman.cli.simulation.MAX_OF_USERS", 40)
     lengths = ("--requests", 2, "--prompt-tokens", 10, "--output-tokens", 1, "--ttft-target", "1h")
     found = words(pointsman("capacity", *lengths, "--think", 1))
     assert "At least 64 users meet the targets" in found and "raise --requests" in found

@@ -16,7 +16,7 @@ from tests.cli.test_bad_input import check_refused
 from tests.sim.test_scenarios import TINY
 
 Run = Callable[..., Finished]
-FEW = ("--requests", "40")
+SHORT_RUN = ("--requests", "40")
 
 
 @pytest.fixture
@@ -98,8 +98,8 @@ def test_bad_options(pointsman: Run, args: list[str], words: list[str]) -> None:
 
 
 def test_several_seeds_give_means_with_intervals(pointsman: Run) -> None:
-    single = [pointsman("simulate", *FEW, "--seed", seed, "--json").json_lines[-1] for seed in (5, 6, 7)]
-    (found,) = pointsman("simulate", *FEW, "--seed", 5, "--seeds", 3, "--json").json_lines
+    single = [pointsman("simulate", *SHORT_RUN, "--seed", seed, "--json").json_lines[-1] for seed in (5, 6, 7)]
+    (found,) = pointsman("simulate", *SHORT_RUN, "--seed", 5, "--seeds", 3, "--json").json_lines
     assert found["num_seeds"] == 3
     assert "seeds 5 to 7" in found["workload"]
     assert found["counts"]["arrived"] == 120
@@ -113,7 +113,7 @@ def test_several_seeds_give_means_with_intervals(pointsman: Run) -> None:
 
 
 def test_several_seeds_are_printed(pointsman: Run) -> None:
-    finished = pointsman("simulate", *FEW, "--users", 3, "--seeds", 2)
+    finished = pointsman("simulate", *SHORT_RUN, "--users", 3, "--seeds", 2)
     assert finished.code == 0, finished.err
     assert "seeds 0 to 1" in " ".join(finished.out.split())
     assert "mean over 2 runs that differ in their seed" in " ".join(finished.out.split())
@@ -127,7 +127,7 @@ def test_ctrl_c_leaves_the_seeds_that_are_complete(pointsman: Run, monkeypatch: 
             raise KeyboardInterrupt
 
     monkeypatch.setattr(ProgressBar, "update", interrupt)
-    finished = pointsman("simulate", *FEW, "--seeds", 4, "--json")
+    finished = pointsman("simulate", *SHORT_RUN, "--seeds", 4, "--json")
     assert finished.code == 130
     (found,) = finished.json_lines
     assert found["num_seeds"] == 2
@@ -140,4 +140,4 @@ def test_seeds_need_something_that_is_drawn(pointsman: Run, tmp_path: Path) -> N
     path = tmp_path / "trace.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00.0,100,10\n")
     check_refused(pointsman("simulate", "--trace", path, "--seeds", 3), "--seeds is 3", "trace", "leave it out")
-    check_refused(pointsman("simulate", *FEW, "--seeds", 0), "--seeds is 0", "at least 1")
+    check_refused(pointsman("simulate", *SHORT_RUN, "--seeds", 0), "--seeds is 0", "at least 1")

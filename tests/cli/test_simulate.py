@@ -24,7 +24,7 @@ from tests.cli.test_capacity import profile
 
 Run = Callable[..., Finished]
 ROOT = Path(__file__).parents[2]
-FEW = ("--requests", "40")
+SHORT_RUN = ("--requests", "40")
 RETAINING = ("--eviction", "retention")
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 
@@ -49,7 +49,7 @@ def report(finished: Finished) -> dict[str, Any]:
 
 
 def test_a_report_begins_with_the_kv_blocks_and_says_that_it_is_not_calibrated(pointsman: Run) -> None:
-    finished = pointsman("simulate", *FEW, "--ttft-target", "500ms", "--itl-target", "1s", "--price-per-hour", 2)
+    finished = pointsman("simulate", *SHORT_RUN, "--ttft-target", "500ms", "--itl-target", "1s", "--price-per-hour", 2)
     assert finished.code == 0, finished.err
     lines = finished.out.splitlines()
     assert "KV blocks of 16 tokens" in lines[0]
@@ -85,7 +85,7 @@ def test_extrapolation_is_warned_of(pointsman: Run, trace: Path, tmp_path: Path)
 
 def test_files_are_written(pointsman: Run, tmp_path: Path) -> None:
     page, perfetto = tmp_path / "page.html", tmp_path / "trace.json"
-    finished = pointsman("simulate", *FEW, "--html", page, "--perfetto", perfetto)
+    finished = pointsman("simulate", *SHORT_RUN, "--html", page, "--perfetto", perfetto)
     assert finished.code == 0, finished.err
     text = page.read_text()
     HTMLParser().feed(text)
@@ -127,7 +127,7 @@ def test_the_scheduler_has_the_knobs(pointsman: Run, trace: Path) -> None:
 
 
 def test_users_wait_for_their_answers(pointsman: Run) -> None:
-    found = report(pointsman("simulate", *FEW, "--users", 3, "--think", "exponential:0.1", "--json"))
+    found = report(pointsman("simulate", *SHORT_RUN, "--users", 3, "--think", "exponential:0.1", "--json"))
     assert found["counts"]["finished"] == 40
     assert found["running"]["max"]["value"] <= 3
 
@@ -250,7 +250,7 @@ def test_prompts_that_are_too_long_are_counted_and_named(pointsman: Run, tmp_pat
 
 
 def test_if_all_are_refused_that_is_an_error(pointsman: Run) -> None:
-    finished = pointsman("simulate", *FEW, "--prompt-tokens", 300_000)
+    finished = pointsman("simulate", *SHORT_RUN, "--prompt-tokens", 300_000)
     assert finished.code == 2
     (error,) = finished.errors
     for words in ("all 40 requests are refused", "300000 tokens", "131072", "shorten the prompt"):
@@ -291,7 +291,7 @@ def test_ctrl_c_prints_the_report_so_far() -> None:
     assert "TTFT" in out
 
 
-SHORT_OF_BLOCKS = ("--device", "4090", "--num-blocks", "300", "--output-tokens", "lognormal:600,0.6", *FEW)
+SHORT_OF_BLOCKS = ("--device", "4090", "--num-blocks", "300", "--output-tokens", "lognormal:600,0.6", *SHORT_RUN)
 
 
 def test_preempted_requests_swap_to_host_memory(pointsman: Run) -> None:
@@ -308,4 +308,4 @@ def test_preempted_requests_swap_to_host_memory(pointsman: Run) -> None:
 
 def test_host_memory_that_cannot_work_is_refused(pointsman: Run) -> None:
     words = "there is no host memory to swap to; give kv_offload_bytes"
-    check_refused(pointsman("simulate", *FEW, "--preemption-mode", "swap"), words)
+    check_refused(pointsman("simulate", *SHORT_RUN, "--preemption-mode", "swap"), words)

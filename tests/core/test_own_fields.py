@@ -12,7 +12,7 @@ import pytest
 import pointsman.core
 
 CORE = Path(pointsman.core.__file__).parent
-MOST = 66
+MAX = 66
 """Stores in all of the core. Lower it when there are fewer; a new one belongs into a method of the object."""
 
 
@@ -47,7 +47,7 @@ def stores(source: str) -> list[str]:
 
 def test_stores_into_other_objects_do_not_become_more() -> None:
     counts = Counter({str(path.relative_to(CORE)): len(stores(path.read_text())) for path in CORE.rglob("*.py")})
-    assert counts.total() <= MOST, f"{counts.total()} stores into other objects: {counts.most_common(12)}"
+    assert counts.total() <= MAX, f"{counts.total()} stores into other objects: {counts.most_common(12)}"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.engine.turns import _MOST_KEPT, SHARE, Room, RoomError, Turn, Turns
+from pointsman.engine.turns import _MAX_KEPT, SHARE, Room, RoomError, Turn, Turns
 
 TENANTS = ("a", "b", "c")
 
@@ -209,7 +209,7 @@ def test_made_up_tenants_are_forgotten_while_a_worker_is_held() -> None:
         turn = turns.take()
         assert turn is not None
         turns.end(turn)
-    assert len(turns._tenants) <= 2 * (_MOST_KEPT + 1) and len(turns._offers) < 200
+    assert len(turns._tenants) <= 2 * (_MAX_KEPT + 1) and len(turns._offers) < 200
 
 
 def test_a_turn_among_many_tenants_costs_no_look_at_each() -> None:

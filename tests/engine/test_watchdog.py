@@ -14,7 +14,7 @@ from pointsman.engine import AsyncEngine, Engine, SamplingParams
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import wrap_model
 from pointsman.engine.stats import read_stats
-from pointsman.engine.watchdog import MOST_LINES, EngineWatchdog
+from pointsman.engine.watchdog import MAX_LINES, EngineWatchdog
 from tests.core.helpers import Host
 from tests.engine.tiny_models import FAMILIES, build
 
@@ -69,13 +69,13 @@ def test_it_looks_four_times_in_its_seconds_and_no_more_often(monkeypatch: pytes
 
 def test_many_stalls_make_few_lines(caplog: pytest.LogCaptureFixture) -> None:
     watched = Watched(1.0)
-    for index in range(MOST_LINES + 5):
+    for index in range(MAX_LINES + 5):
         watched.host.add(f"r{index}", 1)
     watched.dog.tick()
     watched.look(1.0)
-    assert len(caplog.records) == MOST_LINES + 1
+    assert len(caplog.records) == MAX_LINES + 1
     assert "5 further requests" in caplog.records[-1].getMessage()
-    assert watched.dog.num_stalled == MOST_LINES + 5
+    assert watched.dog.num_stalled == MAX_LINES + 5
 
 
 def test_a_pause_is_no_stall(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,8 +20,8 @@ pytestmark = [*NEEDS_VLLM, pytest.mark.long]
 
 TEXTS = [text for prompts in BY_LANGUAGE.values() for text in (prompts[0], prompts[-1])]
 """A short and a long one of each language, and of code."""
-MOST_TOKENS = 24
-MOST_TIES = 2
+MAX_TOKENS = 24
+MAX_TIES = 2
 NUM_BLOCKS = {"smollm2": 14, "gemma3-270m": 76}
 """Of 32 tokens; the longest request takes 8, for each of the six groups that vLLM makes of Gemma's layers. Requests
 preempt each other."""
@@ -36,7 +36,7 @@ def check_tokens(name: str, answers: dict[str, Any], prompts: list[list[int]]) -
         ties += len(reference(name).check_greedy(prompt, answer["tokens"]))
         has_ended = answer["tokens"][-1] in loaded(name).eos_token_ids
         assert answer["reason"] == ("stop" if has_ended else "length")
-        assert has_ended or len(answer["tokens"]) == MOST_TOKENS
+        assert has_ended or len(answer["tokens"]) == MAX_TOKENS
     return ties
 
 
@@ -45,7 +45,7 @@ def test_tokens_of_published_models_are_those_of_transformers(
     name: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     prompts = [token_ids_of(name, text) for text in TEXTS]
-    params = {"max_tokens": MOST_TOKENS}
+    params = {"max_tokens": MAX_TOKENS}
     requests = [
         {"id": str(number), "prompt": prompt, "params": params, "step": number // 3}
         for number, prompt in enumerate(prompts)
@@ -57,4 +57,4 @@ def test_tokens_of_published_models_are_those_of_transformers(
         preemptions = found["metrics"]["vllm:num_preemptions"]
         ties = check_tokens(name, found["answers"], prompts)
         record_property("ours" if ours else "vLLM's", json.dumps({"preemptions": preemptions, "ties": ties}))
-        assert ties <= MOST_TIES and preemptions > 0
+        assert ties <= MAX_TIES and preemptions > 0

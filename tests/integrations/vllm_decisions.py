@@ -81,9 +81,9 @@ READ = (
 )
 """Of a scheduler, by others, and the same all the time."""
 MAX_STEPS = 3_000
-MOST_REQUESTS = 40
+MAX_REQUESTS = 40
 NUM_TOKENS = 9  # that are sampled; 0 to 4 may be stop tokens
-MOST_EMBEDDINGS = 24  # of a request to an encoder-decoder
+MAX_EMBEDDINGS = 24  # of a request to an encoder-decoder
 HASH = get_hash_fn_by_name("sha256")
 
 
@@ -171,7 +171,7 @@ def make_workload(seed: int, kind: str = "") -> Workload:
     scheduler["long_prefill_token_threshold_adaptive"] = rng.random() < 0.5
     asynchronous, caches = rng.random() < 0.4 and kind != "states", rng.random() < 0.7
     if asynchronous and caches:  # see docs/vllm.md: what is found again where blocks run out is not the same
-        num_usable = MOST_REQUESTS * blocks_of_longest
+        num_usable = MAX_REQUESTS * blocks_of_longest
     layout = make_layout(rng, block_size) if in_groups else ()
     while kind == "states" and not any(each == "state" for each, _, _ in layout):
         layout = make_layout(rng, block_size)
@@ -190,7 +190,7 @@ def make_workload(seed: int, kind: str = "") -> Workload:
             hash_size = rng.choice([size for size in (1, 2, 4, 8) if size < block_size])
         retention = rng.choice((None, None, 0, 2 * block_size))
         if asynchronous:  # as above
-            num_usable = MOST_REQUESTS * blocks_of_longest
+            num_usable = MAX_REQUESTS * blocks_of_longest
     workload = Workload(
         seed,
         scheduler,
@@ -217,7 +217,7 @@ def make_workload(seed: int, kind: str = "") -> Workload:
     elif {"state", "cached state", "ring"} & kinds:  # each draft has a state of its own there
         workload.num_drafts = 0
     if workload.num_drafts and caches:  # see docs/vllm.md: what is evicted is not the same
-        workload.num_blocks = max(workload.num_blocks, 1 + MOST_REQUESTS * blocks_of_longest)
+        workload.num_blocks = max(workload.num_blocks, 1 + MAX_REQUESTS * blocks_of_longest)
     if has_images:
         workload.num_drafts = 0
         _add_images(workload, rng)
@@ -313,13 +313,13 @@ def make_preempted(number: int) -> Workload:
 def _blocks_of_longest(kind: str, block_size: int, max_model_len: int) -> int:
     """At most, of a group."""
     if kind == "encoder":
-        return -(-MOST_EMBEDDINGS // block_size)
+        return -(-MAX_EMBEDDINGS // block_size)
     if kind == "cached state":
         return 5  # the newest, the one before, one of a step in flight, one within a chunk, a copy
     return -(-max_model_len // block_size) + 1 if block_size and kind != "ring" else 1
 
 
-_MOST_TOKENS = ("long_prefill_token_threshold", "max_num_batched_tokens")
+_MAX_TOKENS = ("long_prefill_token_threshold", "max_num_batched_tokens")
 
 
 def _add_images(workload: Workload, rng: random.Random) -> None:
@@ -331,7 +331,7 @@ def _add_images(workload: Workload, rng: random.Random) -> None:
     for number in range(rng.randrange(2, 9)):
         length = rng.randrange(1, 9)
         if workload.scheduler["disable_chunked_mm_input"]:  # see docs/vllm.md: vLLM's own never computes longer ones
-            threshold, budget = (workload.scheduler[name] for name in _MOST_TOKENS)
+            threshold, budget = (workload.scheduler[name] for name in _MAX_TOKENS)
             length = min(length, threshold or budget, budget)
         masked = rng.random() < 0.4
         mask = "".join(rng.choice("011") for _ in range(length)) if masked else "1" * length
@@ -361,7 +361,7 @@ def _add_sounds(workload: Workload, rng: random.Random) -> None:
     """What an encoder-decoder reads beside its prompts, some of it several times; some requests have none."""
     workload.is_encoder_decoder = True
     workload.scheduler["disable_chunked_mm_input"] = True  # as vLLM sets it for these models
-    sizes = {f"sound{number}": rng.randrange(1, MOST_EMBEDDINGS + 1) for number in range(rng.randrange(2, 9))}
+    sizes = {f"sound{number}": rng.randrange(1, MAX_EMBEDDINGS + 1) for number in range(rng.randrange(2, 9))}
     largest = max(sizes.values())
     budget = rng.choice((largest, largest + 2, 2 * largest, sum(sizes.values())))
     workload.encoder = (budget, 10_000 if workload.asynchronous else budget)  # as for images
@@ -373,9 +373,9 @@ def _add_sounds(workload: Workload, rng: random.Random) -> None:
 def _add_parts(workload: Workload, rng: random.Random) -> None:
     """Some prompts come in parts. Nothing runs out: see docs/vllm.md."""
     workload.caches, workload.num_drafts, workload.max_loras = True, 0, 0
-    workload.num_blocks = 1 + MOST_REQUESTS * workload.num_blocks
+    workload.num_blocks = 1 + MAX_REQUESTS * workload.num_blocks
     most = workload.scheduler["max_model_len"]
-    workload.scheduler |= {"max_num_batched_tokens": MOST_REQUESTS * most, "max_num_seqs": MOST_REQUESTS}
+    workload.scheduler |= {"max_num_batched_tokens": MAX_REQUESTS * most, "max_num_seqs": MAX_REQUESTS}
     workload.scheduler |= _NO_THRESHOLD | {"max_num_active_seqs": None}
     parts: list[tuple[int, dict[str, Any]]] = []
     for step, request in [(step, each) for step, requests in workload.arrivals.items() for each in requests]:
@@ -407,7 +407,7 @@ def _add_grammars(workload: Workload, rng: random.Random) -> None:
     workload.scheduler |= _NO_THRESHOLD  # see docs/vllm.md: who is counted
     if workload.caches:  # see docs/vllm.md: in which order blocks are released where a grammar ends its request
         most = -(-workload.scheduler["max_model_len"] // workload.block_size)
-        workload.num_blocks = max(workload.num_blocks, 1 + MOST_REQUESTS * most)
+        workload.num_blocks = max(workload.num_blocks, 1 + MAX_REQUESTS * most)
     for step, requests in workload.arrivals.items():
         for request in requests:
             if rng.random() < 0.6:
@@ -455,7 +455,7 @@ def grammars_of(config: Any) -> StructuredOutputManager:
 def _fill(workload: Workload, rng: random.Random, max_model_len: int) -> None:
     prefixes = [[rng.randrange(100) for _ in range(max_model_len)] for _ in range(3)]
     span = rng.choice((1, 10, 40))
-    for number in range(rng.randrange(3, MOST_REQUESTS)):
+    for number in range(rng.randrange(3, MAX_REQUESTS)):
         length = rng.randrange(1, max_model_len)
         shared = rng.choice((0, rng.randrange(length + 1), length))
         prompt = rng.choice(prefixes)[:shared] + [rng.randrange(100) for _ in range(length - shared)]

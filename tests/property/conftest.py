@@ -24,5 +24,5 @@ def few_rows_are_many() -> Iterator[None]:
     """Three running rows are written as a slice, and two that get blocks by NumPy."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch, "SPANNED_FROM", 3)
-        patch.setattr(tables, "FEW_ROWS", 1)
+        patch.setattr(tables, "MAX_LOOP_ROWS", 1)
         yield

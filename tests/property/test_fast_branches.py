@@ -71,15 +71,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "logged": {"log_request_events": True},
 }
 BASE = {"max_num_batched_tokens": 24}
-FEW_BLOCKS = {"num_blocks": 40, "max_num_seqs": 30, "max_num_batched_tokens": 60, "enable_prefix_caching": False}
+SHORT_POOL = {"num_blocks": 40, "max_num_seqs": 30, "max_num_batched_tokens": 60, "enable_prefix_caching": False}
 IN_FLIGHT: dict[str, dict[str, Any]] = {
     "two in flight": {"max_steps_in_flight": 2},
     "two in flight, few blocks": {"max_steps_in_flight": 2, "num_blocks": 60, "full_sequence_must_fit": False},
     "three in flight, few seats": {"max_steps_in_flight": 3, "max_num_seqs": 3},
-    "few blocks and many seats": FEW_BLOCKS,
+    "few blocks and many seats": SHORT_POOL,
     "many rows": {"max_num_seqs": 70, "num_blocks": 900, "max_num_batched_tokens": 400},
 }
-MOST_STEPS = 5_000
+MAX_STEPS = 5_000
 Fault = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -227,7 +227,7 @@ def drive(seed: int, variant: dict[str, Any], num_rounds: int = 25) -> Beside:
             pair.disturb()
         pair.compare()
     pair.settle()
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         if not (pair.steady.has_unfinished_requests() or pair.in_flight):
             break
         pair.step()
@@ -258,7 +258,7 @@ def test_most_steps_take_the_fast_branches(monkeypatch: pytest.MonkeyPatch) -> N
     for name in taken:
         count(name)
     for seed in range(10):
-        drive(seed, FEW_BLOCKS)
+        drive(seed, SHORT_POOL)
     assert all(number > 100 for number in taken.values()), taken
 
 

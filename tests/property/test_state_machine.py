@@ -20,12 +20,12 @@ from .operations import EXECUTED, OPERATIONS, Operation, drive, make_world, run_
 from .workload import DrawChooser
 from .world import World
 
-LEAST_RULES = short_or_long(4_000, 15_000)
+MIN_RULES = short_or_long(4_000, 15_000)
 """Rules that the state machine must have executed; a run cut short by Hypothesis may not pass for a full one."""
 SEEDS = seeds(16, 30)
 RULES_PER_SEED = 60
 NUM_LIMIT_SEEDS = 48
-LEAST_OF_A_LIMIT = 4
+MIN_OF_A_LIMIT = 4
 CACHING = {"enable_prefix_caching": True, "share_within_step": True}
 GROUPS = {**CACHING, "connector": False, "preemption_mode": "recompute", "num_blocks": 24}
 FOCUS: dict[str, dict[str, Any]] = {
@@ -176,7 +176,7 @@ def test_state_machine() -> None:
     before = EXECUTED.total()
     run_state_machine_as_test(SchedulerMachine)
     executed = EXECUTED.total() - before
-    assert executed >= LEAST_RULES, f"only {executed} rules were executed"
+    assert executed >= MIN_RULES, f"only {executed} rules were executed"
 
 
 LONG_ONLY = {"windows alone", "windows and chunks", "chunks", "groups, speculation"}
@@ -302,6 +302,6 @@ def test_runs_meet_every_limit(limit: str) -> None:
     total = 0
     for seed in range(1_000_000, 1_000_000 + NUM_LIMIT_SEEDS):
         total += count(drive(seed, 2 * RULES_PER_SEED, **knobs))
-        if total >= LEAST_OF_A_LIMIT:
+        if total >= MIN_OF_A_LIMIT:
             break
-    assert total >= LEAST_OF_A_LIMIT
+    assert total >= MIN_OF_A_LIMIT

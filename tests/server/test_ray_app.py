@@ -26,7 +26,7 @@ from _scale_load import NUM_PREFIXES, request_of
 from _server_client import HOST, Exchange, send, start
 from _server_probe import read_metrics, run_async
 from _server_process import ServerProcess, free_port, wait_until
-from scale import LEAST_HIT_RATE, LONG
+from scale import LONG, MIN_HIT_RATE
 from scale_ray import SIZES
 
 from tests.forked_engines import start_server
@@ -151,7 +151,7 @@ class TestTwoReplicas:
             )
             return hits / queries
 
-        assert run_async(load()) >= LEAST_HIT_RATE
+        assert run_async(load()) >= MIN_HIT_RATE
         up = [
             line
             for line in ask(port, "/metrics").text.splitlines()

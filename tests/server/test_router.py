@@ -23,7 +23,7 @@ import pytest
 import router_env
 from _router_process import RouterFailed, start_router
 from _scale_load import prefix
-from _scale_router import DRAIN_PROMPT, LEAST_HIT_RATE, Routed, drain, prefixes
+from _scale_router import DRAIN_PROMPT, MIN_HIT_RATE, Routed, drain, prefixes
 from _server_process import free_port, wait_until
 
 from tests.forked_engines import start_server
@@ -160,7 +160,7 @@ def two() -> Iterator[Routed]:
 def test_prefixes_stay_together_and_a_server_that_ends_costs_no_request(two: Routed) -> None:
     with two.router("cache_aware") as router:
         figures = asyncio.run(prefixes(two, router, 96))
-        assert figures["hit_rate"] >= LEAST_HIT_RATE
+        assert figures["hit_rate"] >= MIN_HIT_RATE
         for path in re.findall(r"path: (/\w+), port: http}", MANIFEST.read_text().partition("kind: Deployment")[2]):
             assert httpx.get(f"{router.url}{path}").status_code == 200, f"the manifest probes {path}"
         drained = asyncio.run(drain(("127.0.0.1", router.port), two.servers[0]))

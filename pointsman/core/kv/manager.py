@@ -30,7 +30,7 @@ from pointsman.core.kv.events import KVEvents
 from pointsman.core.kv.prefix_tree import Found, Node, Place, PrefixCache, Root, Run, Span
 from pointsman.core.kv.reports import TableReports
 from pointsman.core.kv.retained import RetainingPool
-from pointsman.core.kv.tables import FEW_ROWS, BlockTables
+from pointsman.core.kv.tables import MAX_LOOP_ROWS, BlockTables
 from pointsman.core.kv.windows import Windows
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.interfaces import Eviction
@@ -398,7 +398,7 @@ class KVCacheManager(KVCache):
         if num_blocks > self.pool.num_free:
             return None
         blocks = self.take(num_blocks).astype(INT32)  # a scatter that converts takes longer
-        if self.has_tables and count <= FEW_ROWS:
+        if self.has_tables and count <= MAX_LOOP_ROWS:
             self._tables.append_to_few(rows, blocks, batch.num_slots, self.block_size)
             return blocks
         if not self.has_tables:

@@ -33,7 +33,7 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 IntArray = npt.NDArray[np.integer]
 
-FEW_ROWS = 3  # for which a loop takes less time than NumPy
+MAX_LOOP_ROWS = 3  # for which a loop takes less time than NumPy
 FIRST_LOOK = 16  # blocks that are compared at first; the number then doubles, so that short prefixes are cheap
 
 
@@ -112,7 +112,7 @@ class BlockTables:
         return ends
 
     def append_to_few(self, rows: Int64Array, blocks: IntArray, num_slots: Int64Array, block_size: int) -> None:
-        """As `append_one` for at most `FEW_ROWS` with one group, and `num_slots` [R] with it."""
+        """As `append_one` for at most `MAX_LOOP_ROWS` with one group, and `num_slots` [R] with it."""
         flat, ends, width = self.flat, self.ends, self.width
         for index, row in enumerate(rows.tolist()):
             end = ends.item(row)

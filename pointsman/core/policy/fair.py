@@ -37,7 +37,7 @@ Int64Array = npt.NDArray[np.int64]
 UNIT = 1_000_000
 """Of a counter to a token of weight 1."""
 _INITIAL = 64
-_LEAST_KEPT = 64
+_MIN_KEPT = 64
 """Idle tenants, and entries that are no longer valid, are removed when there are more than twice as many as others."""
 
 
@@ -170,7 +170,7 @@ class Fair(Policy):
         self._num_entered = 0
         self._length = 0
         self._last: _Tenant | None = None  # that left the queue
-        self._num_kept = _LEAST_KEPT
+        self._num_kept = _MIN_KEPT
         self._num_steps = 0  # in flight
         self._entered: dict[_Tenant, int] = {}  # while one was, with what they were lifted by
         self._runs: dict[Request, _Run] = {}
@@ -278,7 +278,7 @@ class Fair(Policy):
             tenant.wait_at(None)
             self._num_waiting_tenants -= 1
             self._last = tenant
-            if len(self._heap) > 2 * self._num_waiting_tenants + _LEAST_KEPT:
+            if len(self._heap) > 2 * self._num_waiting_tenants + _MIN_KEPT:
                 self._heap = [entry for entry in self._heap if entry.tenant.entry is entry]
                 heapq.heapify(self._heap)
 
@@ -442,7 +442,7 @@ class Fair(Policy):
                 del self._tenants[tenant.name]
                 self._outputs[tenant.number] = 0
                 self._free_numbers.append(tenant.number)
-        self._num_kept = max(_LEAST_KEPT, 2 * len(self._tenants))
+        self._num_kept = max(_MIN_KEPT, 2 * len(self._tenants))
 
 
 def read_weights(text: str) -> dict[str, float]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from pointsman.core.policy.gate import Int64Array
 from pointsman.core.policy.policy import Parameter, StepLoad
-from pointsman.core.policy.step_times import FEW_FITTED, GROWTH, UNREACHABLE
+from pointsman.core.policy.step_times import GROWTH, MIN_FITTED, UNREACHABLE
 from pointsman.core.policy.target_itl import TargetItl
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.interfaces import View
@@ -23,7 +23,7 @@ FAST = 0.25
 """On a fast device a step of the whole budget takes at most so many times the target. Nothing is learned or limited
 there, which would cost more than it is worth. Two steps in a row that take more than twice as much end this: all that
 was learned before is forgotten. One may be a stall of the machine."""
-LEAST_SECONDS = 1e-9
+MIN_SECONDS = 1e-9
 """For the least prompt tokens of a step, where nothing is known of what they take."""
 
 
@@ -110,14 +110,14 @@ class PrefillGap(TargetItl):
         """Whether a step of so many prompt tokens, behind as many as `deepest`, is known to be short beside these
         requests."""
         times = self.times
-        if num_tokens > times.most_tokens or times.num_mixed < FEW_FITTED or self._num_requests > times.most_predicted:
+        if num_tokens > times.most_tokens or times.num_mixed < MIN_FITTED or self._num_requests > times.most_predicted:
             return False
         alone = times.decode_seconds(self._num_requests, self._num_future_tokens)
         return alone + times.prefill_seconds(num_tokens, deepest) <= FAST * self._target
 
     def _for_prompts(self, left: float, alone: float, view: View) -> float:
         least = self.times.prefill_seconds(self._least + 0.5, 0)
-        return max(left, (UNREACHABLE - 1) * self.times.share * alone, least, LEAST_SECONDS)
+        return max(left, (UNREACHABLE - 1) * self.times.share * alone, least, MIN_SECONDS)
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
         if self._is_bare:

@@ -38,7 +38,7 @@ LEARNED_OVER = 512
 DECODE_COST = 3.0
 """For `growth`: device time of a decoded token, in prefilled ones. 3.3 and 3.8 in the simulated chats and long outputs
 on an RTX 4090; more with fewer requests at once."""
-MOST_KEPT = 1 / 8
+MAX_KEPT = 1 / 8
 """For `growth`: at most this share of the pool."""
 OUTLOOK = 1 / 4
 """For `growth`: releases are expected so far ahead, in mean outputs."""
@@ -442,7 +442,7 @@ class GrowthReserve(Reserve):
         growth, slack = pace * grown / size, max(of_prompt / size, 1.0)  # in blocks
         saved_to_lost = lost / work * pool / slack * -math.expm1(-slack / growth)  # of the first block
         kept = self._scale * growth * math.log(max(saved_to_lost, 1.0))
-        return int(min(kept, MOST_KEPT * pool)), enough
+        return int(min(kept, MAX_KEPT * pool)), enough
 
     def _look_ahead(self) -> None:
         """Count what the running requests grow by, and are expected to release; of many, at one call of several."""

@@ -25,31 +25,31 @@ NUM_CLASSES, PER_CLASS = 8, 16
 prompt every minute is not forgotten for the short ones between. So are, apart from them, those near the limit."""
 NEAR = 0.75
 """Times the limit: shorter steps say nothing about the errors of those that fill it, and less than proportionally how
-long these take, where reading and computing overlap. With `FEW_FITTED` near it, others hardly count; before that each
+long these take, where reading and computing overlap. With `MIN_FITTED` near it, others hardly count; before that each
 counts as much as so many others, as does the step with the most prompt tokens, and none is an outlier."""
-LEAST_MARGIN = -0.1
+MIN_MARGIN = -0.1
 """Where steps are shorter than predicted."""
 RECENT, RECENT_GROUPS, MEMORY = 32, 8, 0.05
 """The newest observations, and the weight of those before: what was seen before the device became slower counts only
 where nothing newer is known."""
 SHIFT, SHIFT_STEPS = 0.2, 8
 """So many steps in a row that are off by more than this share, all to one side: the device has another speed."""
-NUM_ERRORS, FEW_ERRORS = 64, 8
+NUM_ERRORS, MIN_ERRORS = 64, 8
 """Latest errors of the prediction that the margin is taken from, and with how many it begins to be."""
 FIRST_MARGIN, MARGIN_FALLS = 0.1, 0.02
 """Before that, and by how much it falls at most when the coefficients follow: it rises at once."""
 REFIT_AFTER, REFIT_AT_LATEST = 4, 16
 """Observations after which the coefficients follow, where the newest is off by more than `OFF` or `OFF_DEVIATIONS`
-standard deviations, and otherwise. Until `FEW_FITTED` steps with prompt tokens were seen, every one is taken in."""
+standard deviations, and otherwise. Until `MIN_FITTED` steps with prompt tokens were seen, every one is taken in."""
 OFF, OFF_DEVIATIONS = 0.02, 3.0
-FEW_FITTED = 16
+MIN_FITTED = 16
 RIDGE, SHARE_RIDGE = 1e-3, 1e-2
 """Of each coefficient, relative to an observation: what a constant load does not tell apart is divided evenly. The
 second is of the share of decoding, which beside prompt tokens takes what it takes alone, unless steps say otherwise:
 steps that all fill the target take the same time, so nearly any share would explain them."""
-FEW_POSITIONS = 4096
+POSITION_SCALE = 4096
 """Attending to so many positions costs no more than the rest of a token, unless steps with longer contexts say so."""
-OUTLIER, LEAST_OUTLIER = 4.0, 0.02
+OUTLIER, MIN_OUTLIER = 4.0, 0.02
 """Of a fit: farther off than so many standard deviations, and than this share, and it is left out."""
 MEAN_STEPS = 512
 """Steps over which the mean of their prompt tokens is taken."""
@@ -145,7 +145,7 @@ class StepTimes:
             index += NUM_CLASSES
             self._near.append(number)
             self._num_new += 1
-        elif len(self._near) < FEW_FITTED:
+        elif len(self._near) < MIN_FITTED:
             self._num_new += 1
         size = self._class_sizes[index]
         self._class_sizes[index] = size + 1
@@ -193,7 +193,7 @@ class StepTimes:
             self._fit_decode()
             self._fit_mixed()
         elif self._num_new and (
-            self._num_new >= (REFIT_AFTER if self._is_off else REFIT_AT_LATEST) or self.num_mixed <= FEW_FITTED
+            self._num_new >= (REFIT_AFTER if self._is_off else REFIT_AT_LATEST) or self.num_mixed <= MIN_FITTED
         ):
             self._fit_mixed()
 
@@ -212,7 +212,7 @@ class StepTimes:
 
     def _fit_mixed(self) -> None:
         if self.num_mixed:
-            knows_near = len(self._near) >= FEW_FITTED
+            knows_near = len(self._near) >= MIN_FITTED
             taken = self._steps[5].nonzero()[0]
             is_near = taken >= NUM_CLASSES * PER_CLASS
             number, requests, context, tokens, attended, seconds = self._steps[:, taken]
@@ -220,17 +220,17 @@ class StepTimes:
             requests, context = np.minimum(requests, self._most_requests), np.minimum(context, self._most_context)
             alone = base + per_request * requests + per_context * context
             recent = number >= (self._near[0] if knows_near else self.num_mixed - RECENT)
-            columns = np.stack((alone, tokens, attended / FEW_POSITIONS))
+            columns = np.stack((alone, tokens, attended / POSITION_SCALE))
             weights = np.where(recent, 1.0, MEMORY)
             if knows_near:
                 weights[~is_near] = MEMORY * MEMORY
             else:
-                weights = np.maximum(weights, FEW_FITTED * tokens / tokens.max())
-                weights[is_near] = FEW_FITTED
+                weights = np.maximum(weights, MIN_FITTED * tokens / tokens.max())
+                weights[is_near] = MIN_FITTED
             share, per_token, per_attended = _fitted(columns, seconds, weights, (1.0, 0.0, 0.0), is_mixed=True)
-            self._mixed = share, per_token, per_attended / FEW_POSITIONS
+            self._mixed = share, per_token, per_attended / POSITION_SCALE
             self.most_tokens = GROWTH * int(tokens.max())
-        if len(self._errors) >= FEW_ERRORS:
+        if len(self._errors) >= MIN_ERRORS:
             middle, self._deviation = _middle_and_deviation(list(self._errors))
             self.margin = max(middle + PERCENTILE_99 * self._deviation, self.margin - MARGIN_FALLS)
         self._num_new, self._is_off = 0, False
@@ -240,7 +240,7 @@ class StepTimes:
     @property
     def limit(self) -> float:
         """What may be predicted, so that the 99th percentile is the target."""
-        return max(self._target, self._least_target) / (1 + max(self.margin, LEAST_MARGIN))
+        return max(self._target, self._least_target) / (1 + max(self.margin, MIN_MARGIN))
 
     def decode_seconds(self, num_requests: float, num_context_tokens: float) -> float:
         """Of a step in which all these requests decode; 0: not known."""
@@ -308,7 +308,7 @@ def _fitted(
     found = _non_negative(columns, weights, prior, ridge)
     errors = found.dot(columns) - 1
     middle, deviation = _middle_and_deviation(errors[weights >= 1].tolist())
-    far = (np.abs(errors - middle) > max(OUTLIER * deviation, LEAST_OUTLIER)) & (weights <= 1)
+    far = (np.abs(errors - middle) > max(OUTLIER * deviation, MIN_OUTLIER)) & (weights <= 1)
     if far.any():
         weights[far] = 0.0
         found = _non_negative(columns, weights, prior, ridge)

@@ -34,7 +34,7 @@ from pointsman.core.state.output import Copies
 from pointsman.core.state.reason import Recovery
 from pointsman.core.state.request import Request
 
-NUM_COPIES, FEW_COPIES = 16, 3
+NUM_COPIES, MIN_COPIES = 16, 3
 """Recent steps with copies, of which the fastest says what a block takes, as noise only adds to it; and with how many
 that begins to be known."""
 TRIED_AGAIN = 64
@@ -133,7 +133,7 @@ class Swap(Policy):
             return
         self._copied_seconds = copies.seconds
         self._copies.append(copies)
-        if len(self._copies) < FEW_COPIES:
+        if len(self._copies) < MIN_COPIES:
             return
         self._seconds = min(one.seconds / one.num_blocks for one in self._copies)
         for request in list(self._open):

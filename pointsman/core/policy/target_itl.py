@@ -26,7 +26,7 @@ KEPT_FOR_QUEUE = 0.5
 """Of the time for prompt tokens, while a request waits: kept for prompts that fit it whole."""
 SCARCE_STEPS = 64
 """Steps for which prompt tokens are spread evenly after the queue waited for something else than them."""
-SPREAD, LEAST_SPREAD = 1.2, 0.35
+SPREAD, MIN_SPREAD = 1.2, 0.35
 """Then a step computes at most so many times the mean prompt tokens of a step, but what fits this share of the time for
 them: a long prompt keeps a third of its speed."""
 
@@ -47,7 +47,7 @@ class TargetItl(Limit):
 
     Where the queue waits for sequence slots or blocks, it waits for requests that decode, not for prompt tokens. Then
     these are spread: a step computes at most `SPREAD` times their mean of a step, or what reading for decode hides. As
-    the two overlap, equal steps take less time together than short and long ones. `LEAST_SPREAD` bounds what it costs a
+    the two overlap, equal steps take less time together than short and long ones. `MIN_SPREAD` bounds what it costs a
     long prompt.
 
     Where decoding alone, with the next request in it, would take longer than the target, that request waits for
@@ -188,7 +188,7 @@ class TargetItl(Limit):
             return left
         hidden = (1 - self.times.share) * alone  # reading for decode overlaps with prompt tokens
         num_even = max(SPREAD * self.times.mean_tokens, self._least) + 0.5  # no whole number, so that none is lost
-        return min(left, max(hidden, self.times.prefill_seconds(num_even, 0), LEAST_SPREAD * left))
+        return min(left, max(hidden, self.times.prefill_seconds(num_even, 0), MIN_SPREAD * left))
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
         if batch.num_prefilling == 0 and not self._view.num_waiting:

@@ -32,7 +32,7 @@ MAX_PARTS = 64
 PROGRAMS_PER_PROCESSOR = 8
 """Of the decode kernel, so that a multiprocessor always has one that does not wait for memory."""
 LARGEST_HEAD = 256
-LEAST_ROWS, MOST_ROWS = 64, 128
+MIN_ROWS, MAX_ROWS = 64, 128
 """Queries times their heads in a tile of the prefill kernel, for short chunks and for long ones. More rows share what
 is read of keys and values; see `most_rows`."""
 
@@ -120,7 +120,7 @@ class TritonAttention:
         """Copies what kernels read of the step; does not wait for the device."""
         decodes = np.nonzero(batch.query_lens == 1)[0]
         longest = int(batch.query_lens.max(initial=1)) * self._groups[-1]
-        tile_rows = self._most_rows if longest > LEAST_ROWS else LEAST_ROWS
+        tile_rows = self._most_rows if longest > MIN_ROWS else MIN_ROWS
         arrays = {
             "slots": (batch.slot_blocks * batch.block_size + batch.slot_offsets).astype(np.int32),
             "tails": batch.tails.astype(np.int32),
@@ -331,8 +331,8 @@ def _run_heads(
 
 
 def most_rows(head_bytes: int) -> int:
-    """The rows of a long chunk's tiles. Keys of more than 256 bytes a head leave no registers for `MOST_ROWS`."""
-    return MOST_ROWS if head_bytes <= 256 else LEAST_ROWS
+    """The rows of a long chunk's tiles. Keys of more than 256 bytes a head leave no registers for `MAX_ROWS`."""
+    return MAX_ROWS if head_bytes <= 256 else MIN_ROWS
 
 
 def decode_options(head_bytes: int) -> dict[str, int]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pointsman.engine.drafts.trail import Trail
-from pointsman.engine.drafts.worth import LEAST_GAIN, Odds, StepCost, best_counts
+from pointsman.engine.drafts.worth import MIN_GAIN, Odds, StepCost, best_counts
 from pointsman.engine.params.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class PromptLookup:
         if not found:
             return
         lengths = [trail.length for _, trail in found]
-        if num_rows + self._odds.most_gain(lengths) < LEAST_GAIN * num_rows:
+        if num_rows + self._odds.most_gain(lengths) < MIN_GAIN * num_rows:
             return
         chances = self._odds.chances(lengths, most)
         drafts: list[int] = []

@@ -21,9 +21,9 @@ LONGEST = 16
 """Matches of this length and longer ones count as one."""
 PRIOR = 4.0
 """Tokens of a length that weigh as much as what shorter ones say."""
-MOST_NOTED = 128.0
+MAX_NOTED = 128.0
 """From this many tokens of a length on, half of them are forgotten."""
-LEAST_GAIN = 1.05
+MIN_GAIN = 1.05
 """By how much drafts must be expected to raise the tokens per second, for there to be any: estimates are rough."""
 
 
@@ -46,7 +46,7 @@ class Odds:
             at = min(abs(length), LONGEST)
             self._noted[at] += 1
             self._right[at] += length > 0
-            if self._noted[at] > MOST_NOTED:
+            if self._noted[at] > MAX_NOTED:
                 self._noted[at] /= 2
                 self._right[at] /= 2
 
@@ -156,7 +156,7 @@ def best_counts(chances: Float64Array, num_rows: int, cost: StepCost) -> Int64Ar
     tokens[1:] += flat[order].cumsum()
     speed = tokens / cost.between(num_rows, num_rows + len(flat))
     best = int(speed.argmax())
-    if speed[best] < LEAST_GAIN * speed[0]:
+    if speed[best] < MIN_GAIN * speed[0]:
         best = 0
     counts: Int64Array = np.bincount(order[:best] // chances.shape[1], minlength=len(chances))
     return counts

@@ -41,7 +41,7 @@ CHUNK = 128
 """Keys whose scores are kept at a time, at least; a block if that is more."""
 PAIR = 2
 """Up to this many queries (times heads), two at a time are enough: a decode where two heads share a KV head."""
-FEW_ROWS = 8
+SMALL_BATCH = 8
 """Up to this many queries (times heads), a block's keys are not worth transposing."""
 TILE_ROWS = 64
 """Queries times heads of a tile, at most; one query's heads at least."""
@@ -69,7 +69,7 @@ NONE = -1.0e30
     TABLE_WIDTH,
     NUM_TILES,
     WINDOW,
-    MOST_ROWS,
+    MAX_ROWS,
 ) = range(1, 21)
 NUM_ARGUMENTS = 21
 
@@ -299,7 +299,7 @@ def attention_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kern
         if version == 0:  # never; so that the version is part of what the kernel is kept under on disk
             return
         num_heads, num_kv_heads, k_dim, v_dim = a[NUM_HEADS], a[NUM_KV_HEADS], a[K_DIM], a[V_DIM]
-        size, num_tiles, window, most_rows = a[BLOCK_SIZE], a[NUM_TILES], a[WINDOW], a[MOST_ROWS]
+        size, num_tiles, window, most_rows = a[BLOCK_SIZE], a[NUM_TILES], a[WINDOW], a[MAX_ROWS]
         query = carray(pointer(a[QUERY]), (a[NUM_TOKENS], num_heads, k_dim), activation_type)
         keys = carray(pointer(a[KEYS]), (a[NUM_BLOCKS], num_kv_heads, size, k_dim), cache_type)
         values = carray(pointer(a[VALUES]), (a[NUM_BLOCKS], num_kv_heads, size, v_dim), cache_type)
@@ -328,7 +328,7 @@ def attention_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kern
             row, first_token, num_queries, position = tiles[tile, 0], tiles[tile, 1], tiles[tile, 2], tiles[tile, 3]
             table, first_head = tables[row], head * group
             rows = num_queries * group
-            few = rows <= FEW_ROWS
+            few = rows <= SMALL_BATCH
             _begin_rows(Q, A, highest, total, query, sinks, a[SINKS] != 0, first_token, first_head, group, rows, scale)
             end = position + num_queries
             start = 0

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from pointsman.engine.arrays import Int64Array
 from pointsman.engine.attention.paged import PagedBatch
-from pointsman.engine.attention.triton_backend import LEAST_ROWS, TritonAttention, TritonPlan
+from pointsman.engine.attention.triton_backend import MIN_ROWS, TritonAttention, TritonPlan
 from pointsman.engine.device import size_on_device, to_device
 from pointsman.engine.errors import first_line
 from pointsman.engine.kv.pool import KVPool
@@ -282,7 +282,7 @@ class DecodeGraphs:
                 decode_tokens=numbers,
                 decode_lens=inputs["lens"],
                 tiles={},
-                tile_rows=LEAST_ROWS,
+                tile_rows=MIN_ROWS,
                 num_tokens=size,
             )
             for group in range(self._num_groups)

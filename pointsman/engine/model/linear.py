@@ -11,10 +11,10 @@ both go through one product and the outputs are those of 16 bits. With 8 bits al
 rose by 4 % instead of 0.3 %. Sums of 8-bit products are exact, and each row has scales of its own, so its output does
 not depend on the rows beside it.
 
-With `int4`, weights that were in 4 bits in a file (GGUF's Q4_0, Q4_1, Q4_K) are also kept so. Up to `FEW_ROWS` rows are
-multiplied with them by activations in bfloat16, and half as much is read. The time of a 4-bit product grows with its
-rows, so more rows are multiplied with the same numbers in 8 bits, or packed if the model is in bfloat16. A row's output
-then depends a little on how many rows a step has.
+With `int4`, weights that were in 4 bits in a file (GGUF's Q4_0, Q4_1, Q4_K) are also kept so. Up to `SMALL_BATCH` rows
+are multiplied with them by activations in bfloat16, and half as much is read. The time of a 4-bit product grows with
+its rows, so more rows are multiplied with the same numbers in 8 bits, or packed if the model is in bfloat16. A row's
+output then depends a little on how many rows a step has.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ KEPT_BOTH_WAYS_FROM = 1 << 16
 """Elements of a weight from which packing pays for many rows. It is then kept both ways, which is a MiB at most."""
 MANY_ROWS = 8
 """From this many rows on, the packed form of a weight that is kept both ways is used."""
-FEW_ROWS = 4
+SMALL_BATCH = 4
 """Up to this many rows, the 4-bit product is the faster one."""
 
 
@@ -118,7 +118,7 @@ class JoinedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
-        if self._groups is not None and x.numel() <= FEW_ROWS * self.in_features:
+        if self._groups is not None and x.numel() <= SMALL_BATCH * self.in_features:
             return self._in_int4(x)
         if self.form == "packed" or (self.form == "both" and x.numel() >= MANY_ROWS * self.in_features):
             return torch.ops.mkldnn._linear_pointwise(x, self._stored, self.bias, "none", [], "")  # type: ignore[no-any-return]

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_TIMES = 2
+MAX_TIMES = 2
 """A model has at most so many times the parameters of its files; one that shares weights may count them twice."""
 MAX_TENSORS = 2**18
 """Of all files; the largest models have some ten thousand."""
@@ -434,7 +434,7 @@ def _check_size(path: Path, config: Any, weights: _Weights) -> None:
             return
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_buffered = sum(buffer.numel() for buffer in model.buffers())
-    if max(num_parameters, num_buffered - MANY_BUFFERED) > MOST_TIMES * weights.num_elements:
+    if max(num_parameters, num_buffered - MANY_BUFFERED) > MAX_TIMES * weights.num_elements:
         raise ModelLoadError(
             f"{file} describes {num_parameters:,} parameters and {num_buffered:,} constants, and the weights hold "
             f"{weights.num_elements:,} numbers; they do not belong together"

@@ -25,7 +25,7 @@ from pointsman.engine.pulse import PulseReading
 INTERVAL = 1.0
 """Seconds from question to question, and the most that one look adds to a silence."""
 DEFAULT_TIMEOUT = 30.0
-LEAST_TIMEOUT = 2 * INTERVAL
+MIN_TIMEOUT = 2 * INTERVAL
 """Seconds: with less, an API process that was stopped for a moment could take its engines for late."""
 STALLED_AFTER = 5.0
 SLOW_AFTER = 1.0

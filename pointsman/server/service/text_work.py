@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 LONGEST = (16 * 1024, 256 * 1024, math.inf)
 """Characters of the texts of each thread, at most."""
-LEAST = 256
+MIN = 256
 """Characters that any text counts as: there is work in a text of one."""
 CHARACTERS_PER_SECOND = 500_000
 """How fast a tokenizer is on the texts that are slowest, for Retry-After."""
@@ -131,7 +131,7 @@ class TextWork:
         Raises:
             ApiError: 429, too many characters wait.
         """
-        size = min(max(size, LEAST), self.room.size or size)  # the largest body has room alone
+        size = min(max(size, MIN), self.room.size or size)  # the largest body has room alone
         lane = next(lane for longest, lane in self._lanes if size <= longest)
         self.room.take(tenant, size, retry_after=lambda: self._retry_after(tenant))
         return Text(self.room, lane, tenant, size)
@@ -169,4 +169,4 @@ class Text:
             function: raises what it likes.
         """
         goes_on, self._has_begun = self._has_begun, True
-        return await self._lane.run(self._tenant, max(size, LEAST), function, goes_on=goes_on)
+        return await self._lane.run(self._tenant, max(size, MIN), function, goes_on=goes_on)

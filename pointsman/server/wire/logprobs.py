@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pointsman.engine.outputs.request_output import Piece
     from pointsman.engine.sampling.logprobs import TokenLogprobs
 
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 MAX_UNKNOWN = 8
 """Characters of a text that are not those of its tokens, one after the other."""
 PIECE = 256
@@ -35,7 +35,7 @@ PIECE = 256
 
 def finite(logprob: float) -> float:
     """A log probability that JSON can hold; also of NaN."""
-    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
+    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from pointsman.sim.scenarios.workloads import arriving, conversations
 from pointsman.sim.workload import Workload
 
 _SYSTEM_PROMPT = 2000
-_FEW_BLOCKS = 800
+_SMALL_POOL = 800
 _SHARED, _TALK, _SHORT_POOL, _UNRELATED = "system prompt", "conversations", "the same, short pool", "nothing shared"
 _ON, _OFF = "cache", "no cache"
 _FOUND, _COMPUTED, _TIMES = "found", "prompt tokens", "prefix computed"
@@ -55,7 +55,7 @@ _unrelated = partial(arriving, 80, "poisson:8", "lognormal:2200,0.2", "lognormal
 _LOADS = {
     _SHARED: (settings(), _system_prompt),
     _TALK: (settings(), _talk),
-    _SHORT_POOL: (settings(_FEW_BLOCKS), _talk),
+    _SHORT_POOL: (settings(_SMALL_POOL), _talk),
     _UNRELATED: (settings(), _unrelated),
 }
 
@@ -122,7 +122,7 @@ PREFIX_REUSE = Scenario(
     source="a book on vLLM",
     setting=f"A system prompt of {_SYSTEM_PROMPT:,} tokens before prompts of lognormal:200,0.8: 80 requests, 8 a "
     "second; 25 conversations of 2 to 8 turns, 3 a second, also in a pool of "
-    f"{_FEW_BLOCKS:,} blocks. Nothing shared: 80 prompts of lognormal:2200,0.2.",
+    f"{_SMALL_POOL:,} blocks. Nothing shared: 80 prompts of lognormal:2200,0.2.",
     variants=tuple(
         Variant(name, config.replace(enable_prefix_caching=name == _ON), partial(_of_seed, make), load)
         for load, (config, make) in _LOADS.items()

@@ -2,7 +2,7 @@
 
 "use strict";
 
-const MOST_GAINS = 8; // requests that gained most, and as many that lost most
+const MAX_GAINS = 8; // requests that gained most, and as many that lost most
 
 const NOT_DONE = new Set(["abort", "refused", "error", "deadline"]); // reasons to finish without an answer
 
@@ -116,5 +116,5 @@ function gains(one, other, by) {
   const sooner = known.filter((each) => each.by < 0);
   const later = known.filter((each) => each.by > 0).reverse();
   return { count: both.length, alone, numSooner: sooner.length, numLater: later.length,
-    most: [...sooner.slice(0, MOST_GAINS), ...later.slice(0, MOST_GAINS)] };
+    most: [...sooner.slice(0, MAX_GAINS), ...later.slice(0, MAX_GAINS)] };
 }

@@ -13,7 +13,7 @@
 const MAGIC = "pointsman film\n";
 const FORMAT_VERSION = 3;
 const MAX_CHUNK = 2 ** 25;
-const MOST_UNPACKED = 16; // chunks that keep their blocks, and how far their events are applied
+const MAX_UNPACKED = 16; // chunks that keep their blocks, and how far their events are applied
 
 class FilmError extends Error {}
 
@@ -227,7 +227,7 @@ class Film {
       chunk.blocks = unpack("B", await inflate(packed, size)).columns;
     }
     this.unpacked = [...this.unpacked.filter((one) => one !== chunk), chunk];
-    for (const old of this.unpacked.splice(0, this.unpacked.length - MOST_UNPACKED)) old.blocks = old.walk = null;
+    for (const old of this.unpacked.splice(0, this.unpacked.length - MAX_UNPACKED)) old.blocks = old.walk = null;
   }
 
   _addRequests(columns, strings) {

@@ -6,7 +6,7 @@ const LINE_HEIGHT = 156;
 const LOW = 98; // of the upper part: pool, waiting, running; below it the marks of preemptions
 const TOP_OF_ITL = 112;
 const MARK = 5; // pixels from the middle of a mark that are its own
-const LEAST_OF_ITL = 1e-5; // of the longest: a shorter one is drawn as this
+const MIN_OF_ITL = 1e-5; // of the longest: a shorter one is drawn as this
 
 class TimeLine {
   constructor(film, counts) {
@@ -20,7 +20,7 @@ class TimeLine {
     this.mostRunning = most(counts.running);
     this.longestItl = counts.itl.reduce((high, one) => Math.max(high, one), 0);
     const least = counts.itl.reduce((low, one) => (one > 0 ? Math.min(low, one) : low), Infinity);
-    this.shortestItl = Math.max(least, this.longestItl * LEAST_OF_ITL);
+    this.shortestItl = Math.max(least, this.longestItl * MIN_OF_ITL);
   }
 
   // Where a time is on the line, 0 to 1.

@@ -219,7 +219,7 @@ class LiveView extends View {
     const { config } = film.header;
     const option = (one) => Object.assign(document.createElement("option"), { value: one.id });
     if (document.activeElement !== this.part("find")) {
-      this.part("ids").replaceChildren(...film.requests.slice(-MOST_IDS).map(option));
+      this.part("ids").replaceChildren(...film.requests.slice(-MAX_IDS).map(option));
     }
     this.part("about").textContent =
       `${thousands(film.requests.length)} requests in the last ${(film.end - film.frames[0].time).toFixed(0)} s; ` +

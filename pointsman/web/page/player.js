@@ -4,9 +4,9 @@
 "use strict";
 
 const REMEMBER_EACH = 400; // milliseconds
-const MOST_ALONE = 5; // ids that are named of the requests that finished in one run alone
+const MAX_ALONE = 5; // ids that are named of the requests that finished in one run alone
 const RANKED = { e2e: "finished sooner", ttft: "had their first token sooner", perToken: "had less time between tokens" };
-const MOST_BYTES = 256 * 2 ** 20; // of a film: a browser holds all of it
+const MAX_BYTES = 256 * 2 ** 20; // of a film: a browser holds all of it
 
 const panes = [{ root: "first", name: "" }, { root: "second", name: "" }]; // each with its view, once it has one
 const following = new Map(); // views that are being moved after the other one, and how often at once
@@ -118,8 +118,8 @@ function rank() {
     : `Of ${counted(found.count, "request")} that finished in both, ${thousands(found.numSooner)} ${RANKED[by]} in ` +
       `“${panes[1].name}”, and ${thousands(found.numLater)} in “${panes[0].name}”${found.most.length ? "; those that gained and lost most:" : "."}`;
   $("alone").textContent = found.alone.map((ids, index) => {
-    const more = ids.length > MOST_ALONE ? `, and ${thousands(ids.length - MOST_ALONE)} more` : "";
-    return ids.length ? `Finished in “${panes[index].name}” alone: ${ids.slice(0, MOST_ALONE).join(", ")}${more}. ` : "";
+    const more = ids.length > MAX_ALONE ? `, and ${thousands(ids.length - MAX_ALONE)} more` : "";
+    return ids.length ? `Finished in “${panes[index].name}” alone: ${ids.slice(0, MAX_ALONE).join(", ")}${more}. ` : "";
   }).join("");
   $("gains").hidden = !found.most.length;
   const pair = (values) => values.map((value) => (Number.isNaN(value) ? "none" : value.toFixed(3))).join(" → ");
@@ -135,8 +135,8 @@ function rank() {
 
 async function take(pane, file) {
   if (!file) return;
-  if (file.size > MOST_BYTES) {
-    problem(`${file.name} has ${thousands(file.size)} bytes, and a page shows ${thousands(MOST_BYTES)} at most; leave out its ` +
+  if (file.size > MAX_BYTES) {
+    problem(`${file.name} has ${thousands(file.size)} bytes, and a page shows ${thousands(MAX_BYTES)} at most; leave out its ` +
       "blocks (pointsman film --no-blocks), or record a shorter run");
     return;
   }

@@ -14,7 +14,7 @@ const FIGURES = [
 ];
 const IN_ATTEMPTS = new Set(["preemptions", "recomputed_tokens", "tokens_per_second", "ttft_mean", "ttft_p99", "longest_gap"]);
 const HAVE_A_SETTING = new Set(["watermark", "full-sequence"]); // reserves: as settings of their own, both would add up
-const MOST_ATTEMPTS = 50;
+const MAX_ATTEMPTS = 50;
 const IN_BRIEF = new Set(["seconds", "ttft_mean", "longest_gap", "preemptions"]); // where it is always seen
 
 let attempts = []; // runs to the end with the same requests: {key, changed, figures}
@@ -105,8 +105,8 @@ async function take(found) {
 
 function drawRequests(requests) {
   const focused = document.activeElement?.dataset.of ?? null;
-  $("requests").replaceChildren(...requests.slice(0, MOST_ROWS).map(requestItem));
-  if (requests.length > MOST_ROWS) $("requests").append(item(`and ${thousands(requests.length - MOST_ROWS)} more`));
+  $("requests").replaceChildren(...requests.slice(0, MAX_ROWS).map(requestItem));
+  if (requests.length > MAX_ROWS) $("requests").append(item(`and ${thousands(requests.length - MAX_ROWS)} more`));
   if (focused !== null) {
     const again = [...$("requests").querySelectorAll("[data-of]")].find((one) => one.dataset.of === focused);
     (again ?? $("add").querySelector("[name=prompt]")).focus();
@@ -205,7 +205,7 @@ function noteAttempt(found) {
   if (requests !== attempted) [attempts, attempted] = [[], requests];
   if (found.is_over && found.figures.steps > 0) {
     const key = JSON.stringify(found.settings);
-    attempts = [...attempts.filter((one) => one.key !== key), { key, changed: found.changed, figures: found.figures }].slice(-MOST_ATTEMPTS);
+    attempts = [...attempts.filter((one) => one.key !== key), { key, changed: found.changed, figures: found.figures }].slice(-MAX_ATTEMPTS);
   }
   $("attempts").hidden = attempts.length < 2;
   const text = (value, write) => (value === null ? "none" : write(value));

@@ -9,18 +9,18 @@
 
 "use strict";
 
-const MOST_ROWS = 200; // requests that a list names
-const MOST_CELLS = 4096; // blocks that have a cell of their own; of more, a cell stands for several
-const MOST_FINISHED = 50;
-const MOST_OF_LOG = 40; // sentences of the log
-const MOST_DRAWS = 50; // a second, while it plays
+const MAX_ROWS = 200; // requests that a list names
+const MAX_CELLS = 4096; // blocks that have a cell of their own; of more, a cell stands for several
+const MAX_FINISHED = 50;
+const MAX_OF_LOG = 40; // sentences of the log
+const MAX_DRAWS = 50; // a second, while it plays
 const COUNTERS = [
   ["steps", "steps"], ["prefill", "tokens prefilled"], ["decode", "tokens decoded"], ["cached", "tokens cached"],
   ["preempted", "preemptions"], ["evicted", "blocks evicted"], ["finished", "finished"], ["refused", "refused"],
 ];
-const MOST_IDS = 2000; // ids that are offered while one is typed
-const MOST_WAITS = 20; // requests that waited longest
-const MOST_REASONS = 3; // of a wait, in their table
+const MAX_IDS = 2000; // ids that are offered while one is typed
+const MAX_WAITS = 20; // requests that waited longest
+const MAX_REASONS = 3; // of a wait, in their table
 
 const $ = (id) => document.getElementById(id);
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -175,7 +175,7 @@ class View {
       `${film.end.toFixed(1)} s; ${thousands(config.num_blocks)} blocks of ${config.block_size} tokens, a budget of ` +
       `${thousands(config.max_num_batched_tokens)} tokens, ${config.max_num_seqs} sequences, order ${config.order}${whole}`;
     const option = (one) => Object.assign(document.createElement("option"), { value: one.id });
-    this.part("ids").replaceChildren(...film.requests.slice(0, MOST_IDS).map(option));
+    this.part("ids").replaceChildren(...film.requests.slice(0, MAX_IDS).map(option));
     this.part("number").max = last.step + last.numSteps - 1;
     this.part("number").min = film.frames[0].step;
     this.part("line").setAttribute("aria-valuemax", film.numSteps - 1);
@@ -254,10 +254,10 @@ class View {
   // Where the whole film is listed, if that is open.
   drawMost() {
     if (!this.part("most").open) return;
-    const waits = this.counts.longestWaits(MOST_WAITS);
+    const waits = this.counts.longestWaits(MAX_WAITS);
     this.part("noWait").textContent = waits.length ? "" : "No request waited.";
     this.part("waits").replaceChildren(...(waits.length ? [tableRow("th", "request", "waited", "ran", "most of it for")] : []), ...waits.map((one) => {
-      const reasons = [...one.waited].slice(0, MOST_REASONS).map(([why, time]) => `${words(why)} ${seconds(time)}`);
+      const reasons = [...one.waited].slice(0, MAX_REASONS).map(([why, time]) => `${words(why)} ${seconds(time)}`);
       return tableRow("td", this.chooser(one.number), seconds(one.total), seconds(one.ran), reasons.join("; "));
     }));
     const { preemptions } = this.counts;
@@ -341,8 +341,8 @@ class View {
   }
 
   list(id, values, make) {
-    const items = values.slice(0, MOST_ROWS).map(make);
-    if (values.length > MOST_ROWS) items.push(item(`and ${thousands(values.length - MOST_ROWS)} more`));
+    const items = values.slice(0, MAX_ROWS).map(make);
+    if (values.length > MAX_ROWS) items.push(item(`and ${thousands(values.length - MAX_ROWS)} more`));
     this.part(id).replaceChildren(...items);
   }
 
@@ -392,7 +392,7 @@ class View {
       `${thousands(total - prefill)} decode, ${thousands(prefill)} prefill`;
     const rows = document.createElement("ol");
     rows.className = "requests";
-    for (const row of [...prompts, ...state.batch.filter((one) => !prompts.includes(one))].slice(0, MOST_ROWS)) {
+    for (const row of [...prompts, ...state.batch.filter((one) => !prompts.includes(one))].slice(0, MAX_ROWS)) {
       const drafts = row.drafts ? `, ${row.drafts} of them drafts` : "";
       rows.append(this.entry(row.number, span("why", `${counted(row.tokens, "token")}${drafts}${row.samples ? "" : ", samples none"}`)));
     }
@@ -405,10 +405,10 @@ class View {
     const total = firstOf(finishes, ({ frame }) => frame > this.frame);
     this.part("finishedTitle").textContent = `Finished: ${thousands(total)}`;
     const names = this.film.header.names.finish_reasons;
-    const last = finishes.slice(Math.max(0, total - MOST_FINISHED), total).reverse();
+    const last = finishes.slice(Math.max(0, total - MAX_FINISHED), total).reverse();
     this.list("finished", last, ({ event }) =>
       this.entry(event.request, span("why", `${names[event.reason]}, ${counted(event.generated, "token")}`)));
-    if (total > MOST_FINISHED) this.part("finished").append(item(`and ${thousands(total - MOST_FINISHED)} before`));
+    if (total > MAX_FINISHED) this.part("finished").append(item(`and ${thousands(total - MAX_FINISHED)} before`));
   }
 
   // ---------------------------------------------------------------------------------------------------- so far
@@ -428,7 +428,7 @@ class View {
 
   drawLog() {
     const { frames } = this.film;
-    this.list("log", this.teller.before(this.frame, this.step, MOST_OF_LOG), ([frame, text]) => {
+    this.list("log", this.teller.before(this.frame, this.step, MAX_OF_LOG), ([frame, text]) => {
       const button = document.createElement("button");
       button.textContent = `step ${frames[frame].step}`;
       button.addEventListener("click", () => { this.stop(); this.show(frame); });
@@ -459,7 +459,7 @@ class View {
     const numBlocks = state.references.length;
     const reserved = this.film.header.config.num_reserved_blocks;
     const mine = new Set(this.chosen === null ? [] : state.requests.get(this.chosen)?.table ?? []);
-    const perCell = Math.ceil(numBlocks / MOST_CELLS);
+    const perCell = Math.ceil(numBlocks / MAX_CELLS);
     const count = Math.ceil(numBlocks / perCell);
     const width = Math.max(1, canvas.clientWidth);
     const size = Math.max(3, Math.min(18, Math.floor(Math.sqrt((width * Math.max(90, width * 0.75)) / count))));
@@ -586,12 +586,12 @@ class View {
     if (this.timer !== null) return this.stop();
     this.part("play").textContent = "⏸ Pause";
     const speed = () => Number(this.part("speed").value);
-    const wait = () => 1000 / Math.min(speed(), MOST_DRAWS);
+    const wait = () => 1000 / Math.min(speed(), MAX_DRAWS);
     const mine = ++this.plays;
     let due = performance.now() + wait(); // of the next step: what drawing takes is part of it
     const next = async () => {
       if (this.place + 1 >= this.film.numSteps) return this.stop();
-      await this.showPlace(this.place + Math.max(1, Math.round(speed() / MOST_DRAWS)));
+      await this.showPlace(this.place + Math.max(1, Math.round(speed() / MAX_DRAWS)));
       due = Math.max(due + wait(), performance.now());
       if (this.timer !== null && mine === this.plays) this.timer = setTimeout(next, due - performance.now());
     };

@@ -39,7 +39,7 @@ INTERPRETED = ("float32", "float16")
 MAX_UNITS, RMS_UNITS = 4.0, 1.0
 """Limits: of the largest error relative to the largest value, and of the root mean square relative to the outputs'."""
 NUM_WORKERS = 8
-MOST_OTHER = 0.01
+MAX_OTHER = 0.01
 """Of rows with top-p, the share that may get another token: rounding decides where probabilities sum to top_p."""
 
 Factory = Callable[[list[LayerShape], torch.device], AttentionBackend]
@@ -350,10 +350,10 @@ def check_race(
         outcome["other tokens"] += int(differs.sum())
         outcome["of them top-p"] += int((differs & is_top_p).sum())
     num_sure = outcome["other tokens"] - outcome["of them top-p"]
-    if num_sure or outcome["of them top-p"] > MOST_OTHER * outcome["rows"]:
+    if num_sure or outcome["of them top-p"] > MAX_OTHER * outcome["rows"]:
         outcome["wrong"].append(
             f"sampling {vocab_size} {dtype}: {outcome['other tokens']} of {outcome['rows']} rows got another token "
-            f"than in PyTorch, {outcome['of them top-p']} of them with top-p, of which {MOST_OTHER:.0%} may"
+            f"than in PyTorch, {outcome['of them top-p']} of them with top-p, of which {MAX_OTHER:.0%} may"
         )
     return outcome
 

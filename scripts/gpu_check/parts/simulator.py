@@ -44,7 +44,7 @@ NUM_PROBED = 48
 """Requests at once, which show the highest rate."""
 CALIBRATED, PREDICTED = (300, 120, 0.6), (900, 60, 0.5)
 """Median tokens of prompts and outputs, and the share of the highest rate."""
-LEAST_PROMPT_TOKENS = 512
+MIN_PROMPT_TOKENS = 512
 """Of a step that counts as one of arithmetic."""
 IDEAL = Efficiencies(memory=1.0, linear=1.0, attention=1.0, per_step=0.0, per_row=0.0)
 
@@ -149,7 +149,7 @@ def _efficiency(setting: Setting, shape: ModelShape, log: StepLog) -> None:
     ideal = np.array([ideal_time.of_step(load) for load in loads])
     usual = np.array([usual_time.of_step(load) for load in loads])
     is_decode = np.array([load.num_tokens == load.num_rows for load in loads])
-    is_prompt = np.array([load.num_tokens - load.num_rows >= LEAST_PROMPT_TOKENS for load in loads])
+    is_prompt = np.array([load.num_tokens - load.num_rows >= MIN_PROMPT_TOKENS for load in loads])
     for name, chosen in (("memory, decode steps", is_decode), ("arithmetic, steps of prompts", is_prompt)):
         if chosen.any():
             share = float(np.median(ideal[chosen] / log.seconds[chosen]))

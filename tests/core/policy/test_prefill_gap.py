@@ -18,7 +18,7 @@ from tests.core.helpers import Host
 from tests.core.policy import test_target_itl
 from tests.core.policy.test_target_itl import PER_TOKEN, Server
 
-TARGET, LEAST = 0.05, 32
+TARGET, MIN = 0.05, 32
 LIMIT = f"prefill-gap:seconds={TARGET}"
 
 
@@ -151,8 +151,8 @@ def test_no_request_waits_for_step_time() -> None:
 def test_beside_slow_decoding_a_step_computes_at_least_the_least() -> None:
     served = with_chats(server(scale=200.0), 4)
     seconds, tokens = until_first_token(served, served.add("long", 2000))
-    assert len(seconds) <= 2000 / LEAST + 2
-    assert min(tokens[1:-1]) >= LEAST
+    assert len(seconds) <= 2000 / MIN + 2
+    assert min(tokens[1:-1]) >= MIN
     assert max(seconds[2:]) < 2.2 * 200 * 6.1e-3
 
 
@@ -223,7 +223,7 @@ def test_drafts_leave_a_prompt_the_least(limit: str, num_chats: int) -> None:
         decoding = np.array([each is not long for each in output.requests]) * 7
         scheduler.propose(output, [7] * int(decoding.sum()), decoding, now)
     assert long.num_output_tokens, "a token a step would take 2,000"
-    assert min([each for each in tokens if each][:-1]) >= LEAST
+    assert min([each for each in tokens if each][:-1]) >= MIN
 
 
 # ---------------------------------------------------------------------- noise

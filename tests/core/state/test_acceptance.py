@@ -7,28 +7,28 @@ import pytest
 
 from pointsman.core.state.acceptance import Acceptance
 
-MOST_DRAFTS = 3
+MAX_DRAFTS = 3
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 3_000, 40_000])
 def test_what_is_noted_is_added_up_in_time_and_once(num_rows: int) -> None:
     rng = np.random.default_rng(num_rows)
     rows = rng.permutation(2 * num_rows)[:num_rows]
-    acceptance = Acceptance([0] * (1 + MOST_DRAFTS))
+    acceptance = Acceptance([0] * (1 + MAX_DRAFTS))
     verified, accepted = np.zeros(2 * num_rows, dtype=np.int64), np.zeros(2 * num_rows, dtype=np.int64)
-    times = np.zeros(1 + MOST_DRAFTS, dtype=np.int64)
+    times = np.zeros(1 + MAX_DRAFTS, dtype=np.int64)
     for step in range(500 if num_rows < 1_000 else 30):
         if step % 220 == 20:
             rows = rows[::-1].copy()
         if (
             step % 90 < 45 or step % 7 == 0
         ):  # otherwise the array of the step before, as proposals of equal counts have it
-            drafts = rng.integers(0, 1 + MOST_DRAFTS, size=num_rows)
+            drafts = rng.integers(0, 1 + MAX_DRAFTS, size=num_rows)
         taken = rng.integers(0, 1 + drafts)
         acceptance.add(rows, drafts, 1 + taken)
         verified[rows] += drafts
         accepted[rows] += taken
-        times += np.bincount(taken[drafts > 0], minlength=1 + MOST_DRAFTS)
+        times += np.bincount(taken[drafts > 0], minlength=1 + MAX_DRAFTS)
         if step % 150 == 0:
             row = int(rows[step % num_rows])
             assert acceptance.of(row) == (verified[row], accepted[row])

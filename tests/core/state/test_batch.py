@@ -92,7 +92,7 @@ def test_only_rows_whose_token_may_be_a_stop_token_are_looked_at(monkeypatch: py
 def decided(monkeypatch: pytest.MonkeyPatch, max_steps_in_flight: int, **constants: int) -> list[object]:
     """Outputs and updates while requests of different lengths come, are preempted, are aborted and finish."""
     monkeypatch.setattr(batch, "SPANNED_FROM", constants["spanned_from"])
-    monkeypatch.setattr(tables, "FEW_ROWS", constants["few_rows"])
+    monkeypatch.setattr(tables, "MAX_LOOP_ROWS", constants["few_rows"])
     sizes = {"num_blocks": 40, "max_num_seqs": 12, "max_num_batched_tokens": 40}
     host = Host(**sizes, max_steps_in_flight=max_steps_in_flight)
     found: list[object] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pointsman.engine.drafts.worth import LONGEST, MOST_NOTED, PRIOR, Odds, StepCost, best_counts
+from pointsman.engine.drafts.worth import LONGEST, MAX_NOTED, PRIOR, Odds, StepCost, best_counts
 
 
 def line(base: float, slope: float, sizes: tuple[int, ...] = (1, 4, 9)) -> StepCost:
@@ -56,9 +56,9 @@ def test_the_most_that_drafts_may_bring_is_never_less_than_what_they_bring() -> 
 def test_odds_forget() -> None:
     odds = Odds()
     odds.note([LONGEST] * 1000)
-    odds.note([-LONGEST - 5] * int(MOST_NOTED))
+    odds.note([-LONGEST - 5] * int(MAX_NOTED))
     assert odds.chances([LONGEST + 50], 1)[0, 0] < 0.5
-    assert PRIOR < MOST_NOTED
+    assert PRIOR < MAX_NOTED
 
 
 def test_a_cost_is_the_line_through_the_steps() -> None:

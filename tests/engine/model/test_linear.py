@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pointsman.engine.model.linear import (
-    FEW_ROWS,
+    SMALL_BATCH,
     JoinedLinear,
     join_linear_layers,
     packing_works,
@@ -67,7 +67,7 @@ def in_4_bits(part: nn.Linear, levels: int = 16) -> nn.Linear:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("num_rows", [1, FEW_ROWS, FEW_ROWS + 1, 64])
+@pytest.mark.parametrize("num_rows", [1, SMALL_BATCH, SMALL_BATCH + 1, 64])
 def test_weights_in_4_bits_stay_as_they_are(bias: bool, num_rows: int) -> None:
     parts = [in_4_bits(part) for part in layers(LARGE, 512, 304, bias=bias)]
     joined, in_8_bits = JoinedLinear(parts), JoinedLinear(parts)
@@ -78,7 +78,7 @@ def test_weights_in_4_bits_stay_as_they_are(bias: bool, num_rows: int) -> None:
     with torch.inference_mode():
         want = torch.cat([part(x) for part in parts], dim=-1)
         error, in_8_bits_error = (float((one(x) - want).norm() / want.norm()) for one in (joined, in_8_bits))
-    assert 1e-4 < error < (0.005 if num_rows <= FEW_ROWS else 0.01)
+    assert 1e-4 < error < (0.005 if num_rows <= SMALL_BATCH else 0.01)
     assert in_8_bits_error < 0.01
 
 
@@ -86,16 +86,16 @@ def test_few_rows_in_4_bits_do_not_depend_on_each_other() -> None:
     (part,) = layers(LARGE, 304, bias=True)
     joined = JoinedLinear([in_4_bits(part)])
     joined.store("int4")
-    x = torch.randn(1, FEW_ROWS, LARGE)
+    x = torch.randn(1, SMALL_BATCH, LARGE)
     x[0, 2, 5] = torch.nan
     with torch.inference_mode():
         together = joined(x)
-        alone = torch.cat([joined(x[:, row : row + 1]) for row in range(FEW_ROWS)], dim=1)
+        alone = torch.cat([joined(x[:, row : row + 1]) for row in range(SMALL_BATCH)], dim=1)
     assert torch.equal(together.isnan().all(-1), torch.tensor([[False, False, True, False]]))
     assert torch.equal(together.nan_to_num(), alone.nan_to_num())
 
 
-@pytest.mark.parametrize("num_rows", [1, FEW_ROWS + 1])
+@pytest.mark.parametrize("num_rows", [1, SMALL_BATCH + 1])
 @pytest.mark.parametrize("in_features", FORMS)
 def test_4_bits_in_a_model_in_bfloat16(in_features: int, num_rows: int) -> None:
     """Few rows are computed with in 4 bits, others as without."""

@@ -117,5 +117,7 @@ BY_LANGUAGE: dict[str, tuple[str, ...]] = {
 }
 
 PROMPTS = tuple(prompt for prompts in BY_LANGUAGE.values() for prompt in prompts)
-FEW = tuple(prompts[place] for prompts in BY_LANGUAGE.values() for place in ((0, -1) if len(prompts) > 5 else (0,)))
+SOME_PROMPTS = tuple(
+    prompts[place] for prompts in BY_LANGUAGE.values() for place in ((0, -1) if len(prompts) > 5 else (0,))
+)
 """The first of each language, and a long one."""

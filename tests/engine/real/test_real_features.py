@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from pointsman.engine import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
-from tests.engine.real.prompts import BY_LANGUAGE, FEW
+from tests.engine.real.prompts import BY_LANGUAGE, SOME_PROMPTS
 from tests.engine.real.reference import exported, loaded, reference, token_ids_of
 from tests.engine.real.weights import NAMES
 from tests.forms import short_of
@@ -69,7 +69,7 @@ def complete(llm: LLM, prompts: Any, **params: Any) -> list[RequestOutput]:
 
 def test_the_likeliest_tokens_have_transformers_log_probabilities(name: str, llm: LLM) -> None:
     """Of outputs and prompts: the tokens, their order and their values."""
-    texts = list(FEW[:3])
+    texts = list(SOME_PROMPTS[:3])
     for text, output in zip(texts, complete(llm, texts, max_tokens=6, logprobs=5, prompt_logprobs=5), strict=True):
         prompt = token_ids_of(name, text)
         assert output.prompt_logprobs is not None and output.outputs[0].logprobs is not None
@@ -86,7 +86,7 @@ def test_the_likeliest_tokens_have_transformers_log_probabilities(name: str, llm
 
 
 def test_a_stop_string_within_a_token_ends_the_text_there(llm: LLM) -> None:
-    prompt = FEW[0]
+    prompt = SOME_PROMPTS[0]
     whole = complete(llm, prompt, max_tokens=12, logprobs=0)[0]
     assert whole.outputs[0].logprobs is not None
     pieces = [
@@ -117,7 +117,7 @@ def test_a_stop_string_across_tokens_and_scripts(llm: LLM) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_outputs_under_a_schema_are_valid(llm: LLM, temperature: float) -> None:
-    prompts = [f"{text}\n\nA person as JSON:\n" for text in FEW]
+    prompts = [f"{text}\n\nA person as JSON:\n" for text in SOME_PROMPTS]
     params = {"structured_outputs": StructuredOutputsParams(json=PERSON), "max_tokens": 200, "seed": 1}
     outputs = complete(llm, prompts, temperature=temperature, **params)
     ended = [output for output in outputs if output.finish_reason == "stop"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pointsman.engine import Engine, SamplingParams
-from pointsman.engine.model.linear import FEW_ROWS
+from pointsman.engine.model.linear import SMALL_BATCH
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import load_model
 from tests.engine.engine_loop import run
@@ -97,6 +97,6 @@ def test_the_4_bits_of_a_file_cost_little_perplexity(
     # A few tokens a step, as in decoding; a fifth of the text, because that takes a while.
     few = windows[: len(windows) // 5]
     exact = perplexity(ours(loaded(name), few))
-    rounded = perplexity(ours(model, few, max_num_batched_tokens=FEW_ROWS, max_num_seqs=FEW_ROWS))
+    rounded = perplexity(ours(model, few, max_num_batched_tokens=SMALL_BATCH, max_num_seqs=SMALL_BATCH))
     assert rounded != exact and rounded == pytest.approx(exact, rel=0.01)
     record_property("int4 / float32, few rows", rounded / exact)

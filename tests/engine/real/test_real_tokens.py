@@ -15,16 +15,16 @@ import pytest
 
 from pointsman.engine import Engine, RequestOutput, SamplingParams
 from tests.engine.engine_loop import Seen, run
-from tests.engine.real.prompts import FEW, PROMPTS
+from tests.engine.real.prompts import PROMPTS, SOME_PROMPTS
 from tests.engine.real.reference import loaded, reference, token_ids_of
 from tests.engine.real.weights import NAMES
 from tests.forms import is_long, short_of, short_or_long
 
 pytestmark = pytest.mark.e2e
 
-TEXTS = PROMPTS if is_long() else FEW
+TEXTS = PROMPTS if is_long() else SOME_PROMPTS
 GREEDY = SamplingParams(temperature=0.0, max_tokens=short_or_long(8, 24))
-MOST_TIES = 2
+MAX_TIES = 2
 """In all outputs of a run."""
 
 
@@ -97,7 +97,7 @@ def test_greedy_tokens_are_those_of_transformers(
         assert has_ended or len(output.token_ids) == GREEDY.max_tokens
     for what, value in (("outputs", len(outputs)), ("count", count), ("ties", ties)):
         record_property(what, value)
-    assert len(ties) <= MOST_TIES
+    assert len(ties) <= MAX_TIES
 
 
 @pytest.mark.long
@@ -111,4 +111,4 @@ def test_greedy_tokens_are_those_of_generate(name: str) -> None:
         if output.token_ids != (theirs := reference(name).generate(prompt, GREEDY.max_tokens)):
             ties += len(reference(name).check_greedy(prompt, output.token_ids))
             ties += len(reference(name).check_greedy(prompt, theirs))
-    assert ties <= MOST_TIES
+    assert ties <= MAX_TIES

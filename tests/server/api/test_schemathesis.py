@@ -47,7 +47,7 @@ _MESSAGE = {
     "required": ["role", "content"],
     "additionalProperties": False,
 }
-_FEW = {"type": "integer", "minimum": 0, "maximum": 4}
+_SMALL_COUNT = {"type": "integer", "minimum": 0, "maximum": 4}
 NARROW: dict[str, Any] = {
     "model": {"enum": ["demo"]},
     "prompt": {"anyOf": [_TEXT, _TOKENS, {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": 2}]},
@@ -57,8 +57,8 @@ NARROW: dict[str, Any] = {
     "max_tokens": {"type": "integer", "minimum": 1, "maximum": 8},
     "max_completion_tokens": {"type": "integer", "minimum": 1, "maximum": 8},
     "min_tokens": {"enum": [0, 1]},
-    "top_logprobs": _FEW,
-    "prompt_logprobs": _FEW,
+    "top_logprobs": _SMALL_COUNT,
+    "prompt_logprobs": _SMALL_COUNT,
     "stop": _TEXT,
     "bad_words": {"type": "array", "items": {"enum": ["the", "of"]}},
     "stop_token_ids": _TOKENS,

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from pointsman.server.service.text_work import LEAST, LONGEST, TextWork
+from pointsman.server.service.text_work import LONGEST, MIN, TextWork
 from pointsman.server.wire.errors import ApiError
 from tests.server.rooms import text_work
 
@@ -183,11 +183,11 @@ def test_an_error_frees_the_thread() -> None:
 
 
 def test_a_tenants_characters_are_bounded_and_leave_room_for_others() -> None:
-    work = text_work(100 * LEAST, is_shared=True)
+    work = text_work(100 * MIN, is_shared=True)
     with ExitStack() as stack, pytest.raises(ApiError, match="characters of this tenant wait") as caught:
         while True:
             stack.enter_context(work.admit("a", 1))
-            taken = work.room.of("a") // LEAST
+            taken = work.room.of("a") // MIN
     assert taken == 75 and caught.value.status_code == 429 and caught.value.reason == "queue_characters"
     assert work.room.total == 0
 
