@@ -76,11 +76,25 @@ class _Retaining(LRU):
 
 Order = _failing(
     FirstComeFirstServed,
-    ("push", "key", "pop", "put_back", "peek", "remove", "position", "reason", "__len__", "__contains__", "horizon"),
+    (
+        "push",
+        "key",
+        "pop",
+        "put_back",
+        "peek",
+        "remove",
+        "position",
+        "reason",
+        "__len__",
+        "__contains__",
+        "guaranteed_steps",
+    ),
 )
 Victim = _failing(Latest, ("choose",))
 KeepsFree = _failing(_NoBlocks, ("blocks",))
-Bound = _failing(Limit, ("open_step", "open_queue", "check", "clip", "commit", "release", "lacks_step_time", "horizon"))
+Bound = _failing(
+    Limit, ("open_step", "open_queue", "check", "clip", "commit", "release", "lacks_step_time", "guaranteed_steps")
+)
 Evicts = _failing(_Retaining, ("started", "retained"))
 
 POLICIES = (Order, Victim, KeepsFree, Bound, Evicts)

@@ -383,7 +383,9 @@ def _service(options: Mapping[str, Any], preset: str | None, as_vllm: bool) -> S
             return config
         if shape is not None:
             return config.replace(num_blocks=memory(config).num_blocks)
-        return config.replace(num_blocks=config.num_seats * -(-config.max_model_len // config.block_size))  # enough
+        return config.replace(
+            num_blocks=config.num_sequence_slots * -(-config.max_model_len // config.block_size)
+        )  # enough
 
     if "num_blocks" in knobs:
         given_by = "given" if "num_blocks" in options else "the engine of the profile had"

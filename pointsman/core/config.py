@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated, Any, Literal, Self
+from warnings import warn
 
 from pointsman.core.errors import ConfigError
 from pointsman.core.knobs import AtLeast, Knob, Option, PolicyOf, Seconds, ShareOf, Tried, declared_in
@@ -412,9 +413,15 @@ class SchedulerConfig:
         return self.kv_groups not in ((), (FULL,))
 
     @property
-    def num_seats(self) -> int:
+    def num_sequence_slots(self) -> int:
         """Sequence slots: maximum number of requests that hold blocks at once."""
         return self.max_num_seqs if self.max_num_active_seqs is None else self.max_num_active_seqs
+
+    @property
+    def num_seats(self) -> int:
+        """The old name of `num_sequence_slots`."""
+        warn("`num_seats` is now called `num_sequence_slots`", DeprecationWarning, stacklevel=2)
+        return self.num_sequence_slots
 
     @property
     def num_usable_tokens(self) -> int:
@@ -598,7 +605,7 @@ class SchedulerConfig:
                 'batching "prefill-first" goes row by row when blocks run out; set shortage to "in-order" or '
                 '"look-ahead"'
             )
-        if self.batching != "prefill-first" and self.num_seats > self.max_num_seqs:
+        if self.batching != "prefill-first" and self.num_sequence_slots > self.max_num_seqs:
             raise ConfigError(
                 f"max_num_active_seqs is {self.max_num_active_seqs}, more than max_num_seqs {self.max_num_seqs}; lower "
                 'it, or use batching="prefill-first", where not every active request is in every step'

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
+from warnings import warn
 
 import numpy as np
 import numpy.typing as npt
@@ -72,8 +73,8 @@ class Scheduler:
         kv_cache: who owns the KV blocks, see `kv/cache.py`; None: the scheduler, in one pool of equal blocks.
         listeners: are called for every decision, see `state/events.py`.
         start: where the numbers of steps and admissions begin; a replay takes them from the recording.
-        check_horizons: after steps done at once, compare what the policies' horizons said with what they decide, and
-            raise `PolicyError` where these differ; for tests of policies.
+        check_guaranteed_steps: after steps done at once, compare the `guaranteed_steps` of the policies with their
+            decisions, and raise `PolicyError` where these differ; for tests of policies.
 
     Raises:
         ConfigError: the configuration names a policy that does not exist, or is about a connector that is not there.
@@ -84,9 +85,8 @@ class Scheduler:
         "_admission",
         "_batch",
         "_budget",
-        "_check_horizons",
+        "_check_guaranteed_steps",
         "_config",
-        "_displacement",
         "_drafts",
         "_emission",
         "_encoder",
@@ -103,6 +103,7 @@ class Scheduler:
         "_now",
         "_open_eviction",
         "_parts",
+        "_priority_preemption",
         "_recorder",
         "_run_parts",
         "_running",
@@ -124,9 +125,9 @@ class Scheduler:
         kv_cache: KVCache | None = None,
         listeners: Iterable[Listener] = (),
         start: Start = NEW,
-        check_horizons: bool = False,
+        check_guaranteed_steps: bool = False,
     ) -> None:
-        self._check_horizons = check_horizons
+        self._check_guaranteed_steps = check_guaranteed_steps
         self._now = 0.0  # of the newest call, for films that begin later
         self._config = config
         self._statistics = Statistics(config.num_draft_tokens)
@@ -153,18 +154,18 @@ class Scheduler:
             events,
             self._statistics.accepted_drafts,
             self._kv_cache,
-            checks_horizons=self._check_horizons,
+            checks_guaranteed_steps=self._check_guaranteed_steps,
         )
         events.set([self._statistics, *log, *parts.policy_listeners, *self._listeners])
         self._batch, self._kv, self._table, self._steps = parts.batch, parts.kv, parts.table, parts.steps
         self._running, self._drafts, self._emission = parts.running, parts.drafts, parts.emission
-        self._admission, self._displacement, self._loading = parts.admission, parts.displacement, parts.loading
+        self._admission, self._priority_preemption, self._loading = parts.admission, parts.displacement, parts.loading
         self._swap = parts.swap
         self._update, self._encoder, self._load_followers = parts.update, parts.encoder, parts.gates.load_followers
         self._fast_forward, self._view, self._budget = parts.fast_forward, parts.view, parts.budget
         self._guards = tuple(policy for policy in parts.policies if isinstance(policy, Guard))
         self._open_eviction: Callable[[], None] | None = getattr(parts.kv.eviction, "open_step", None)
-        self._max_seen_active_seqs = config.num_seats
+        self._max_seen_active_seqs = config.num_sequence_slots
         self._watchdog = Watchdog()
         self._next_step_id = start.step_id
         self._choose_parts()
@@ -225,9 +226,9 @@ class Scheduler:
         """The five parts of a step, prompts and decoding in one ("mixed" and "static")."""
         if self._kv.gives_back and len(self._table.queue):
             self._kv.give_back(self._batch)
-        # 1. Displace: running requests are preempted for a more urgent waiting one (`step/displacement.py`).
-        if self._displacement is not None:
-            self._displace(step)
+        # 1. Displace: running requests are preempted for a more urgent waiting one (`step/priority_preemption.py`).
+        if self._priority_preemption is not None:
+            self._preempt_for_urgent(step)
         # 2. Advance: the running requests, under limits, budget and blocks, preempting if need be (`step/running.py`).
         advance = self._running.advance(len(self._steps.records) > 0, self._table.preempt)
         step.advanced(advance)
@@ -349,17 +350,22 @@ class Scheduler:
     # ------------------------------------------------------------------ many steps at once
 
     def horizon(self, limit: int = MAX_INT) -> int:
+        """The old name of `guaranteed_steps`."""
+        warn("`horizon` is now called `guaranteed_steps`", DeprecationWarning, stacklevel=2)
+        return self.guaranteed_steps(limit)
+
+    def guaranteed_steps(self, limit: int = MAX_INT) -> int:
         """How many of the next `limit` steps are sure to let every running request decode one token, and to do nothing
         else, if no call but `advance` comes before them and no token stops a request. 0: the next one must be
         scheduled; also while a step is in flight, a listener wants every step, or a policy fails: a step can fail for
         that, and this call cannot.
         """
         if not self._guards:
-            return self._fast_forward.horizon(limit)
+            return self._fast_forward.guaranteed_steps(limit)
         if not all(guard.is_sound() for guard in self._guards):
             return 0
         try:
-            return self._fast_forward.horizon(limit)
+            return self._fast_forward.guaranteed_steps(limit)
         except PolicyError:
             for guard in self._guards:
                 guard.forget_failure()
@@ -385,7 +391,8 @@ class Scheduler:
             The update of the last step.
 
         Raises:
-            StepOrderError: it is not sure that these steps are plain decodes, see `horizon`. Nothing has changed.
+            StepOrderError: not all of these steps are guaranteed plain decodes, see `guaranteed_steps`. Nothing has
+                changed.
             StepResultError: the tokens do not fit, or one stops its request too early. Nothing has changed.
         """
         first = self._next_step_id
@@ -424,18 +431,18 @@ class Scheduler:
             is_mixed = self._config.batching != "prefill-first"
             self._run_parts = self._mixed_step if is_mixed else self._prefill_first_step
 
-    def _displace(self, step: StepRecord) -> None:
+    def _preempt_for_urgent(self, step: StepRecord) -> None:
         table = self._table
-        assert self._displacement is not None
+        assert self._priority_preemption is not None
         if self._admission.pause is not None or not len(table.queue) or not len(self._batch):
             return
         head = table.queue.peek()
-        displaced = self._displacement.choose(head)
+        displaced = self._priority_preemption.choose(head)
         for request in displaced:
             table.preempt(request, PreemptionCause.DISPLACED, Need(head, 0, ""), step.now)
         if displaced and self._budget.policies:  # what they would have computed is left to the others
             self._budget.open_step(self._view)
-        step.displaced_for(head if displaced else None)
+        step.preempted_for(head if displaced else None)
 
     # ------------------------------------------------------------------ requests
 
@@ -555,8 +562,8 @@ class Scheduler:
         request = self._table.require(request_id)
         priority = checked_priority(priority)
         self._table.set_priority(request, priority)
-        if self._displacement is not None:
-            self._displacement.forget()
+        if self._priority_preemption is not None:
+            self._priority_preemption.forget()
         if self._events.called:
             send(self._events.called, Call("set_priority", now, {"request_id": request_id, "priority": priority}))
 
@@ -592,7 +599,7 @@ class Scheduler:
             ConfigError: the limit is out of range, see `SchedulerConfig.max_num_active_seqs`.
         """
         self._config = self._config.replace(max_num_active_seqs=limit)
-        num_slots = self._config.num_seats
+        num_slots = self._config.num_sequence_slots
         self._admission.set_max_num_active_seqs(num_slots)
         self._max_seen_active_seqs = max(self._max_seen_active_seqs, num_slots)
         if self._events.called:

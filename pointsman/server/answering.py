@@ -137,7 +137,7 @@ def _reset_prefix_cache(host: Host, preempt_running: bool) -> None:
 @answers(SetMaxNumActiveSeqs)
 def _set_max_num_active_seqs(host: Host, limit: int | None) -> int:
     host.engine.scheduler.set_max_num_active_seqs(limit, host.engine.clock())
-    return host.engine.scheduler.config.num_seats
+    return host.engine.scheduler.config.num_sequence_slots
 
 
 # ------------------------------------------------------------------------------------------------- observation

@@ -246,11 +246,11 @@ class Replica:
         """As many plain decodes as are sure; None: none is."""
         scheduler, num_steps = self.scheduler, self._num_steps_until(until - self.now)
         # Most often a request has arrived that the next step admits: then nothing else need be looked up.
-        if scheduler.num_queued and not scheduler.horizon(1):
+        if scheduler.num_queued and not scheduler.guaranteed_steps(1):
             return None
         known = scheduler.running_num_tokens
         num_left = self._last_token[rows] - known
-        num_steps = scheduler.horizon(min(num_steps, num_left.item(num_left.argmin())))
+        num_steps = scheduler.guaranteed_steps(min(num_steps, num_left.item(num_left.argmin())))
         if not num_steps:
             return None
         times = np.empty(num_steps + 1)

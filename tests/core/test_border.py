@@ -38,6 +38,9 @@ SNAPSHOTS = (SchedulerStats, Explanation)
 PURE = (SchedulerOutput, StepUpdate, Request, SchedulerConfig)
 """Their methods without arguments are called too, and what they return is attacked."""
 
+OLD_NAMES = ("num_seats", "num_overtaken")
+"""Deprecated names, which warn."""
+
 
 class Vandal:
     """Tries to change whatever it can reach."""
@@ -74,7 +77,7 @@ class Vandal:
 
     def _attack_attributes(self, thing: Any) -> None:
         for name in dir(thing):
-            if name.startswith("_"):
+            if name.startswith("_") or name in OLD_NAMES:
                 continue
             value = getattr(thing, name)
             self._refuses(thing, name)

@@ -26,23 +26,26 @@ def check_admissions(
     `tried_first`: admissions were tried before the running rows advanced.
     """
     after = world.scheduler.stats()
-    _check_displacement(world, output, victims, after.num_displaced - before.num_displaced, tried_first)
+    _check_priority_preemption(world, output, victims, after.num_displaced - before.num_displaced, tried_first)
     _check_deferrals(world, output, before, after, tried_first)
     if world.host.blocks_in_use() is not None:
         if world.config.shortage != "look-ahead":
             _check_need_of_victims(world, output, victims, after.num_free_blocks)
         if not victims and not len(output.admitted) and not output.loads:
-            _check_missed_displacement(world, output, after.num_free_blocks)
+            _check_missed_priority_preemption(world, output, after.num_free_blocks)
     if len(output.admitted):
         num_running = sum(entry.place is Place.RUNNING for entry in world.live)
-        require(num_running <= world.num_seats, f"{num_running} run after an admission, limit {world.num_seats}")
+        require(
+            num_running <= world.num_sequence_slots,
+            f"{num_running} run after an admission, limit {world.num_sequence_slots}",
+        )
         _check_reserves(world, output, after.num_free_blocks)
         if not world.config.has_kv_groups or after.num_evictions == 0:
             _check_hits(world, output)
         _check_own_hits(world, output, after.num_evictions)
 
 
-def _check_displacement(
+def _check_priority_preemption(
     world: World, output: SchedulerOutput, victims: list[Entry], num_displaced: int, tried_first: bool
 ) -> None:
     """Nobody gives way in vain: whoever displaced is admitted in that very step, and alone."""
@@ -57,7 +60,7 @@ def _check_displacement(
         require(num_displaced == len(victims), f"{num_displaced} count as displaced, {len(victims)} were")
 
 
-def _check_missed_displacement(world: World, output: SchedulerOutput, num_free: int) -> None:
+def _check_missed_priority_preemption(world: World, output: SchedulerOutput, num_free: int) -> None:
     """The head of the queue does not wait if, on the worst assumption, it had room without the less urgent rows."""
     config, queue = world.config, world.queue()
     displaces = config.order == "priority" and config.displace is not False and config.batching == "mixed"
@@ -81,7 +84,7 @@ def _check_missed_displacement(world: World, output: SchedulerOutput, num_free: 
         return
     if stays and sets_budget(config):
         return  # which may leave it nothing beside those, or let nobody start beside them
-    has_seat = len(stays) < min(len(running), world.num_seats) and len(running) <= world.num_seats
+    has_seat = len(stays) < min(len(running), world.num_sequence_slots) and len(running) <= world.num_sequence_slots
     lacks_budget_alone = world.scheduler.explain(head.request.request_id).reason in (
         Reason.BUDGET,
         Reason.STEP_TIME,
@@ -133,7 +136,7 @@ def _check_wall(
     """The first request that was not passed over waits for what it says."""
     config, explained = world.config, _reason(world, wall)
     if explained is Reason.SEQUENCE_LIMIT:
-        limit = world.num_seats
+        limit = world.num_sequence_slots
         full = len(running) >= limit or (config.batching == "prefill-first" and output.num_rows >= config.max_num_seqs)
         require(full, f"sequence limit with {len(running)} of {limit} running, {output.num_rows} of them in the step")
     elif explained is Reason.BUDGET:

@@ -56,7 +56,7 @@ class Entry:
     num_preemptions: int = 0
     kept: Kept | None = None
     num_withdrawals: int = 0  # of prefixes, when it was admitted
-    num_overtaken: int = 0  # requests behind it that were admitted since it last lost its row
+    num_bypassed: int = 0  # requests behind it that were admitted since it last lost its row
     num_verified: int = 0  # drafts that have come back
     num_accepted: int = 0  # of these, those that became tokens
     more_input: bool = False  # further parts of its prompt may come

@@ -75,11 +75,11 @@ def is_wall(world: World, entry: Entry) -> bool:
     """Whether it was overtaken so often that nobody passes it while it waits for a place, embeddings or blocks."""
     deferral = entry.request._state.deferral
     if deferral is not None and deferral.reason in LACKS_BLOCKS:
-        return entry.num_overtaken >= bypass_bound(world.config)
+        return entry.num_bypassed >= bypass_bound(world.config)
     if deferral is not None and deferral.reason in LACKS_EMBEDDINGS and world.config.encoder_blocks_queue:
         return True
     waits = deferral is not None and deferral.reason in (Reason.PARTIAL_PREFILLS, *LACKS_EMBEDDINGS)
-    return waits and entry.num_overtaken >= world.config.max_overtakes
+    return waits and entry.num_bypassed >= world.config.max_overtakes
 
 
 def lacks_blocks(entry: Entry) -> bool:

@@ -56,7 +56,7 @@ def check_passing(
         if has_slot and entry is expected[0]:
             del expected[0]
             for other in passed:
-                other.num_overtaken += 1
+                other.num_bypassed += 1
             if adapter is not None and adapter not in held:
                 held.append(adapter)
             continue
@@ -66,11 +66,11 @@ def check_passing(
             passes_blocks = bound > 0 and lacks_blocks(entry)
             sound = entry not in surely or says_so(entry) or passes_blocks
             require(sound, f"{name} is next, {expected[0].request.request_id} was admitted")
-            patient = entry.num_overtaken < (bound if passes_blocks else config.max_overtakes)
-            require(patient, f"{name} was overtaken {entry.num_overtaken} times, and is again")
+            patient = entry.num_bypassed < (bound if passes_blocks else config.max_overtakes)
+            require(patient, f"{name} was overtaken {entry.num_bypassed} times, and is again")
         else:
             require(entry is not expected[0], f"{name} is admitted with {adapter}; {held} run and {claims} have claims")
-            if adapter is not None and adapter not in held and entry.num_overtaken >= config.max_overtakes:
+            if adapter is not None and adapter not in held and entry.num_bypassed >= config.max_overtakes:
                 claims.add(adapter)
     require(not expected, f"{expected} are admitted, and were not in the queue")
 

@@ -318,7 +318,7 @@ def one_prefill_too_many(patch: Patch) -> None:
 def overtaken_for_ever(patch: Patch) -> None:
     def init(original: Any, caps: Any, *args: Any) -> None:
         original(caps, *args)
-        caps._max_overtakes = 99
+        caps._max_bypasses = 99
 
     around(patch, "PartialPrefills.__init__", init)
 
@@ -498,7 +498,7 @@ def displaces_in_vain(patch: Patch) -> None:
         members = displacement._batch.members
         return [request for request in members.requests if request.priority > head.priority][:1]
 
-    replace(patch, "Displacement.choose", choose)
+    replace(patch, "PriorityPreemption.choose", choose)
 
 
 def drafts_make_others_give_way(patch: Patch) -> None:

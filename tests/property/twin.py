@@ -1,8 +1,8 @@
 """A second scheduler that gets the same calls as the first, and does in one `advance` what the first does in steps.
 
 It reads the recording of the first one as it is written. Pairs of `schedule` and `update` in which every running
-request decodes are held back, as many as `horizon` said, and then done at once. After every call that both have made,
-their states are compared.
+request decodes are held back, as many as `guaranteed_steps` said, and then done at once. After every call that both
+have made, their states are compared.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Twin:
             self._single(scheduled)
         elif name == "schedule":
             if not self._held:
-                self._certain = self.second.horizon(self._choose.choice((1, 7, ANY_NUMBER)))
+                self._certain = self.second.guaranteed_steps(self._choose.choice((1, 7, ANY_NUMBER)))
             if self._certain:
                 self._scheduled = call
                 return

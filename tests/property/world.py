@@ -91,7 +91,7 @@ class World:
         self.repeated: set[Request] = set()  # their end was in an output that failed: it is told again, the id is free
         self.unreported_losses: list[Request] = []  # lost their row, not yet in an output
         self.conversations: list[list[int]] = []  # of requests that ended
-        self.num_seats = config.num_seats
+        self.num_sequence_slots = config.num_sequence_slots
         self.output_lengths: list[int] = []  # of requests that ended by themselves
         self.last_done: SchedulerOutput | None = None
         self.last_update: SchedulerOutput | None = None
@@ -354,13 +354,16 @@ class World:
         self._tick("set_max_num_active_seqs")
         if limit >= 1 and (limit <= self.config.max_num_seqs or self.config.batching == "prefill-first"):
             self.scheduler.set_max_num_active_seqs(limit, self.now)
-            self.num_seats = limit
+            self.num_sequence_slots = limit
         else:
             before = self._snapshot()
             self._expect(ConfigError, lambda: self.scheduler.set_max_num_active_seqs(limit, self.now))
             require(before == self._snapshot(), "a limit out of range changed the scheduler")
         told = self.scheduler.config.max_num_active_seqs
-        require(told is None or told == self.num_seats, f"max_num_active_seqs is {told}, expected {self.num_seats}")
+        require(
+            told is None or told == self.num_sequence_slots,
+            f"max_num_active_seqs is {told}, expected {self.num_sequence_slots}",
+        )
         self.check()
 
     def look_for_stalls(self, seconds: float) -> None:
@@ -949,7 +952,7 @@ class World:
         if not is_done:
             entry.num_preemptions += 1
             self.tally.num_preemptions += 1
-        entry.num_overtaken = 0
+        entry.num_bypassed = 0
         self.num_losses += 1
         entry.loss = self.num_losses
 

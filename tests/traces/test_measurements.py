@@ -156,7 +156,7 @@ def test_a_recording_of_steps_at_once(tmp_path: Path) -> None:
     host.add("a", 5, max_tokens=7)
     host.step()
     times = [host.now + 10 * index for index in range(1, 5)]
-    assert host.scheduler.horizon() >= 3
+    assert host.scheduler.guaranteed_steps() >= 3
     host.scheduler.advance(times, [7])
     host.now = times[-1]
     (each,) = read_measurements(write(tmp_path, file.getvalue()))

@@ -22,7 +22,7 @@ class Lottery(Policy):
     kind = "order"
     name = "lottery"
     parameters: ClassVar[tuple[Parameter, ...]] = (Parameter("seed", 0, 0, doc="of the lots"),)
-    displaces = False
+    is_preemptive = False
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -50,7 +50,7 @@ class Lottery(Policy):
     def position(self, request: Request) -> int:
         return sum(key < self._queue[request] for key in self._queue.values())
 
-    def horizon(self, num_steps: int) -> int:
+    def guaranteed_steps(self, num_steps: int) -> int:
         """Lots do not change while a request waits."""
         return num_steps
 

@@ -115,7 +115,7 @@ class Transfers:
         """Blocks of all holdings; one that several hold counts for each."""
         self._num_stuck = 0  # of these, those that no request waits for: it is not known when they are released
         self._is_claimed = False
-        self._displacer: Request | None = None
+        self._preemptor: Request | None = None
         self._now = 0.0
         self.is_worth_loading: Callable[[int, int, int], bool] | None = None
         """Whether to load, synchronously, from some token on that number of tokens, in that number of blocks, rather
@@ -144,10 +144,10 @@ class Transfers:
 
     # ------------------------------------------------------------------ loads
 
-    def open(self, displacer: Request | None, now: float) -> None:
-        """A step begins to admit; others were preempted for `displacer`, so it must not wait for a transfer."""
+    def open(self, preemptor: Request | None, now: float) -> None:
+        """A step begins to admit; others were preempted for `preemptor`, so it must not wait for a transfer."""
         self._is_claimed = False
-        self._displacer = displacer
+        self._preemptor = preemptor
         self._now = now
 
     def ask(self, request: Request, match: Match) -> External | Deferral:
@@ -180,7 +180,7 @@ class Transfers:
             if is_worth_loading is not None and not is_worth_loading(num_local, count, self._num_loaded(match, count)):
                 return NOTHING
             return External(count, False)
-        if request is self._displacer:
+        if request is self._preemptor:
             return NOTHING
         return self._fit(num_local // size, count // size)
 
@@ -208,7 +208,7 @@ class Transfers:
         if self._timeout is not None and self._now - asked_since >= self._timeout:
             request._state.load_ended()
             return NOTHING
-        if request is self._displacer:
+        if request is self._preemptor:
             return NOTHING
         return Deferral(Reason.KV_CONNECTOR, 0, blocks_queue=False)
 

@@ -285,7 +285,7 @@ def _of_encoder_budget(request: Request, parts: Parts) -> list[Holder]:
     return _most(Holder(name, count) for name, count in counts.items())
 
 
-def _displacer(request: Request, parts: Parts) -> list[Holder]:
+def _preemptor(request: Request, parts: Parts) -> list[Holder]:
     output = parts.emission.last_output
     admitted = output.admitted if output is not None else ()
     return [Holder(other.request_id, 0) for other in admitted if not other.is_finished]
@@ -323,7 +323,7 @@ CAUSES: dict[Reason, Cause] = {
         _of_blocks,
     ),
     Reason.DISPLACEMENT: Cause(
-        None, "a more urgent request is admitted alone into what was preempted for it", _displacer
+        None, "a more urgent request is admitted alone into what was preempted for it", _preemptor
     ),
     Reason.STATIC_BATCH: Cause(None, "the static batch still runs", _of_sequence_slots),
     Reason.ADAPTER_SLOTS: Cause(

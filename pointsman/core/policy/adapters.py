@@ -31,7 +31,7 @@ class AdapterSlots(Gate):
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.num_slots = config.max_loras
-        self._max_overtakes = config.max_overtakes
+        self._max_bypasses = config.max_overtakes
         self._num_rows: dict[Adapter, int] = {}
         self._claims: set[Adapter] = set()
 
@@ -54,7 +54,7 @@ class AdapterSlots(Gate):
                 return want
         elif len(self._num_rows) < self.num_slots:
             return want
-        elif request.num_overtaken >= self._max_overtakes:
+        elif request.num_bypassed >= self._max_bypasses:
             self._claims.add(adapter)
         return Deferral(Reason.ADAPTER_SLOTS, 1, blocks_queue=False)
 

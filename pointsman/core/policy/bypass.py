@@ -47,7 +47,7 @@ class Bypass(Reserve):
         self._view = view
         self._forget()
 
-    def horizon(self, num_steps: int) -> int:
+    def guaranteed_steps(self, num_steps: int) -> int:
         """While requests wait, each step looks for some that may pass."""
         return 0 if self._view.num_waiting else num_steps
 
@@ -60,7 +60,7 @@ class Bypass(Reserve):
         if self._is_first and request is not self._head:
             self._head, self._room = request, num_free
         self._is_first = False
-        return request._state.num_overtaken < self.bound
+        return request._state.num_bypassed < self.bound
 
     def num_open(self, num_free: int) -> int:
         """Blocks that those behind the head may take."""

@@ -46,7 +46,7 @@ class EarliestTTFT(Policy):
     kind = "order"
     name = "earliest-ttft"
     reads = frozenset({"ttft_target"})
-    displaces = False
+    is_preemptive = False
     parameters: ClassVar[tuple[Parameter, ...]] = (
         Parameter("default", 5.0, 1e-3, 1e6, tried=(1.0, 2.0, 5.0), doc="target of requests without one, in seconds"),
         Parameter("every", 32, 1, 1_000_000, tried=(8, 32, 128), doc="of so many admissions one is the most overdue"),
@@ -69,7 +69,7 @@ class EarliestTTFT(Policy):
         self._view = view
         self._begin()
 
-    def horizon(self, num_steps: int) -> int:
+    def guaranteed_steps(self, num_steps: int) -> int:
         """A head that is on time may be late in any step."""
         ahead = self._ahead
         return num_steps if not len(ahead) or ahead.top[0] == _RESUMED else 0

@@ -54,7 +54,7 @@ class EncoderCache(Limit):
         self.size = config.encoder_cache_size
         self._full_budget = config.encoder_budget
         self._chunked = config.enable_chunked_prefill
-        self._max_overtakes = 0 if config.encoder_blocks_queue else config.max_overtakes
+        self._max_bypasses = 0 if config.encoder_blocks_queue else config.max_overtakes
         splits = config.split_encoder_inputs
         self.splits = "begun" if config.token_limits and not splits else splits
         self.longest_chunk = min(
@@ -136,7 +136,7 @@ class EncoderCache(Limit):
         tokens, blocked = _Plan(self).reach(request, start, want)
         whole = not self._chunked and request.status is not RequestStatus.PREEMPTED
         if blocked is not None and (whole or tokens == 0):
-            return blocked._replace(blocks_queue=request._state.num_overtaken >= self._max_overtakes)
+            return blocked._replace(blocks_queue=request._state.num_bypassed >= self._max_bypasses)
         return tokens
 
     def commit(self, request: Request, start: int, num_tokens: int) -> None:
@@ -152,7 +152,7 @@ class EncoderCache(Limit):
             if first + length > start and item.reads(start, end) and item not in held:
                 self._hold(request, index, item)
 
-    def horizon(self, num_steps: int) -> int:
+    def guaranteed_steps(self, num_steps: int) -> int:
         """None: every step has the whole budget again, and returns embeddings that rows have passed."""
         return 0
 

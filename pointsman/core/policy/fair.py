@@ -148,7 +148,7 @@ class Fair(Policy):
     kind = "order"
     name = "fair"
     reads = frozenset({"tenant"})
-    displaces = False
+    is_preemptive = False
     parameters: ClassVar[tuple[Parameter, ...]] = (
         Parameter("input_weight", 1.0, 0.001, 1000.0, doc="of a prompt token"),
         Parameter("output_weight", 2.0, 0.001, 1000.0, doc="of an output token"),
@@ -184,7 +184,7 @@ class Fair(Policy):
         self._view = view
         self._begin()
 
-    def horizon(self, num_steps: int) -> int:
+    def guaranteed_steps(self, num_steps: int) -> int:
         """As long as the next tenant, with what it generates, stays below the second one, whatever that generates."""
         if self._num_waiting_tenants <= 1:
             return num_steps

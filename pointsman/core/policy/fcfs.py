@@ -25,7 +25,7 @@ class FirstComeFirstServed(Policy):
 
     kind = "order"
     name = "fcfs"
-    displaces = False
+    is_preemptive = False
     keeps_keys = True
     """Whether a request that is popped and put back has the key that it had."""
 
@@ -35,7 +35,7 @@ class FirstComeFirstServed(Policy):
         self._length = 0
         self._num_pushes = 0
 
-    def horizon(self, num_steps: int) -> int:
+    def guaranteed_steps(self, num_steps: int) -> int:
         """Keys do not change while a request waits."""
         return num_steps
 

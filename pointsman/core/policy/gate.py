@@ -48,7 +48,7 @@ class Gate:
     def release(self, request: Request) -> None:
         """The request has lost its row."""
 
-    def horizon(self, num_steps: int) -> int:
+    def guaranteed_steps(self, num_steps: int) -> int:
         """For how many of the next `num_steps` steps, in which every running request decodes one token and nothing
         else happens, a deferral of this gate stays a deferral."""
         return num_steps

@@ -190,13 +190,13 @@ class Guard:
             default.attach(self._view)
         self.policy = default
 
-    def horizon(self, num_steps: int) -> int:
+    def guaranteed_steps(self, num_steps: int) -> int:
         """0 without the method: every step is decided on its own."""
-        if not hasattr(self.policy, "horizon"):
+        if not hasattr(self.policy, "guaranteed_steps"):
             return 0
-        answer = self._call("horizon", num_steps)
+        answer = self._call("guaranteed_steps", num_steps)
         if not isinstance(answer, int) or not 0 <= answer <= num_steps:
-            raise self._broken(f"horizon({num_steps}) is {answer!r}; it must be between 0 and {num_steps}")
+            raise self._broken(f"guaranteed_steps({num_steps}) is {answer!r}; it must be between 0 and {num_steps}")
         return answer
 
     def hearing(self) -> Policy:
@@ -248,7 +248,7 @@ class GuardedOrder(Guard):
 
     def __init__(self, policy: Order) -> None:
         super().__init__(policy)
-        self.displaces: bool = policy.displaces
+        self.is_preemptive: bool = policy.is_preemptive
         self._queued: dict[Request, None] = {}
         self._strays: dict[Request, None] = {}  # that the policy did not take
 
@@ -458,8 +458,12 @@ class GuardedLimit(Guard, Limit):
             return next(self._changes)
         return self._read_number("revision")
 
-    def horizon(self, num_steps: int) -> int:
-        return super().horizon(num_steps) if type(self.policy).horizon is not Gate.horizon else 0
+    def guaranteed_steps(self, num_steps: int) -> int:
+        return (
+            super().guaranteed_steps(num_steps)
+            if type(self.policy).guaranteed_steps is not Gate.guaranteed_steps
+            else 0
+        )
 
     def open_step(self, num_requests: int) -> None:
         self._tell("open_step", num_requests)
@@ -567,7 +571,7 @@ def _log(level: str, message: str, cause: BaseException | None) -> None:
 
 def _default_order(order: Any) -> Any:
     """The default in the place of an order, or of a class of orders."""
-    return PriorityOrder() if getattr(order, "displaces", False) is True else FirstComeFirstServed()
+    return PriorityOrder() if getattr(order, "is_preemptive", False) is True else FirstComeFirstServed()
 
 
 def _came(request: Request) -> tuple[float, int]:

@@ -30,7 +30,7 @@ class PriorityOrder(FirstComeFirstServed):
     """By priority, smaller first; within a priority as first come, first served."""
 
     name = "priority"
-    displaces = True
+    is_preemptive = True
     reads = frozenset({"priority"})
 
     def urgency(self, request: Request) -> int:
@@ -151,7 +151,7 @@ class ArrivalPriority(PriorityOrder):
     """By priority, then by arrival, whether preempted or new, without priority preemption (vLLM's "priority")."""
 
     name = "priority-by-arrival"
-    displaces = False
+    is_preemptive = False
 
     def key(self, request: Request) -> tuple[Any, ...]:
         return (request.priority, request.arrival_time, request.sequence_number)

@@ -28,7 +28,7 @@ class PartialPrefills(Gate):
         self._max = config.max_num_partial_prefills or MAX_INT
         self._max_long = config.max_long_partial_prefills or MAX_INT
         self._long_beyond = config.prefill_threshold
-        self._max_overtakes = config.max_overtakes
+        self._max_bypasses = config.max_overtakes
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         if start + want >= request.num_tokens:
@@ -36,7 +36,7 @@ class PartialPrefills(Gate):
         missing = self._missing(request, (self._batch.flags & PREFILLING) != 0)
         if missing <= 0:
             return want
-        return Deferral(Reason.PARTIAL_PREFILLS, missing, request.num_overtaken >= self._max_overtakes)
+        return Deferral(Reason.PARTIAL_PREFILLS, missing, request.num_bypassed >= self._max_bypasses)
 
     def has_place(self, request: Request, gone: npt.NDArray[np.int64]) -> bool:
         """Whether it may begin, if the requests in the rows `gone` did not run."""

@@ -63,7 +63,7 @@ class Policy(Listener):
         """The policy serves one scheduler from now on, and may keep its view. Called again when a recording begins: it
         then forgets what it has learned, as a replay begins without."""
 
-    def horizon(self, num_steps: int) -> int:
+    def guaranteed_steps(self, num_steps: int) -> int:
         """For how many of the next `num_steps` steps, in which every running request decodes one token and nothing
         else happens, it decides as now. 0: every step is decided on its own."""
         return 0

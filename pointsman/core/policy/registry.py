@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+from warnings import warn
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import ConfigError
@@ -32,13 +33,15 @@ if TYPE_CHECKING:
 
 GROUP = "pointsman.policies"
 KINDS: dict[str, tuple[str, ...]] = {
-    "order": ("displaces", "push", "pop", "put_back", "peek", "remove", "position", "__len__", "__contains__"),
+    "order": ("is_preemptive", "push", "pop", "put_back", "peek", "remove", "position", "__len__", "__contains__"),
     "victim": ("choose",),
     "reserve": ("blocks",),
     "limit": ("check",),
     "eviction": ("share", "per_tenant", "started", "retained"),
 }
 """The kinds, and what a policy of each must have besides a name."""
+RENAMED = {"displaces": "is_preemptive", "horizon": "guaranteed_steps"}
+"""Parts of policies whose old names stay valid for one release."""
 _BUILT_IN: dict[str, dict[str, type[Policy]]] = {
     "order": dict(ORDERS),
     "victim": dict(VICTIMS),
@@ -80,6 +83,7 @@ def make(kind: str, given: Any, replaced: Sequence[Replaced] = ()) -> Any:
         ConfigError: no policy has that name, a parameter is unknown or out of range, or the object lacks a part.
     """
     if not isinstance(given, str):
+        _adopt_old_names(given)
         missing = [name for name in ("name", *KINDS[kind]) if not hasattr(given, name)]
         if missing:
             raise ConfigError(
@@ -96,6 +100,7 @@ def make(kind: str, given: Any, replaced: Sequence[Replaced] = ()) -> Any:
 
     def construct() -> Policy:
         made = policy(**values)
+        _adopt_old_names(made)
         made._given_parameters = changed  # type: ignore[attr-defined]
         return made
 
@@ -113,6 +118,14 @@ def _built(kind: str, policy: Any, spec: str, construct: Callable[[], Any], repl
         raise
     except Exception as error:
         return in_place_of(kind, policy, spec, raised("its constructor", error), error)
+
+
+def _adopt_old_names(policy: Any) -> None:
+    """Give a policy's parts their new names, where another package still has the old ones."""
+    for old, new in RENAMED.items():
+        if hasattr(policy, old):
+            warn(f"`{type(policy).__name__}.{old}` is now called `{new}`", DeprecationWarning, stacklevel=4)
+            setattr(policy, new, getattr(policy, old))
 
 
 def check_policies(config: SchedulerConfig) -> None:

@@ -155,9 +155,9 @@ class Reserves(Gate):
         """Changes whenever a reserve may ask for other blocks than before."""
         return tuple([reserve.num_changes for reserve in self._adaptive]) if self._adaptive else ()
 
-    def horizon(self, num_steps: int) -> int:
+    def guaranteed_steps(self, num_steps: int) -> int:
         for reserve in self._adaptive:
-            num_steps = min(num_steps, reserve.horizon(num_steps))
+            num_steps = min(num_steps, reserve.guaranteed_steps(num_steps))
         return num_steps
 
     def restore(self, shortage: Shortage | None) -> None:
@@ -224,7 +224,7 @@ class Watermark(Reserve):
     def attach(self, view: View) -> None:
         self._num_blocks = max(1, int(self._share * view.num_usable_blocks)) if self._share else 0
 
-    def horizon(self, num_steps: int) -> int:
+    def guaranteed_steps(self, num_steps: int) -> int:
         return num_steps
 
     def blocks(self, request: Request, demand: Demand, view: View) -> int:
@@ -241,7 +241,7 @@ class FullSequence(Reserve):
     def __init__(self, counts_owed: bool = True) -> None:
         self.counts_owed = counts_owed
 
-    def horizon(self, num_steps: int) -> int:
+    def guaranteed_steps(self, num_steps: int) -> int:
         return num_steps
 
     def blocks(self, request: Request, demand: Demand, view: View) -> int:
@@ -261,7 +261,7 @@ class DecodeReserve(Reserve):
     def __init__(self, tokens: int) -> None:
         self.num_tokens = tokens
 
-    def horizon(self, num_steps: int) -> int:
+    def guaranteed_steps(self, num_steps: int) -> int:
         return num_steps
 
     def blocks(self, request: Request, demand: Demand, view: View) -> int:
@@ -367,7 +367,7 @@ class GrowthReserve(Reserve):
         self._has_cache = view.has_prefix_cache
         self._forget()
 
-    def horizon(self, num_steps: int) -> int:
+    def guaranteed_steps(self, num_steps: int) -> int:
         """Nobody finishes in these steps, and nobody joins the queue."""
         return num_steps
 

@@ -89,7 +89,7 @@ class TargetItl(Limit):
         """Whether the prompt at the head of the queue would not fit the held seconds."""
         self._had_queue = self._was_asked = False
         """Whether requests waited when the last step began, and one of them came as far as to ask for tokens."""
-        self._has_displaced = False
+        self._has_preempted = False
         """Whether requests gave way to one that has not started: it starts, or they did so in vain."""
         self._scarce = 0
         """Steps for which prompt tokens are still spread."""
@@ -106,7 +106,7 @@ class TargetItl(Limit):
         self.times.observe(load, seconds)
 
     def on_preempted(self, event: Preempted) -> None:
-        self._has_displaced |= event.cause is PreemptionCause.DISPLACED
+        self._has_preempted |= event.cause is PreemptionCause.DISPLACED
 
     def release(self, request: Request) -> None:
         self._num_departures += 1
@@ -219,7 +219,7 @@ class TargetItl(Limit):
             self._decide(view.budget, view)
         self._was_asked = True
         fitting = self.times.fitting_tokens(self._left, start)
-        if not view.num_running or self._has_displaced:
+        if not view.num_running or self._has_preempted:
             return min(want, max(fitting, self._least))
         if self._is_full or self._would_be_full(request, self._num_requests, self._num_future_tokens):
             state = request._state
@@ -258,11 +258,11 @@ class TargetItl(Limit):
     def commit(self, request: Request, start: int, num_tokens: int) -> None:
         self._left -= self.times.prefill_seconds(num_tokens, start)
         if request.status is not RequestStatus.RUNNING:
-            self._is_head_long = self._has_displaced = False
+            self._is_head_long = self._has_preempted = False
             self._num_requests += 1
             self._num_future_tokens += request._state.num_tokens
 
-    def horizon(self, num_steps: int) -> int:
+    def guaranteed_steps(self, num_steps: int) -> int:
         """With nothing waiting the budget does not matter; else it is kept until a request comes or goes, unless the
         head waits for step time."""
         view = self._view

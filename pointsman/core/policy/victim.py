@@ -1,7 +1,7 @@
 """Which request is preempted when blocks run out? Asked by `step/running.py`, whenever a running request lacks some.
 
 The other causes (`PreemptionCause`) do not ask here: a more urgent waiting request displaces less urgent ones
-(`step/displacement.py`), a host parks the one that it names or has no token for it, and a reset preempts all.
+(`step/priority_preemption.py`), a host parks the one that it names or has no token for it, and a reset preempts all.
 
 The request loses its blocks and keeps its tokens. When it is admitted again it recomputes them, except those that the
 prefix cache still holds, or, with `preemption_mode`, loads what it has swapped (`swap.py`).
@@ -72,7 +72,7 @@ class LeastCost(Policy):
     def __init__(self, max_preemptions: int = 16) -> None:
         self._max_preemptions = max_preemptions
 
-    def horizon(self, num_steps: int) -> int:
+    def guaranteed_steps(self, num_steps: int) -> int:
         """It is asked only where blocks run out."""
         return num_steps
 

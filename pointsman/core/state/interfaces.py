@@ -130,12 +130,12 @@ class View(Protocol):
 class Order(Protocol):
     """A queue of waiting requests. An object serves one scheduler.
 
-    Of `core/policy/policy.py` it may also have `attach` (to keep the view), `horizon` (without it no step is skipped
-    over while requests wait), `reason` and the events of a listener.
+    Of `core/policy/policy.py` it may also have `attach` (to keep the view), `guaranteed_steps` (without it, steps are
+    decided one by one while requests wait), `reason` and the events of a listener.
     """
 
     name: str
-    displaces: bool
+    is_preemptive: bool
     """Whether running requests may be preempted for a waiting one of strictly smaller `priority`."""
 
     def push(self, request: Request) -> None:

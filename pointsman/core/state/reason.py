@@ -96,7 +96,7 @@ class Deferral(NamedTuple):
     blocks_queue: bool = True
     """Whether no request behind it is admitted in the same step. If not, it is skipped.
 
-    A gate that lets requests be skipped must bound `num_overtaken`: by `max_overtakes`, say."""
+    A gate that lets requests be skipped must bound `num_bypassed`: by `max_overtakes`, say."""
 
 
 class Holder(NamedTuple):

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from sys import float_info
 from typing import Any, ClassVar, NoReturn, Protocol, Self
+from warnings import warn
 
 import numpy as np
 import numpy.typing as npt
@@ -76,8 +77,8 @@ class RequestState:
         "may_load",
         "more_input",
         "num_admitted_tokens",
+        "num_bypassed",
         "num_cached_tokens",
-        "num_overtaken",
         "num_preemptions",
         "num_prompt_tokens",
         "num_published_blocks",
@@ -130,7 +131,7 @@ class RequestState:
         self.num_cached_tokens = 0  # of the last admission, including those that a connector loaded
         self.num_admitted_tokens = 0  # known tokens at the last admission
         self.awaits_input = False  # all parts of its prompt are complete, and more are expected
-        self.num_overtaken = 0  # requests behind it that were admitted since it last lost its row
+        self.num_bypassed = 0  # requests behind it that were admitted since it last lost its row
 
         self.token_limit = self.num_prompt_tokens + max_tokens
         self.limit_detail = "max_tokens"
@@ -284,9 +285,9 @@ class RequestState:
         """It has no reason to wait yet."""
         self.deferral = None
 
-    def was_passed_by(self, count: int) -> None:
+    def was_bypassed(self, count: int) -> None:
         """So many requests behind it were admitted."""
-        self.num_overtaken += count
+        self.num_bypassed += count
 
     def admitted(self, serial: int, num_cached_tokens: int) -> None:
         """It runs, as the admission of that number, and need not compute so many tokens."""
@@ -314,7 +315,7 @@ class RequestState:
         self.loss_number = loss_number
         self.lost_tokens = min(self._num_computed_tokens, self.num_tokens)
         self._num_computed_tokens = 0
-        self.num_overtaken = 0
+        self.num_bypassed = 0
         if cause is not None:
             self.num_preemptions += 1
             self.preemption_causes += (cause,)
@@ -700,9 +701,15 @@ class Request(Sealed, _Asked):
         return self._state.preemption_causes
 
     @property
-    def num_overtaken(self) -> int:
+    def num_bypassed(self) -> int:
         """Requests behind it in the queue that bypassed it since it last lost its row."""
-        return self._state.num_overtaken
+        return self._state.num_bypassed
+
+    @property
+    def num_overtaken(self) -> int:
+        """The old name of `num_bypassed`."""
+        warn("`num_overtaken` is now called `num_bypassed`", DeprecationWarning, stacklevel=2)
+        return self.num_bypassed
 
     @property
     def loss_number(self) -> int:

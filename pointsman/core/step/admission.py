@@ -141,7 +141,7 @@ class Admission:
         self._transfers = transfers
         self._loading = loading
         self._view = view
-        self.max_num_active_seqs = config.num_seats
+        self.max_num_active_seqs = config.num_sequence_slots
         """How many requests may run at once."""
         self.pause: Pause | None = None
         """The operator's pause; None: not paused."""
@@ -164,7 +164,7 @@ class Admission:
     def admit(self, step: StepRecord) -> None:
         """Admit into `step` what fits beside the advancing rows; each admission is final and published at once.
 
-        After priority preemption only the `displacer` is admitted.
+        After priority preemption only the `preemptor` is admitted.
         """
         table, search = self._table, self._search
         queue = table.queue
@@ -191,11 +191,11 @@ class Admission:
         if search is not None:
             search.open()
         if self._loading is not None:
-            self._loading.open(step.displacer, step.now)
+            self._loading.open(step.preemptor, step.now)
         try:
             while len(queue):
                 head = queue.peek()
-                if closed is None and step.displacer is not None and head is not step.displacer:
+                if closed is None and step.preemptor is not None and head is not step.preemptor:
                     closed = Reason.DISPLACEMENT
                 if closed is None and len(advance.requests) + len(admitted) >= self._max_rows:
                     closed = Reason.SEQUENCE_LIMIT
@@ -271,7 +271,7 @@ class Admission:
         """Skipped requests return to their places; those admitted since have bypassed them."""
         self._table.queue.put_back([request for request, _ in skipped])
         for request, num_before in skipped:
-            request._state.was_passed_by(num_admitted - num_before)
+            request._state.was_bypassed(num_admitted - num_before)
 
     def _note(self, request: Request, verdict: Deferral, now: float) -> None:
         """Why it waits, and since when if for another reason than before."""
@@ -405,7 +405,7 @@ class Admission:
             return False
         needs.measure(budget, num_running, num_owed_blocks)
         is_full = num_running >= self.max_num_active_seqs or budget <= 0 or num_running >= self._max_rows
-        if kept is None or is_full or step.displacer is not None:
+        if kept is None or is_full or step.preemptor is not None:
             return False
         view.open_check(budget, num_running, num_owed_blocks)
 
@@ -438,7 +438,7 @@ class Admission:
         remembered of it is not looked up."""
         needs = search.needs
         if needs is not None and num_running < self.max_num_active_seqs and budget > 0:
-            is_blocking = request._state.num_overtaken >= search.bound
+            is_blocking = request._state.num_bypassed >= search.bound
             lacks = needs.deferral(request, len(self._table.queue), is_blocking)
             if lacks is not None:
                 return lacks

@@ -27,12 +27,12 @@ from pointsman.core.policy.view import SchedulerView
 from pointsman.core.state.batch import Batch
 from pointsman.core.state.events import Events, Listener
 from pointsman.core.step.admission import Admission, Gates
-from pointsman.core.step.displacement import Displacement, displaces
 from pointsman.core.step.drafts import Drafts
 from pointsman.core.step.emit import Emission
 from pointsman.core.step.fast_forward import FastForward
 from pointsman.core.step.in_flight import StepsInFlight
 from pointsman.core.step.loading import Loading, make_loading
+from pointsman.core.step.priority_preemption import PriorityPreemption, has_priority_preemption
 from pointsman.core.step.prompt_parts import PromptParts
 from pointsman.core.step.request_table import RequestTable
 from pointsman.core.step.running import InOrder, Running
@@ -71,7 +71,7 @@ class Parts:
     running: Running
     loading: Loading | None
     admission: Admission
-    displacement: Displacement | None
+    displacement: PriorityPreemption | None
     emission: Emission
     prompt_parts: PromptParts
     update: Update
@@ -92,14 +92,14 @@ def assemble(
     accepted_drafts: list[int],
     kv_cache: KVCache | None = None,
     *,
-    checks_horizons: bool = False,
+    checks_guaranteed_steps: bool = False,
 ) -> Parts:
     """New parts for a configuration.
 
     Args:
         kv_cache: who owns the KV blocks; None: a new `KVCacheManager`.
         accepted_drafts: where acceptance is counted, see `Acceptance`.
-        checks_horizons: see `Scheduler`.
+        checks_guaranteed_steps: see `Scheduler`.
 
     Raises:
         ConfigError: the configuration names a policy that does not exist, or is about a connector that is not there.
@@ -158,8 +158,8 @@ def assemble(
     loading = None if own is None else make_loading(config, own, table, transfers, events)
     admission = Admission(config, budget, view, batch, kv, running, table, gates, events, transfers, loading)
     displacement = None
-    if displaces(config, queue):
-        displacement = Displacement(config, batch, kv, running, admission, encoder, drafts)
+    if has_priority_preemption(config, queue):
+        displacement = PriorityPreemption(config, batch, kv, running, admission, encoder, drafts)
     emission = Emission(config, batch, kv, table, encoder)
     prompt_parts = PromptParts(config, kv, table)
     update = Update(batch, kv, table, steps, prompt_parts, encoder, transfers)
@@ -177,7 +177,7 @@ def assemble(
         emission,
         update,
         events,
-        checks_horizons=checks_horizons,
+        checks_guaranteed_steps=checks_guaranteed_steps,
     )
     return Parts(
         batch,

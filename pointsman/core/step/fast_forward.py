@@ -1,13 +1,14 @@
-"""How many next steps are sure to be plain decodes, and what is the state after them? Fast-forward.
+"""Fast-forward: does several plain decode steps at once.
 
-    k = scheduler.horizon(limit)                 so many steps will let every running request decode one token
-    scheduler.advance(times, token_ids)          len(times) - 1 of them at once
+    k = scheduler.guaranteed_steps(limit)   in each of the next k steps every running request decodes one token
+    scheduler.advance(times, token_ids)     does len(times) - 1 of these steps at once
 
 A simulator spends most of its steps decoding: no request comes or goes, no block runs out. Such steps need not be
-decided one by one. `horizon` proves how many there are, from token limits, free blocks, and why the head of the queue
-is blocked; where a proof would take a decision (a lookup, a dry run, drafts, an encoder, a transfer under way, an
-eviction that a connector wants) it is 0, and the host schedules a single step. `advance` leaves what so many calls of
-`schedule` and `update` would: columns, block ids, the order of the free blocks, the prefix tree, counters.
+decided one by one. `guaranteed_steps` proves how many there are, from token limits, free blocks, and why the head of
+the queue is blocked. It is 0, and the host schedules a single step, where a proof would take a decision: a lookup, a
+dry run, drafts, an encoder, a transfer under way, an eviction that a connector wants. `advance` leaves the state that
+as many calls of `schedule` and `update` would leave: columns, block ids, the order of the free blocks, the prefix
+tree, counters.
 
 No end of sequence is guessed: the host, which knows what the model samples, advances up to the step in which a token
 stops a request, and gives that step's tokens as the last ones.
@@ -35,10 +36,10 @@ from pointsman.core.state.request import Request
 from pointsman.core.state.sealed import sealed_as
 from pointsman.core.state.status import PauseMode
 from pointsman.core.step.admission import Admission, Standstill
-from pointsman.core.step.displacement import Displacement
 from pointsman.core.step.drafts import Drafts
 from pointsman.core.step.emit import Emission
 from pointsman.core.step.in_flight import StepsInFlight
+from pointsman.core.step.priority_preemption import PriorityPreemption
 from pointsman.core.step.request_table import RequestTable
 from pointsman.core.step.running import Running
 from pointsman.core.step.update import Update
@@ -62,32 +63,37 @@ class FastForward:
         drafts: Drafts,
         transfers: Transfers | None,
         admission: Admission,
-        displacement: Displacement | None,
+        priority_preemption: PriorityPreemption | None,
         emission: Emission,
         update: Update,
         events: Events,
         *,
-        checks_horizons: bool,
+        checks_guaranteed_steps: bool,
     ) -> None:
-        """`checks_horizons`: whether `advance` compares what the policies' horizons say with what they decide
+        """`checks_guaranteed_steps`: whether `advance` compares what the policies' horizons say with what they decide
         afterwards."""
         self._block_size = config.block_size
         self._grows_first = config.batching != "prefill-first"  # before requests are admitted
         self._batch, self._kv, self._table, self._steps = batch, kv, table, steps
         self._running, self._drafts, self._admission = running, drafts, admission
-        self._displacement, self._emission, self._update, self._events = displacement, emission, update, events
-        self._seen: tuple[int, Standstill | None] = (0, None)  # by `horizon`
-        self._checks_horizons = checks_horizons
+        self._priority_preemption, self._emission = priority_preemption, emission
+        self._update, self._events = update, events
+        self._seen: tuple[int, Standstill | None] = (0, None)  # by `guaranteed_steps`
+        self._checks_guaranteed_steps = checks_guaranteed_steps
         self._is_allowed = running.steady_allowed
         self._transfers = transfers
         gates = admission.gates
         self._load_followers = gates.load_followers
-        self._order_horizon = table.queue.horizon if hasattr(table.queue, "horizon") else _no_horizon
-        self._horizons = [gate.horizon for gate in gates.all if type(gate).horizon is not Gate.horizon]
+        self._order_guaranteed_steps = (
+            table.queue.guaranteed_steps if hasattr(table.queue, "guaranteed_steps") else _no_guaranteed_steps
+        )
+        self._gate_guaranteed_steps = [
+            gate.guaranteed_steps for gate in gates.all if type(gate).guaranteed_steps is not Gate.guaranteed_steps
+        ]
 
     # ------------------------------------------------------------------ how many
 
-    def horizon(self, limit: int) -> int:
+    def guaranteed_steps(self, limit: int) -> int:
         """How many of the next `limit` steps are sure to be plain decodes."""
         self._seen = (0, None)
         self._seen = self._look_ahead(limit)
@@ -101,7 +107,7 @@ class FastForward:
         return self._within_blocks(limit, free), blocked
 
     def _look_again(self, num_steps: int) -> tuple[int, Standstill | None]:
-        """As the host did with `horizon` before. What a policy failed in since then, it fails in the next step."""
+        """As the host asked `guaranteed_steps` before. A policy that has failed since then fails in the next step."""
         try:
             return self._look_ahead(num_steps)
         except PolicyError:
@@ -130,15 +136,15 @@ class FastForward:
             or (admission.pause is not None and admission.pause.mode is PauseMode.ALL)
         ):
             return 0, 0, None
-        for horizon in self._horizons:
-            limit = min(limit, horizon(limit))
+        for guaranteed_steps in self._gate_guaranteed_steps:
+            limit = min(limit, guaranteed_steps(limit))
         for open_step in self._load_followers:
             open_step(len(queue) + num_rows)
         blocked = None
         free = self._kv.pool.num_free
         if len(queue):
-            limit = min(limit, self._order_horizon(limit))
-            if self._displacement is not None and not self._displacement.is_idle(queue.peek()):
+            limit = min(limit, self._order_guaranteed_steps(limit))
+            if self._priority_preemption is not None and not self._priority_preemption.is_idle(queue.peek()):
                 return 0, 0, None
             blocked = admission.standstill(num_rows)
             if blocked is None:
@@ -184,11 +190,11 @@ class FastForward:
         certain, blocked = self._look_again(num_steps)
         if certain < num_steps:
             raise StepOrderError(
-                f"{num_steps} step(s) at once, and {certain} are sure to be plain decodes; ask horizon() first, and "
-                "schedule the others one by one"
+                f"{num_steps} step(s) at once, and {certain} are guaranteed plain decodes; ask guaranteed_steps() "
+                "first, and schedule the others one by one"
             )
         kv, table, members = self._kv, self._table, self._batch.members
-        head = table.queue.peek() if self._checks_horizons and blocked is not None else None
+        head = table.queue.peek() if self._checks_guaranteed_steps and blocked is not None else None
         tokens, last = _checked_tokens(members, num_steps, token_ids, last_token_ids)
         self._check_middle(members, num_steps, tokens)
         last_step_id = first_step_id + num_steps - 1
@@ -197,7 +203,7 @@ class FastForward:
         self._admission.stand_still(blocked, float(times[-2]), self._free_at_last_admission(block_steps, num_steps))
         wrong = None
         if head is not None and blocked is not None:
-            wrong = self._wrong_horizon(head, blocked, num_steps)
+            wrong = self._wrong_guaranteed_steps(head, blocked, num_steps)
         preempted, finished = table.take_reports()
         self._emission.keep(last_step_id, advance, num_steps)
         returned = kv.take_returned()
@@ -227,7 +233,7 @@ class FastForward:
             raise wrong
         return sealed, run
 
-    def _wrong_horizon(self, head: Request, blocked: Standstill, num_steps: int) -> PolicyError | None:
+    def _wrong_guaranteed_steps(self, head: Request, blocked: Standstill, num_steps: int) -> PolicyError | None:
         """Why a policy's horizon was wrong: the queue is no longer blocked by the same request. None: it is."""
         table, admission = self._table, self._admission
         queue = table.queue
@@ -285,7 +291,7 @@ class FastForward:
                 )
 
 
-def _no_horizon(num_steps: int) -> int:
+def _no_guaranteed_steps(num_steps: int) -> int:
     """Of an order that does not tell for how long its head stays the same."""
     return 0
 

@@ -66,7 +66,7 @@ class StepRecord(StepDecision):
 
     journal: Journal = field(default_factory=list)
     """What entered the prefix tree while this was the newest step."""
-    displacer: Request | None = None
+    preemptor: Request | None = None
     """The waiting request for which running ones were preempted."""
     advance: Advance | None = None
     """What the running rows do."""
@@ -78,9 +78,9 @@ class StepRecord(StepDecision):
     members: Members | None = None
     """The running rows, if the output names all of them and all sample: then `update` need not look them up."""
 
-    def displaced_for(self, request: Request | None) -> None:
+    def preempted_for(self, request: Request | None) -> None:
         """Running requests were preempted for this waiting one; None: none was."""
-        self.displacer = request
+        self.preemptor = request
 
     def loaded(self, load: Load) -> None:
         """The step has a load for the host."""

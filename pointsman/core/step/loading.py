@@ -40,9 +40,9 @@ class Loading:
         self._transfers = transfers
         self._events = events
 
-    def open(self, displacer: Request | None, now: float) -> None:
+    def open(self, preemptor: Request | None, now: float) -> None:
         """A step begins to check the queue."""
-        self._transfers.open(displacer, now)
+        self._transfers.open(preemptor, now)
 
     def admit(self, request: Request, grant: Grant, record: StepRecord, blocks: Int64Array) -> None:
         """A request is admitted with external tokens, which are loaded already or by this step."""

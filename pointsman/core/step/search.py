@@ -138,8 +138,8 @@ class Search:
             else:
                 before = state.deferral
                 if before is None or before.reason is not reason:
-                    defer(request, shortfall.deferral(reason, levels, state.num_overtaken >= bound))
-            if state.num_overtaken >= bound:
+                    defer(request, shortfall.deferral(reason, levels, state.num_bypassed >= bound))
+            if state.num_bypassed >= bound:
                 end = place
                 break
         end = min(end, MAX_SKIPPED - len(popped))
@@ -165,7 +165,7 @@ class Search:
     def is_spent(self, num_admitted: int) -> bool:
         """Whether one of those that lack blocks was passed as often as it may be."""
         return any(
-            request._state.num_overtaken + num_admitted - num_before >= self._bypass.bound
+            request._state.num_bypassed + num_admitted - num_before >= self._bypass.bound
             for request, num_before in self._passed
         )
 

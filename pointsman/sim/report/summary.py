@@ -236,7 +236,7 @@ def figures(
         rows_per_step=Level(_ratio(int(rows @ steps), num_steps), _max(rows)),
         tokens_per_step=Level(_ratio(num_tokens, num_steps), _max(tokens / np.maximum(steps, 1))),
         budget_used=_ratio(num_tokens, num_steps * config.max_num_batched_tokens),
-        slots_used=_ratio(int(rows @ steps), num_steps * config.num_seats),
+        slots_used=_ratio(int(rows @ steps), num_steps * config.num_sequence_slots),
         recomputed_share=_ratio(counts.recomputed_tokens, num_tokens),
         prefix_hit_rate=_ratio(hits, looked_up),
         price_per_million_output_tokens=NONE if price is None else _ratio(price * 1e6, counts.generated_tokens),

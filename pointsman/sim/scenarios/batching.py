@@ -43,7 +43,7 @@ def _one_long_seven_short(seed: int) -> Workload:
 def _slots(outcome: Outcome, config: SchedulerConfig) -> Levels:
     begin, end = span(outcome)
     rows = total([levels(run, run.num_rows, begin, end) for run in courses(outcome)])
-    return scaled(rows, 100 / config.num_seats)
+    return scaled(rows, 100 / config.num_sequence_slots)
 
 
 def _check_static(found: Finding) -> list[Check]:

@@ -390,7 +390,7 @@ def test_steps_are_done_at_once_in_groups_of_full_attention() -> None:
         host.update(host.schedule())
         host.update(host.schedule())
         if at_once:
-            assert host.scheduler.horizon(20) == 20
+            assert host.scheduler.guaranteed_steps(20) == 20
             host.scheduler.advance(range(21), np.ones(4, dtype=np.int32))
         for _ in range(0 if at_once else 20):
             output = host.schedule()
@@ -404,4 +404,4 @@ def test_with_windows_steps_are_not_done_at_once() -> None:
     host = Host(kv_groups=TWO, num_blocks=200)
     host.add("a", 5, max_tokens=60)
     host.update(host.schedule())
-    assert host.scheduler.horizon(20) == 0
+    assert host.scheduler.guaranteed_steps(20) == 0

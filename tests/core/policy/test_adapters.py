@@ -193,7 +193,7 @@ def test_an_endless_stream_with_the_adapter_that_runs_does_not_starve_another() 
         output = host.step()
         if "y" in names(output.requests):
             break
-    assert waiting.num_overtaken == 5
+    assert waiting.num_bypassed == 5
     assert step <= 5 + 3, "five were admitted, and the last of them ran three steps"
     assert Adapter("x", 1) not in output.adapters
 
@@ -257,11 +257,11 @@ def test_the_count_begins_anew_when_a_request_loses_its_row() -> None:
     y = add(host, "y", "y")
     add(host, "x2", "x", max_tokens=1)
     host.step()
-    assert y.num_overtaken == 1
+    assert y.num_bypassed == 1
     host.step()
     assert names(host.step().requests) == ["y"]
     host.park("y")
-    assert y.num_overtaken == 0
+    assert y.num_bypassed == 0
 
 
 def test_with_all_slots_retired_requests_without_an_adapter_still_run() -> None:

@@ -72,7 +72,7 @@ def test_the_bound_holds_within_one_step() -> None:
     assert long is not None
     for _ in range(3):
         host.step()
-        assert long._state.num_overtaken <= 2
+        assert long._state.num_bypassed <= 2
     assert host.scheduler.num_running == 3, "first, and two that passed"
 
 

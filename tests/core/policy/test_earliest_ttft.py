@@ -103,13 +103,13 @@ def test_only_a_head_that_is_on_time_keeps_steps_from_being_done_at_once() -> No
     host = Host(order="earliest-ttft:default=30", max_num_seqs=1)
     host.add("a", 4, max_tokens=50)
     host.step()
-    assert host.scheduler.horizon(40) > 1
+    assert host.scheduler.guaranteed_steps(40) > 1
     host.add("b", 4, max_tokens=1)
     host.step()
-    assert host.scheduler.horizon(40) == 0, "it may be late in any of them"
+    assert host.scheduler.guaranteed_steps(40) == 0, "it may be late in any of them"
     for _ in range(15):
         host.step()
-    assert host.scheduler.horizon(40) > 1, "it is late"
+    assert host.scheduler.guaranteed_steps(40) > 1, "it is late"
 
 
 @pytest.mark.parametrize("spec", ["earliest-ttft:default=0", "earliest-ttft:every=0", "earliest-ttft:ageing=1"])

@@ -159,14 +159,16 @@ def test_it_tells_for_how_long_the_next_tenant_stays_the_next() -> None:
     host.add("b0", 12, max_tokens=50, tenant="b")
     host.step()
     host.add("a2", 4, max_tokens=4, tenant="a")
-    assert order.horizon(30) == 30, "one tenant alone waits"
+    assert order.guaranteed_steps(30) == 30, "one tenant alone waits"
     host.add("b1", 4, max_tokens=4, tenant="b")
     host.step()
     assert (order.served("a"), order.served("b")) == (16, 16), "a adds 4 in a step, b 2; a came first"
-    assert (names([order.peek()]), order.horizon(30)) == (["a2"], 1)
+    assert (names([order.peek()]), order.guaranteed_steps(30)) == (["a2"], 1)
     host.step()
     assert (order.served("a"), order.served("b")) == (20, 18)
-    assert (names([order.peek()]), order.horizon(30)) == (["b1"], 1), "18 + 2 is not below 20, as far as is sure"
+    assert (names([order.peek()]), order.guaranteed_steps(30)) == (["b1"], 1), (
+        "18 + 2 is not below 20, as far as is sure"
+    )
 
 
 @pytest.mark.parametrize(

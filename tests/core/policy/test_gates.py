@@ -47,16 +47,16 @@ def test_a_deferral_stays_for_its_horizon(name: str) -> None:
     host.add("b", 36 if name == "reserves" else 12, max_tokens=4, **fields)
     host.step()
     assert host.explain("b").reason is reason
-    horizon = gate_of(host, name).horizon(10)
-    assert horizon == 10
-    for _ in range(horizon):
+    guaranteed_steps = gate_of(host, name).guaranteed_steps(10)
+    assert guaranteed_steps == 10
+    for _ in range(guaranteed_steps):
         output = host.step()
         assert [request.request_id for request in output.requests] == ["a"]
         assert host.explain("b").reason is reason
 
 
 def test_the_encoder_budget_promises_no_step() -> None:
-    assert gate_of(Host(encoder_budget=8, encoder_cache_size=8), "encoder").horizon(10) == 0
+    assert gate_of(Host(encoder_budget=8, encoder_cache_size=8), "encoder").guaranteed_steps(10) == 0
 
 
 def test_the_base_of_gates_admits_everything() -> None:

@@ -449,7 +449,7 @@ def test_a_policy_without_a_part_of_its_kind_is_refused_by_name() -> None:
     class Half(Policy):
         name = "half"
 
-    for kind, missing in (("order", "displaces, push"), ("victim", "choose"), ("reserves", "blocks")):
+    for kind, missing in (("order", "is_preemptive, push"), ("victim", "choose"), ("reserves", "blocks")):
         with pytest.raises(ValueError, match=missing):
             host_with(kind, Half())
 
@@ -460,7 +460,7 @@ def test_a_policy_without_a_part_of_its_kind_is_refused_by_name() -> None:
 def scheduler_with(order: Any, **config: Any) -> Scheduler:
     """Two requests run, and two wait for a sequence slot."""
     values = {"max_num_seqs": 2, "order": order, "num_blocks": 64, "max_model_len": 64}
-    scheduler = Scheduler(small_config(**{**values, **config}), check_horizons=True)
+    scheduler = Scheduler(small_config(**{**values, **config}), check_guaranteed_steps=True)
     for index, name in enumerate("abcd"):
         request = Request(name, [1000 + index] * 4, arrival_time=float(index), max_tokens=30)
         scheduler.add(request, float(index))
@@ -489,7 +489,7 @@ def test_an_order_whose_head_changes_within_its_horizon_is_found() -> None:
     scheduler = scheduler_with(Restless())
     found = ""
     for step in range(8):
-        assert scheduler.horizon(2) == 2
+        assert scheduler.guaranteed_steps(2) == 2
         try:
             scheduler.advance([6.0 + 2 * step, 7.0 + 2 * step, 8.0 + 2 * step], [7, 7])
         except PolicyError as error:
@@ -506,12 +506,12 @@ def test_a_reserve_that_gives_way_within_its_horizon_is_found() -> None:
         def blocks(self, request: Request, demand: Any, view: Any) -> int:
             return 100 if demand.others_run and view.now < 7.0 else 0
 
-        def horizon(self, num_steps: int) -> int:
+        def guaranteed_steps(self, num_steps: int) -> int:
             return num_steps
 
     scheduler = scheduler_with("fcfs", max_num_seqs=4, reserves=(Fading(),))
     assert scheduler.num_running == 1, "the others wait for blocks"
-    assert scheduler.horizon(4) == 4
+    assert scheduler.guaranteed_steps(4) == 4
     with pytest.raises(
         PolicyError, match="'fading': horizon said that request 'b' waits for 4 steps, and it may start"
     ):
@@ -522,7 +522,7 @@ def test_sound_horizons_pass_the_check() -> None:
     for knobs in ({}, {"max_num_seqs": 4, "reserves": ("watermark:share=0.99",)}):
         scheduler = scheduler_with("fcfs", **knobs)
         assert scheduler.num_queued
-        assert scheduler.horizon(3) == 3
+        assert scheduler.guaranteed_steps(3) == 3
         scheduler.advance([6.0, 7.0, 8.0, 9.0], [7] * scheduler.num_running)
         scheduler.check_invariants()
 

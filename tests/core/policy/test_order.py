@@ -274,12 +274,12 @@ def test_a_user_may_pass_an_order_of_its_own() -> None:
 
 def test_an_object_that_is_no_whole_order_is_refused_by_what_it_lacks() -> None:
     class WithoutPosition:
-        name, displaces = "partial", False
+        name, is_preemptive = "partial", False
         push = pop = put_back = peek = remove = __len__ = __contains__ = __iter__ = FirstComeFirstServed.push
 
     with pytest.raises(ConfigError, match=r"it has no position$"):
         Scheduler(small_config(order=WithoutPosition()))
-    with pytest.raises(ConfigError, match="it has no name, displaces, push"):
+    with pytest.raises(ConfigError, match="it has no name, is_preemptive, push"):
         Scheduler(small_config(order=object()))
 
 

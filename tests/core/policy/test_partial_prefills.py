@@ -75,7 +75,7 @@ def test_nobody_overtakes_it_for_ever() -> None:
         host.add(f"short {number}", 2, max_tokens=1)
         admitted += names(host.step().admitted)
     assert admitted == ["first", "short 0", "short 1", "short 2"]
-    assert second.num_overtaken == 3
+    assert second.num_bypassed == 3
     assert host.explain("short 3").blocker == "second"
     while "second" not in admitted:
         admitted += names(host.step().admitted)

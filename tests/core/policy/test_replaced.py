@@ -133,7 +133,7 @@ def test_a_recording_that_begins_later_leaves_the_default_in_place(at: str, capl
 
 
 def test_the_default_of_an_order_that_displaces_is_by_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faulty_policies.Order, "displaces", True)
+    monkeypatch.setattr(faulty_policies.Order, "is_preemptive", True)
     host = Host(max_num_seqs=1, **knob("order", CONSTRUCTOR))
     host.add("low", 3, max_tokens=8, priority=5)
     host.step()
@@ -148,7 +148,8 @@ def test_the_default_victim_goes_by_the_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "at"), [("order", "peek"), ("order", "horizon"), ("limit", "horizon"), ("reserve", "blocks")]
+    ("kind", "at"),
+    [("order", "peek"), ("order", "guaranteed_steps"), ("limit", "guaranteed_steps"), ("reserve", "blocks")],
 )
 def test_a_look_ahead_fails_for_no_policy(kind: str, at: str) -> None:
     """The step that comes then can fail, and says so in recordings."""
@@ -157,7 +158,7 @@ def test_a_look_ahead_fails_for_no_policy(kind: str, at: str) -> None:
         host.add(name, 3, max_tokens=9)
     failures = 0
     while host.scheduler.has_unfinished_requests():
-        assert 0 <= host.scheduler.horizon(4) <= 4
+        assert 0 <= host.scheduler.guaranteed_steps(4) <= 4
         try:
             host.step()
         except PolicyError:
@@ -176,7 +177,7 @@ def test_an_answer_that_has_no_hash_fails_the_step_as_others_do() -> None:
     host.add("a", 3, max_tokens=2)
     with pytest.raises(PolicyError, match=r"peek returned \[.*\], which is not queued"):
         host.step()
-    assert host.scheduler.horizon(3) == 0
+    assert host.scheduler.guaranteed_steps(3) == 0
 
 
 def test_an_object_without_a_sound_attribute_is_replaced_at_the_start() -> None:

@@ -90,7 +90,7 @@ class HostMemory:
         """As `run`, but plain decodes are done at once."""
         while self.scheduler.has_unfinished_requests():
             self.step()
-            if num_steps := self.scheduler.horizon():
+            if num_steps := self.scheduler.guaranteed_steps():
                 times = [self.now]
                 for _ in range(num_steps):
                     times.append(times[-1] + 0.01)

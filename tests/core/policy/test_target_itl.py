@@ -425,9 +425,9 @@ def test_the_budget_is_kept_while_nobody_comes_or_goes() -> None:
     while server.scheduler.num_running < 4 or server.loads[-1].num_prefill_tokens:
         server.step()
     server.step()
-    assert server.scheduler.horizon() > 5, "the queue waits for a sequence slot"
+    assert server.scheduler.guaranteed_steps() > 5, "the queue waits for a sequence slot"
     server.scheduler.abort("r0", server.now)
-    assert server.scheduler.horizon() == 0, "the next step decides anew"
+    assert server.scheduler.guaranteed_steps() == 0, "the next step decides anew"
 
 
 @pytest.mark.parametrize("overrides", [{}, {"max_num_seqs": 5}, {"num_blocks": 90}])

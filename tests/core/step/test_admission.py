@@ -67,9 +67,9 @@ def test_a_number_that_cannot_be_is_refused(limit: object) -> None:
     host.set_max_num_active_seqs(3)
     with pytest.raises(ConfigError, match="max_num_active_seqs"):
         host.scheduler.set_max_num_active_seqs(limit, 1.0)  # type: ignore[arg-type]
-    assert host.scheduler.config.num_seats == 3
+    assert host.scheduler.config.num_sequence_slots == 3
     host.set_max_num_active_seqs(None)
-    assert host.scheduler.config.num_seats == 4
+    assert host.scheduler.config.num_sequence_slots == 4
 
 
 def test_no_token_left_in_the_step_is_the_budget() -> None:

@@ -37,52 +37,52 @@ def ends(num_steps: int, start: float = 100.0) -> list[float]:
     return [start + index for index in range(num_steps + 1)]
 
 
-# ---------------------------------------------------------------------- horizon
+# ---------------------------------------------------------------------- guaranteed_steps
 
 
 def test_until_the_first_token_limit() -> None:
     host = decoding()
     host.add("short", 4, max_tokens=5)
     host.step()
-    assert host.scheduler.horizon() == 4
-    assert host.scheduler.horizon(3) == 3
-    assert host.scheduler.horizon(0) == 0
+    assert host.scheduler.guaranteed_steps() == 4
+    assert host.scheduler.guaranteed_steps(3) == 3
+    assert host.scheduler.guaranteed_steps(0) == 0
 
 
 def test_until_blocks_run_out() -> None:
     """Two rows of 1 block and 5 tokens take their second block at once; 2 + 2 x 2 blocks allow 4 steps."""
     host = decoding(num_blocks=6)
-    assert host.scheduler.horizon() == 8
-    assert decoding(num_blocks=4).scheduler.horizon() == 4
+    assert host.scheduler.guaranteed_steps() == 8
+    assert decoding(num_blocks=4).scheduler.guaranteed_steps() == 4
 
 
 def test_not_while_a_prompt_is_computed() -> None:
     host = decoding()
     host.add("long", 30)
     host.step()
-    assert host.scheduler.horizon() == 0
+    assert host.scheduler.guaranteed_steps() == 0
     host.step()
-    assert host.scheduler.horizon() == 0
+    assert host.scheduler.guaranteed_steps() == 0
     host.step()
-    assert host.scheduler.horizon() > 0
+    assert host.scheduler.guaranteed_steps() > 0
 
 
 def test_not_without_requests_or_in_flight() -> None:
     host = Host()
-    assert host.scheduler.horizon() == 0
+    assert host.scheduler.guaranteed_steps() == 0
     host = decoding(max_steps_in_flight=2)
     output = host.schedule()
-    assert host.scheduler.horizon() == 0
+    assert host.scheduler.guaranteed_steps() == 0
     host.update(output)
-    assert host.scheduler.horizon() > 0
+    assert host.scheduler.guaranteed_steps() > 0
 
 
 def test_a_new_request_ends_it_until_the_queue_was_asked() -> None:
     host = decoding(max_num_seqs=2)
     host.add("waits", 4)
-    assert host.scheduler.horizon() == 0
+    assert host.scheduler.guaranteed_steps() == 0
     host.step()
-    assert host.scheduler.horizon() == 18
+    assert host.scheduler.guaranteed_steps() == 18
 
 
 def test_a_queue_that_waits_for_blocks_stays_blocked() -> None:
@@ -91,9 +91,9 @@ def test_a_queue_that_waits_for_blocks_stays_blocked() -> None:
     host.add("waits", 16)
     host.step()
     assert host.explain("waits").reason is Reason.WATERMARK
-    horizon = host.scheduler.horizon()
-    assert horizon == 11
-    host.scheduler.advance(ends(horizon), [7])
+    guaranteed_steps = host.scheduler.guaranteed_steps()
+    assert guaranteed_steps == 11
+    host.scheduler.advance(ends(guaranteed_steps), [7])
     assert host.explain("waits").reason is Reason.WATERMARK
     host.step()
     assert host.explain("waits").reason is Reason.BLOCKS
@@ -102,9 +102,9 @@ def test_a_queue_that_waits_for_blocks_stays_blocked() -> None:
 def test_a_pause_of_everything_is_no_step() -> None:
     host = decoding()
     host.scheduler.pause(50.0, PauseMode.ALL)
-    assert host.scheduler.horizon() == 0
+    assert host.scheduler.guaranteed_steps() == 0
     host.scheduler.pause(51.0, PauseMode.ADMISSIONS)
-    assert host.scheduler.horizon() == 19
+    assert host.scheduler.guaranteed_steps() == 19
 
 
 class EveryStep(Listener):
@@ -123,10 +123,10 @@ def test_not_where_a_listener_wants_every_step() -> None:
     host = decoding()
     listener = EveryStep()
     host.scheduler.add_listener(listener)
-    assert host.scheduler.horizon() == 0
+    assert host.scheduler.guaranteed_steps() == 0
     host.scheduler.remove_listener(listener)
     host.scheduler.add_listener(Runs())
-    assert host.scheduler.horizon() == 19
+    assert host.scheduler.guaranteed_steps() == 19
 
 
 # ---------------------------------------------------------------------- advance
@@ -199,7 +199,7 @@ def test_longer_than_the_space_for_recent_tokens() -> None:
 @pytest.mark.parametrize(
     ("times", "tokens", "last", "error", "message"),
     [
-        (ends(20), [1, 1], None, StepOrderError, "20 step\\(s\\) at once, and 19 are sure"),
+        (ends(20), [1, 1], None, StepOrderError, "20 step\\(s\\) at once, and 19 are guaranteed"),
         ([1.0], [1, 1], None, StepOrderError, "times has 1 value"),
         (ends(2), [1], None, StepResultError, r"shape \(1,\); give \[2\] \(rows\) or \[2, 2\]"),
         (ends(2), [[1, 1]], None, StepResultError, r"shape \(1, 2\)"),
@@ -222,7 +222,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
     with pytest.raises(error, match=message):
         host.scheduler.advance(times, tokens, last)
     assert host.scheduler.stats() == before
-    assert host.scheduler.horizon() == 19
+    assert host.scheduler.guaranteed_steps() == 19
 
 
 def test_a_stop_token_before_the_minimum_does_not_stop() -> None:

@@ -28,7 +28,7 @@ from pointsman.core.step.running import Running
 Int64Array = npt.NDArray[np.int64]
 
 
-class Displacement:
+class PriorityPreemption:
     """The dry run at the start of a step."""
 
     def __init__(
@@ -224,6 +224,6 @@ class Trial:
         return int(np.maximum(whole - self._needed, 0)[stays].sum())
 
 
-def displaces(config: SchedulerConfig, queue: Order) -> bool:
+def has_priority_preemption(config: SchedulerConfig, queue: Order) -> bool:
     """Whether priority preemption is enabled, and the order defines urgency."""
-    return queue.displaces and config.displace is not False and config.batching == "mixed"
+    return queue.is_preemptive and config.displace is not False and config.batching == "mixed"
