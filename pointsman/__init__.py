@@ -3,35 +3,43 @@
     from pointsman import Request, Scheduler, SchedulerConfig, StepResult   # the scheduler, for an engine of your own
     from pointsman import LLM, SamplingParams                               # the engine that comes with it
 
-`import pointsman` needs NumPy alone: it is `pointsman.core`, every public name of it. The names of the engine are
-resolved on first use, which needs `pip install 'pointsman[engine]'`. The other packages are imported where they are
-used: `pointsman.server` (HTTP), `pointsman.cli` (the command line), `pointsman.integrations` (other engines),
-`pointsman.traces` (request traces).
+`import pointsman` and `from pointsman import *` need NumPy alone; these names are defined in `pointsman.core`. The
+names of the engine are resolved on first use, which needs `pip install 'pointsman[engine]'`. The other packages are
+imported where they are used: `pointsman.server` (HTTP), `pointsman.cli` (the command line),
+`pointsman.integrations` (other engines), `pointsman.traces` (request traces).
 """
 
-from importlib import import_module
+from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
+from warnings import warn as _warn
 
 from pointsman.core import (
     Adapter,
     BackgroundFile,
+    ClockError,
     ConfigError,
     Copies,
     DuplicateRequest,
     EncoderEntry,
     EncoderInput,
+    Eviction,
     Explanation,
     FinishReason,
     Holder,
     InvalidTransition,
     InvariantError,
+    KVCache,
     KVConnector,
     KVGroup,
+    Limit,
     Listener,
     Load,
+    Order,
+    Parameter,
     ParkReason,
     PauseMode,
     PointsmanError,
+    Policy,
     PolicyError,
     PreemptionCause,
     ProposalError,
@@ -46,6 +54,7 @@ from pointsman.core import (
     RequestEventType,
     RequestRefused,
     RequestStatus,
+    Reserve,
     Save,
     Scheduler,
     SchedulerConfig,
@@ -55,39 +64,47 @@ from pointsman.core import (
     StepOrderError,
     StepResult,
     StepResultError,
-    StepRun,
     StepUpdate,
     UnknownRequest,
     UnknownTransfer,
+    Victim,
+    View,
     replay,
 )
 from pointsman.version import __version__
 
 if TYPE_CHECKING:
-    from pointsman.engine import LLM, AsyncEngine, SamplingParams
+    from pointsman.engine import LLM as LLM
+    from pointsman.engine import AsyncEngine as AsyncEngine
+    from pointsman.engine import SamplingParams as SamplingParams
 
 __all__ = [
-    "LLM",
     "Adapter",
-    "AsyncEngine",
     "BackgroundFile",
+    "ClockError",
     "ConfigError",
     "Copies",
     "DuplicateRequest",
     "EncoderEntry",
     "EncoderInput",
+    "Eviction",
     "Explanation",
     "FinishReason",
     "Holder",
     "InvalidTransition",
     "InvariantError",
+    "KVCache",
     "KVConnector",
     "KVGroup",
+    "Limit",
     "Listener",
     "Load",
+    "Order",
+    "Parameter",
     "ParkReason",
     "PauseMode",
     "PointsmanError",
+    "Policy",
     "PolicyError",
     "PreemptionCause",
     "ProposalError",
@@ -102,7 +119,7 @@ __all__ = [
     "RequestEventType",
     "RequestRefused",
     "RequestStatus",
-    "SamplingParams",
+    "Reserve",
     "Save",
     "Scheduler",
     "SchedulerConfig",
@@ -112,10 +129,11 @@ __all__ = [
     "StepOrderError",
     "StepResult",
     "StepResultError",
-    "StepRun",
     "StepUpdate",
     "UnknownRequest",
     "UnknownTransfer",
+    "Victim",
+    "View",
     "__version__",
     "replay",
 ]
@@ -124,9 +142,12 @@ if not TYPE_CHECKING:  # hidden from type checkers, to which every misspelt name
     _OF_THE_ENGINE = frozenset({"LLM", "AsyncEngine", "SamplingParams"})
 
     def __getattr__(name: str) -> object:
+        if name == "StepRun":
+            _warn("`StepRun` is now imported from `pointsman.core`", DeprecationWarning, stacklevel=2)
+            return getattr(_import_module("pointsman.core"), name)
         if name not in _OF_THE_ENGINE:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module("pointsman.engine"), name)
+        return getattr(_import_module("pointsman.engine"), name)
 
     def __dir__() -> list[str]:
-        return sorted(globals().keys() | _OF_THE_ENGINE)
+        return sorted({*__all__, "__doc__"} | _OF_THE_ENGINE)

@@ -8,34 +8,21 @@ markers; the rest of the page stays as it is.
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
-from itertools import pairwise
 from pathlib import Path
 
-import pointsman.core.config
 from pointsman.cli.scheduler_options import OPTIONS, flag, served_default
+from pointsman.core.config import SchedulerConfig
+from pointsman.core.knobs import docstrings
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "operating.md"
 BEGIN = "<!-- The scheduler's knobs, written by scripts/write_knobs.py: change pointsman/core/config.py instead. -->\n"
 END = "<!-- End of the scheduler's knobs. -->\n"
 
 
-def docstrings() -> dict[str, str]:
-    """The docstring of each field of `SchedulerConfig`, which Python itself does not keep."""
-    tree = ast.parse(inspect.getsource(pointsman.core.config))
-    (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "SchedulerConfig")
-    found = {}
-    for field, text in pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-            found[field.target.id] = inspect.cleandoc(ast.literal_eval(text.value))
-    return found
-
-
 def table() -> str:
     """The table, a row for each knob with an option, in the order of the declarations."""
-    texts = docstrings()
+    texts = docstrings(SchedulerConfig)
     rows = [(f"`{flag(name)}`", _code(served_default(name)) or "none", _linked(texts[name])) for name in OPTIONS]
     lines = [("option", "default", "what it does, and when to move it"), ("---", "---", "---"), *rows]
     return "".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |\n" for line in lines)

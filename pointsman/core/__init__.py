@@ -13,6 +13,7 @@ says it in full.
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import (
+    ClockError,
     ConfigError,
     DuplicateRequest,
     InvalidTransition,
@@ -26,15 +27,20 @@ from pointsman.core.errors import (
     UnknownRequest,
     UnknownTransfer,
 )
+from pointsman.core.kv.cache import KVCache
 from pointsman.core.kv.connector import KVConnector
 from pointsman.core.observe.explain import Explanation
 from pointsman.core.observe.side_file import BackgroundFile
 from pointsman.core.observe.stats import SchedulerStats
+from pointsman.core.policy.gate import Limit
+from pointsman.core.policy.policy import Parameter, Policy
+from pointsman.core.policy.reserve import Reserve
 from pointsman.core.recording import Recorder, RecordingError
 from pointsman.core.replay import ReplayDifference, ReplayReport, replay
 from pointsman.core.scheduler import Scheduler
 from pointsman.core.state.events import Listener, StepDecision, StepRun
 from pointsman.core.state.inputs import Adapter, EncoderEntry, EncoderInput
+from pointsman.core.state.interfaces import Eviction, Order, Victim, View
 from pointsman.core.state.layout import KVGroup
 from pointsman.core.state.output import Copies, Load, Save, SchedulerOutput, StepResult, StepUpdate
 from pointsman.core.state.reason import Holder, Reason
@@ -53,23 +59,30 @@ from pointsman.core.state.status import (
 __all__ = [
     "Adapter",
     "BackgroundFile",
+    "ClockError",
     "ConfigError",
     "Copies",
     "DuplicateRequest",
     "EncoderEntry",
     "EncoderInput",
+    "Eviction",
     "Explanation",
     "FinishReason",
     "Holder",
     "InvalidTransition",
     "InvariantError",
+    "KVCache",
     "KVConnector",
     "KVGroup",
+    "Limit",
     "Listener",
     "Load",
+    "Order",
+    "Parameter",
     "ParkReason",
     "PauseMode",
     "PointsmanError",
+    "Policy",
     "PolicyError",
     "PreemptionCause",
     "ProposalError",
@@ -84,6 +97,7 @@ __all__ = [
     "RequestEventType",
     "RequestRefused",
     "RequestStatus",
+    "Reserve",
     "Save",
     "Scheduler",
     "SchedulerConfig",
@@ -97,5 +111,7 @@ __all__ = [
     "StepUpdate",
     "UnknownRequest",
     "UnknownTransfer",
+    "Victim",
+    "View",
     "replay",
 ]

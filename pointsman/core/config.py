@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from warnings import warn
 
 from pointsman.core.errors import ConfigError
-from pointsman.core.knobs import AtLeast, Knob, Option, PolicyOf, Seconds, ShareOf, Tried, declared_in
+from pointsman.core.knobs import AtLeast, Documented, Knob, Option, PolicyOf, Seconds, ShareOf, Tried, declared_in
 from pointsman.core.presets import PRESETS, SYSTEMS
 from pointsman.core.state.interfaces import Eviction, Order, Victim
 from pointsman.core.state.layout import FULL, KINDS, KVGroup
@@ -26,7 +26,7 @@ _SPECULATION, _OUTSIDE = "Speculation", "KV outside the pool"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
+class SchedulerConfig(metaclass=Documented):
     """How a `Scheduler` behaves. Immutable, validated as a whole when it is built.
 
     Raises:
@@ -475,7 +475,11 @@ class SchedulerConfig:
 
     def _check_ranges(self) -> None:
         for name, knob in scheduler_knobs().items():
-            knob.check(getattr(self, name))
+            value = getattr(self, name)
+            knob.check(value)
+            if knob.policy is not None and value is not None:
+                for policy in value if knob.is_list_of_policies else (value,):
+                    knob.policy.check(policy)
 
     def _check_combinations(self) -> None:
         if self.num_usable_blocks < 1:

@@ -39,6 +39,10 @@ class StepOrderError(PointsmanError, RuntimeError):
     """Steps must be updated, or failed, in the order in which they were scheduled."""
 
 
+class ClockError(PointsmanError, ValueError):
+    """A call whose time is earlier than that of an earlier call. Nothing has changed."""
+
+
 class StepResultError(PointsmanError, ValueError):
     """A step result that does not fit the output it answers. Nothing of it was applied."""
 

@@ -22,6 +22,7 @@ and only reads it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from math import inf
 from typing import TYPE_CHECKING, Any
 from warnings import warn
 
@@ -29,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core.config import SchedulerConfig
-from pointsman.core.errors import InvalidTransition, PolicyError, UnknownTransfer
+from pointsman.core.errors import ClockError, InvalidTransition, PolicyError, StepResultError, UnknownTransfer
 from pointsman.core.kv.cache import KVCache
 from pointsman.core.kv.connector import AnswerLog, KVConnector
 from pointsman.core.kv.events import KVEvent
@@ -128,7 +129,7 @@ class Scheduler:
         check_guaranteed_steps: bool = False,
     ) -> None:
         self._check_guaranteed_steps = check_guaranteed_steps
-        self._now = 0.0  # of the newest call, for films that begin later
+        self._now = -inf  # of the newest call
         self._config = config
         self._statistics = Statistics(config.num_draft_tokens)
         self._events = Events(lambda request, reason: find_holder(request, reason, self._parts))
@@ -177,6 +178,7 @@ class Scheduler:
 
         Raises:
             StepOrderError: `max_steps_in_flight` outputs already wait for their update.
+            ClockError: `now` is earlier than the time of an earlier `schedule` or `update`.
             PolicyError: a policy of another package raised, or broke its contract. The step is void, as by `fail`;
                 preemptions before that remain valid. Call again: after `max_policy_failures` such steps the default of
                 its kind decides in the policy's place.
@@ -272,10 +274,15 @@ class Scheduler:
         Raises:
             StepOrderError: `output` is not the oldest step in flight.
             StepResultError: the result does not fit the output. Nothing was applied; the step is still in flight.
+            ClockError: as in `schedule`.
         """
         records = self._steps.records
         if not records or records[0].output is not output:
             raise self._steps.not_the_oldest(output)
+        if not isinstance(result, StepResult):
+            raise StepResultError(f"the result is {result!r}; pass StepResult(token_ids)")
+        if now < self._now:
+            raise self._clock_went_back(now)
         step, self._now = records[0], now
         # 1. Append and 2. stop: the result is checked, its tokens appended, stop conditions tested (`step/update.py`).
         fields, ends = self._update.append(step, output, result, now)
@@ -412,6 +419,8 @@ class Scheduler:
         records = self._steps.records
         if len(records) >= self._steps.max_steps:
             raise self._steps.too_many()
+        if now < self._now:
+            raise self._clock_went_back(now)
         self._now = now
         self._view.open_step(now)
         if self._loading is not None:
@@ -423,6 +432,12 @@ class Scheduler:
         if self._encoder is not None:
             self._encoder.open(step.step_id, now)
         return step
+
+    def _clock_went_back(self, now: float) -> ClockError:
+        return ClockError(
+            f"now is {now}, and it was {self._now} in an earlier call; pass the time of a clock that never goes back, "
+            "such as time.monotonic()"
+        )
 
     def _choose_parts(self) -> None:
         """The parts of a step, by `batching`, and by whether there is a pause."""
@@ -462,7 +477,7 @@ class Scheduler:
             for method in self._events.refused:
                 method(request, why, now)
             raise refused(request, why)
-        self._now = now
+        self._now = max(self._now, now)  # a simulated request may arrive while a step runs
         self._table.add(request, park, now)
         if self._events.called:
             send(self._events.called, Call("add", now, {"request": request, "park": park}))
@@ -725,10 +740,17 @@ class Scheduler:
 
     def start_film(self, film: FilmRecorder) -> None:
         """Film every decision from now on, see `observe/film.py`; until `remove_listener(film)` and `film.close()`."""
-        film.start(self.config, self.policies, self._now, lambda: self._parts)
+        film.start(self.config, self.policies, max(self._now, 0.0), lambda: self._parts)
         self.add_listener(film)
 
     # ------------------------------------------------------------------ questions, which change nothing
+
+    def __repr__(self) -> str:
+        pool = self._kv.pool
+        return (
+            f"<Scheduler: {self.num_running} running, {self.num_queued} queued, "
+            f"{pool.num_free} of {self._config.num_usable_blocks} blocks free>"
+        )
 
     @property
     def recording(self) -> RecordingState | None:

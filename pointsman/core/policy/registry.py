@@ -19,6 +19,7 @@ from warnings import warn
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.errors import ConfigError
+from pointsman.core.knobs import policy_checks
 from pointsman.core.policy.bypass import Bypass
 from pointsman.core.policy.eviction import EVICTIONS
 from pointsman.core.policy.guard import Replaced, guarded, in_place_of, is_own, raised
@@ -83,19 +84,9 @@ def make(kind: str, given: Any, replaced: Sequence[Replaced] = ()) -> Any:
         ConfigError: no policy has that name, a parameter is unknown or out of range, or the object lacks a part.
     """
     if not isinstance(given, str):
-        _adopt_old_names(given)
-        missing = [name for name in ("name", *KINDS[kind]) if not hasattr(given, name)]
-        if missing:
-            raise ConfigError(
-                f"{kind} is {given!r}, neither a name nor an object with the {kind.capitalize()} protocol: it has no "
-                f"{', '.join(missing)}"
-            )
+        _check_object(kind, given)
         return _built(kind, given, spec_of(given), lambda: given, replaced)
-    name, parameters = parsed(given)
-    policy = built_in(kind, name) or _installed_policy(kind, name)
-    if policy is None:
-        raise ConfigError(f"no {kind} is called {name!r}; choose one of {', '.join(known(kind))}, or pass an object")
-    values = checked(kind, name, policy.parameters, parameters)
+    name, policy, values = _found(kind, given)
     changed = {each.name: values[each.name] for each in policy.parameters if values[each.name] != each.default}
 
     def construct() -> Policy:
@@ -105,6 +96,40 @@ def make(kind: str, given: Any, replaced: Sequence[Replaced] = ()) -> Any:
         return made
 
     return construct() if is_own(policy) else _built(kind, policy, written(name, changed), construct, replaced)
+
+
+def check(kind: str, given: Any) -> None:
+    """Whether there is such a policy, which is not constructed.
+
+    Raises:
+        ConfigError: as `make`.
+    """
+    if isinstance(given, str):
+        _found(kind, given)
+    else:
+        _check_object(kind, given)
+
+
+policy_checks.append(check)
+
+
+def _found(kind: str, spec: str) -> tuple[str, type[Policy], dict[str, Value]]:
+    """The name, the class and the parameters of a policy that is given by name."""
+    name, parameters = parsed(spec)
+    policy = built_in(kind, name) or _installed_policy(kind, name)
+    if policy is None:
+        raise ConfigError(f"no {kind} is called {name!r}; choose one of {', '.join(known(kind))}, or pass an object")
+    return name, policy, checked(kind, name, policy.parameters, parameters)
+
+
+def _check_object(kind: str, policy: Any) -> None:
+    _adopt_old_names(policy)
+    missing = [name for name in ("name", *KINDS[kind]) if not hasattr(policy, name)]
+    if missing:
+        raise ConfigError(
+            f"{kind} is {policy!r}, neither a name nor an object with the {kind.capitalize()} protocol: it has no "
+            f"{', '.join(missing)}"
+        )
 
 
 def _built(kind: str, policy: Any, spec: str, construct: Callable[[], Any], replaced: Sequence[Replaced]) -> Any:

@@ -255,6 +255,8 @@ class UpdateFields:
     """Tokens that were appended, ragged, parallel to the output's requests."""
     counts: IntArray
     """[n] int64: how many of `token_ids` belong to each row; 0 where a request had finished or sampled nothing."""
+    requests: Sequence[Request]
+    """[n] The output's requests."""
     finished: Sequence[Request] = ()
     """Requests that finished by this update, in row order."""
     completed_parts: Sequence[Request] = ()
@@ -262,6 +264,18 @@ class UpdateFields:
 
 
 class StepUpdate(Sealed, UpdateFields):
-    """What `Scheduler.update` applied of a step result. Read-only."""
+    """What `Scheduler.update` applied of a step result. Read-only.
+
+    for request, token_ids in update.new_tokens(): ...
+    """
 
     __slots__ = ()
+
+    def new_tokens(self) -> list[tuple[Request, list[int]]]:
+        """Each request of the step's output with the tokens that this update appended to it, in row order; an empty
+        list where it had finished or sampled nothing."""
+        token_ids, found, end = self.token_ids.tolist(), [], 0
+        for request, count in zip(self.requests, self.counts.tolist(), strict=True):
+            start, end = end, end + count
+            found.append((request, token_ids[start:end]))
+        return found

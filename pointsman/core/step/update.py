@@ -98,7 +98,7 @@ class Update:
         runs, ends = self._append_runs(members, drafts, runs, newest)
         if runs.counts is not members.ones:
             runs.counts.setflags(False)  # type: ignore[call-arg]
-        return UpdateFields(runs.token_ids, runs.counts), ends
+        return UpdateFields(runs.token_ids, runs.counts, output.requests), ends
 
     def append_steps(self, tokens: Int32Array, last: Int32Array, num_steps: int) -> tuple[UpdateFields, Ends]:
         """As `append`, for every running row after so many steps that were done at once.
@@ -122,7 +122,7 @@ class Update:
             batch.append(members, runs, newest, piece, True)
             newest, done = newest + piece, done + piece
         sampled.setflags(False)  # type: ignore[call-arg]
-        return UpdateFields(sampled, members.ones), ends
+        return UpdateFields(sampled, members.ones, members.requests), ends
 
     def finish(self, update: UpdateFields, ends: Ends, now: float) -> None:
         """Part 3: finish requests that stop, and free their blocks; those with further prompt parts continue."""
@@ -170,7 +170,7 @@ class Update:
         lengths = kept[at]
         token_ids = runs.token_ids if lengths.tobytes() == runs.counts.tobytes() else runs.cut(lengths).token_ids
         set_writeable(kept, False)
-        return UpdateFields(token_ids, kept), ends
+        return UpdateFields(token_ids, kept, output.requests), ends
 
     def _append_runs(
         self,

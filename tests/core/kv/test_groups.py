@@ -394,7 +394,7 @@ def test_steps_are_done_at_once_in_groups_of_full_attention() -> None:
             host.scheduler.advance(range(21), np.ones(4, dtype=np.int32))
         for _ in range(0 if at_once else 20):
             output = host.schedule()
-            host.scheduler.update(output, StepResult(np.ones(4, dtype=np.int32)), 0.0)
+            host.scheduler.update(output, StepResult(np.ones(4, dtype=np.int32)), host.now)
         host.scheduler.check_invariants()
         tables_of.append([host.scheduler.block_tables(request.request_id).tolist() for request in rows])
     assert tables_of[0] == tables_of[1] and len(tables_of[0][0][0]) > 6

@@ -344,7 +344,7 @@ def test_what_a_host_does_with_its_arrays_afterwards_is_not_counted() -> None:
     tokens[:], counts[:] = WRONG, 0
     output = host.schedule()
     result = StepResult(np.array(expected, dtype=np.int32), np.array([4]))
-    update = host.scheduler.update(output, result, 0.0)
+    update = host.scheduler.update(output, result, host.now)
     result.token_ids[:], result.counts[:] = WRONG, 1  # type: ignore[index]
     assert (update.token_ids.tolist(), update.counts.tolist()) == (expected, [4])
     with pytest.raises(ValueError, match="read-only"):

@@ -94,6 +94,7 @@ def test_a_queue_that_waits_for_blocks_stays_blocked() -> None:
     guaranteed_steps = host.scheduler.guaranteed_steps()
     assert guaranteed_steps == 11
     host.scheduler.advance(ends(guaranteed_steps), [7])
+    host.now = 120.0
     assert host.explain("waits").reason is Reason.WATERMARK
     host.step()
     assert host.explain("waits").reason is Reason.BLOCKS
@@ -139,6 +140,7 @@ def test_what_it_does_and_reports() -> None:
     host.scheduler.add_listener(listener)
     before = host.scheduler.stats()
     update = host.scheduler.advance(np.array(ends(6)), np.array([7, 8], dtype=np.int32))
+    host.now = 120.0
     assert (update.token_ids.tolist(), update.counts.tolist(), update.finished) == ([7, 8], [1, 1], ())
     request = host.scheduler.get_request("r0")
     assert request is not None
@@ -157,7 +159,9 @@ def test_what_it_does_and_reports() -> None:
 def test_tokens_of_each_step_and_other_last_ones() -> None:
     host = decoding(1)
     host.scheduler.advance(ends(3), [[1], [2], [3]])
+    host.now = 120.0
     host.scheduler.advance(ends(2), [4], [5])
+    host.now = 120.0
     request = host.scheduler.get_request("r0")
     assert request is not None
     assert request.output_token_ids[1:].tolist() == [1, 2, 3, 4, 5]
@@ -169,6 +173,7 @@ def test_a_request_stops_in_the_last_step() -> None:
     host.add("b", 4, max_tokens=4)
     host.step()
     update = host.scheduler.advance(ends(3), [1, 2], [EOS, 2])
+    host.now = 120.0
     ends_of = [(request.request_id, request.finish_reason) for request in update.finished]
     assert ends_of == [("a", FinishReason.STOP), ("b", FinishReason.LENGTH)]
     assert host.schedule().finished == update.finished
@@ -179,6 +184,7 @@ def test_what_the_outputs_would_have_reported_is_reported() -> None:
     host.scheduler.abort("r1", 50.0)
     assert host.scheduler.is_id_in_use("r1")
     host.scheduler.advance(ends(1), [1])
+    host.now = 120.0
     assert not host.scheduler.is_id_in_use("r1")
     assert host.schedule().finished == ()
 
@@ -190,6 +196,7 @@ def test_longer_than_the_space_for_recent_tokens() -> None:
     host.scheduler.abort("r0", 50.0)
     tokens = np.arange(2000, dtype=np.int32)[:, None]
     host.scheduler.advance(np.arange(2001.0), tokens)
+    host.now = 120.0
     request = host.scheduler.get_request("long")
     assert request is not None
     assert request.output_token_ids[1:].tolist() == tokens[:, 0].tolist()
@@ -232,6 +239,7 @@ def test_a_stop_token_before_the_minimum_does_not_stop() -> None:
     with pytest.raises(StepResultError, match="before the last of 6"):
         host.scheduler.advance(ends(6), [EOS])
     update = host.scheduler.advance(ends(5), [EOS])
+    host.now = 120.0
     assert [r.finish_reason for r in update.finished] == [FinishReason.STOP]
 
 
@@ -246,8 +254,10 @@ def record() -> list[str]:
     host.add("b", 4, max_tokens=9, eos_token_ids=[EOS])
     host.step()
     host.scheduler.advance(ends(4), np.array([3, 4]), [3, EOS])
+    host.now = 120.0
     host.step()
     host.scheduler.advance(np.array(ends(2)), [[1], [2]])
+    host.now = 120.0
     return file.getvalue().splitlines()
 
 
