@@ -32,6 +32,7 @@ from pointsman.core.kv.connector import KVConnector
 from pointsman.core.observe.explain import Explanation
 from pointsman.core.observe.side_file import BackgroundFile
 from pointsman.core.observe.stats import SchedulerStats
+from pointsman.core.policy.fcfs import FirstComeFirstServed
 from pointsman.core.policy.gate import Limit
 from pointsman.core.policy.policy import Parameter, Policy
 from pointsman.core.policy.reserve import Reserve
@@ -68,6 +69,7 @@ __all__ = [
     "Eviction",
     "Explanation",
     "FinishReason",
+    "FirstComeFirstServed",
     "Holder",
     "InvalidTransition",
     "InvariantError",

@@ -57,6 +57,7 @@ def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     assert tokens == "3"
     assert error.startswith("pointsman.engine.LLM needs ")
     assert error.endswith("pip install 'pointsman[engine]'")
+    check_types(environment)
     failed = environment.command("--help")
     assert failed.returncode == 2
     assert failed.stderr.endswith("install it with: pip install 'pointsman[engine]'\n")
@@ -156,6 +157,12 @@ def check_metadata(headers: Message) -> None:
 
 
 # ------------------------------------------------------------------ where it runs
+
+
+def check_types(environment: Environment) -> None:
+    """A policy in a package of its own passes `mypy --strict` with the types of the wheel (`py.typed`)."""
+    mypy = [sys.executable, "-m", "mypy", "--strict", "--python-executable", environment.path / "bin" / "python"]
+    ran(run([*mypy, "--cache-dir", os.devnull, "-p", "pointsman_lottery"], ROOT / "examples" / "pointsman-lottery"))
 
 
 class Environment:

@@ -81,10 +81,6 @@ class BlockPool:
         """Share of the usable blocks that are referenced, 0 to 1."""
         return 1.0 - self.num_free / self.num_usable
 
-    def usage_after(self, count: int) -> float:
-        """`usage` once `count` more blocks are allocated."""
-        return 1.0 - (self.num_free - count) / self.num_usable
-
     @property
     def num_cached_free(self) -> int:
         """Free blocks whose content is still cached."""

@@ -189,10 +189,6 @@ class RetainingPool(BlockPool):
         waiting = [block for _, _, segment in sorted(self._queue) for block in self._waiting(segment).tolist()]
         return list(zip(waiting, self._until[waiting].tolist(), strict=True))
 
-    def retained_by_tenant(self) -> dict[str | None, int]:
-        """For checks: how many retained blocks each tenant alone asked for."""
-        return {tenant: self._num_of[owner] for tenant, owner in self._owners.items() if owner in self._num_of}
-
     # ------------------------------------------------------------------ entering
 
     def _num_shareable(self, until: FloatArray, owners: Int64Array, of_others: Int64Array) -> int:
