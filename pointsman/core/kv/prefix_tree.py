@@ -1,8 +1,8 @@
 """The prefix cache: an exact tree over full KV blocks, which finds the longest cached prefix of a sequence.
 
-A node is one full block of tokens after a given prefix. It is found by (node before it, its own token bytes); the
-first node of a sequence by (`Root`, its token bytes), where a root is a tuple of what else must be equal for KV to be
-shared: salt and adapter. Where a prompt has images, their placeholders are marks of the contents (`content_marks.py`).
+A node is one full block of tokens after a given prefix. It is found by (node before it, its own token bytes); the first
+node of a sequence by (`Root`, its token bytes). A root has the other conditions for sharing KV: equal salt and adapter.
+Placeholders of images are replaced by marks of their contents (`content_marks.py`).
 
 A hit is never wrong, for these reasons:
 
@@ -12,38 +12,43 @@ A hit is never wrong, for these reasons:
 - Only full blocks are published, and a request writes behind its hit: no request writes to a shared block.
 - Prompts are published before they are computed. With `share_within_step` the host writes the KV of all rows before any
   row reads it; without it, other requests find the blocks from the next step on (`publish_deferred`).
-- Only computed tokens count: a release publishes no rejected drafts, and what a failed step or a failed row published
-  is removed again (`KVCacheManager.undo`, `retract`).
+- Only computed tokens count: a release publishes no rejected drafts, and the publications of a failed step or a failed
+  row are removed (`KVCacheManager.undo`, `retract`).
 
 Nodes are kept in runs: the consecutive blocks of one publication. Inside a run a node's successor is the next one;
 every other successor starts a run of its own, listed under the node it follows. So publishing, finding and evicting a
 prompt cost a few operations per run and a comparison of bytes, whatever its number of blocks.
 
     Run 1  [b0 b1 b2 b3]            a prompt of four blocks, in group 0: full attention
-           [ -  - d2 d3]            in group 1, a window: what lay behind it was given back
+           [ -  - d2 d3]            in group 1, a window: blocks behind it were given back
                 |
     Run 2       +-- [c0 c1]         another prompt that shares its first two blocks
                     [e0 e1]
 
-Each group of layers has a block of its own at a node, or none. Several blocks may hold the content of one node and
-group (requests that computed it in parallel): the run lists one of them, its `duplicates` the others.
+A node and a group of layers are a cell of the run, which has a block or none. Several blocks may hold the content of
+one cell (requests computed it in parallel): the run lists one of them, its `duplicates` the others.
 
 A run only shrinks, from its end, and is never refilled with nodes, so a stale node cannot be mistaken for a new one.
 
     _run_of    int64 [B + 1]   for each cached block its run's id (0: not cached)
-    _place_of  int64 [B + 1]   and its place there: index of the node times the number of groups, plus the group
+    _place_of  int64 [B + 1]   and its cell there: index of the node times the number of groups, plus the group
 
-Block B does not exist: it stands where a group has no block. A block belongs to the node and the group where the run
-lists it exactly if both columns say so. So an evicted block need not be looked for: it leaves `_run_of` at once, and
-runs are shortened later, in batches: at the latest when something is published after a node that may be gone. Until
-then the tree holds nodes that no lookup returns.
+Block B does not exist: it stands for a cell without a block. A block that a run lists belongs to that cell only if both
+columns agree. So an eviction need not search for its block: the block leaves `_run_of` at once, and runs are shortened
+later, in batches, at the latest when something is published after a node that may be gone. Until then the tree holds
+nodes that no lookup returns.
 
-How long does a node stay? With a group of full attention, the `anchor`, as long as that has a block there. Children are
-removed before their parents: a request that holds an anchor block of a node holds that of every node before it, and
-releases its table from the end, so of the free anchor blocks those of a child are always less recently used; a failed
-step removes its blocks newest first; and `prune` removes a node with everything after it. Blocks of other groups may
-be evicted in any order, and those of a node that is gone are not found any more; they leave the pool's queue like any.
-Where every group has a window, a node stays while any group has a block there, or a run continues after it.
+With a group of full attention (the `anchor`), a node stays as long as that group has a block there. Children are
+removed before their parents, for these reasons:
+
+- A request that holds an anchor block of a node holds that of every node before it, and releases its table from the
+  end. So the free anchor blocks of a child are less recently used than those of its parents.
+- A failed step removes its blocks newest first.
+- `prune` removes a node with everything after it.
+
+Blocks of other groups may be evicted in any order. Once a node is gone, lookups no longer find its other blocks; they
+leave the pool's queue like any. Where every group has a window, a node stays while any group has a block there, or a
+run continues after it.
 """
 
 from __future__ import annotations
@@ -64,12 +69,12 @@ from pointsman.core.state.sealed import new_tuple
 
 BoolArray = npt.NDArray[np.bool_]
 Int64Array = npt.NDArray[np.int64]
-_MAX_EVICTED = 4096  # blocks whose runs are shortened together, which bounds how long that takes
+_MAX_EVICTED = 4096  # maximum number of blocks whose runs are shortened together
 TOKEN_BYTES = np.dtype(np.int32).itemsize
 
 
 class Root(NamedTuple):
-    """What must be equal, apart from the tokens, for two requests to share KV."""
+    """The salt and adapter that must be equal, like the tokens, for two requests to share KV."""
 
     cache_salt: str | None = None
     adapter: Adapter | None = None
@@ -101,7 +106,7 @@ class Run:
         self.children: dict[tuple[int, bytes], Run] = {}
         """Runs that start after one of its nodes, by (that node's index, their first block's token bytes)."""
         self.duplicates: dict[int, list[int]] = {}
-        """Further blocks with the content of a node and group, by place."""
+        """Further blocks with the content of a cell, by cell."""
 
 
 class Place(NamedTuple):
@@ -127,7 +132,7 @@ class Span(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The nodes of the beginning of a sequence."""
+    """The nodes found for the beginning of a sequence."""
 
     spans: list[Span]
     blocks: Int64Array
@@ -137,12 +142,12 @@ class Found(NamedTuple):
 
     @property
     def last(self) -> Place:
-        """The last node; there is one."""
+        """The last node; at least one was found."""
         run, first, count = self.spans[-1]
         return new_tuple(Place, (run, first + count - 1))
 
     def node(self, num_nodes: int, root: Root) -> Node:
-        """The last one of the first `num_nodes`."""
+        """The last of the first `num_nodes` nodes."""
         end = 0
         for run, first, count in self.spans:
             if num_nodes <= end + count:
@@ -158,10 +163,10 @@ class RunListener(Protocol):
         """A request's blocks from `first` on entered the tree, as a run; `has`: [groups, nodes]."""
 
     def filled(self, run: Run, request: Request, offset: int, groups: Int64Array, indices: Int64Array) -> None:
-        """Nodes that were there got their first block of a group; node i is block `offset` + i of the request."""
+        """Existing nodes got their first block of a group; node i is block `offset` + i of the request."""
 
     def left(self, run: Run, places: Int64Array) -> None:
-        """The last block of these places, of nodes that remain, is gone."""
+        """The last block of these cells is gone; their nodes remain."""
 
     def shrunk(self, run: Run, length: int) -> None:
         """Only the first `length` nodes of a run remain in the tree."""
@@ -183,7 +188,7 @@ class PrefixCache:
         self.num_groups = num_groups
         self.anchor = anchor
         self.no_block = num_blocks
-        """Stands where a group has no block."""
+        """Stands for a cell without a block."""
         self._roots: dict[tuple[Root, bytes], Run] = {}
         self._runs: dict[int, Run] = {}
         self._run_of: Int64Array = np.zeros(num_blocks + 1, dtype=np.int64)
@@ -198,7 +203,7 @@ class PrefixCache:
         self.num_replacements = 0
         """Changes whenever a lookup finds another block with the same content in place of one that is gone."""
         self.listener: RunListener | None = None
-        # Blocks whose runs are not shortened yet, with their runs and places.
+        # Blocks whose runs are not shortened yet, with their runs and cells.
         self._evicted: list[tuple[Int64Array, Int64Array, Int64Array]] = []
         self._num_evicted = 0
         self.num_duplicates = 0
@@ -210,12 +215,12 @@ class PrefixCache:
         return sum(run.length for run in self._runs.values())
 
     def _make_places(self, count: int) -> Int64Array:
-        """[groups, count] the places of the first nodes of any run."""
+        """[groups, count] the cells of the first nodes of any run."""
         places: Int64Array = np.arange(count) * self.num_groups + np.arange(self.num_groups)[:, None]
         return places
 
     def _places_of(self, first: int, count: int) -> Int64Array:
-        """[groups, count] the places of nodes of a run."""
+        """[groups, count] the cells of nodes of a run."""
         if first + count > self._places.shape[1]:
             self._places = self._make_places(2 * (first + count))
         return self._places[:, first : first + count]
@@ -224,7 +229,7 @@ class PrefixCache:
 
     def look_up(self, root: Root, token_bytes: bytes, max_blocks: int) -> Found:
         """The nodes of the longest cached prefix of a sequence, at most `max_blocks`, as far as the anchor has blocks.
-        Where there is only that group, it is all that can be reused."""
+        If the anchor is the only group, all of them can be reused."""
         if self.anchor is None:
             self._settle()
         spans: list[Span] = []
@@ -241,7 +246,7 @@ class PrefixCache:
             blocks = run.blocks[:, first : first + count]
             if is_tested:
                 has = self._has(run, first, count)
-                if self.anchor is not None:  # what follows an anchor block that is gone is gone, too
+                if self.anchor is not None:  # nodes after a missing anchor block are gone, too
                     count = int(np.count_nonzero(has[self.anchor]))
                     if count == 0:
                         break
@@ -296,7 +301,7 @@ class PrefixCache:
         """Add blocks `first`, `first` + 1, ... of a sequence after `node`, that of block `first` - 1.
 
         They are reported to the listener as blocks of `request`. `blocks`: [groups, nodes], `no_block` where a group
-        has none; the tree keeps it.
+        has none; the tree keeps the array.
 
         Returns their nodes; the next publication continues after the last one. Nodes that exist already get these
         blocks, as duplicates where the group has one; the remaining blocks become a run.
@@ -317,7 +322,7 @@ class PrefixCache:
             spans.append(span)
             node = Place(span.run, span.first + span.length - 1)
             start += span.length
-        if self.anchor is None:  # what the publisher has given back may be all that its last nodes had
+        if self.anchor is None:  # the publisher may have given back all blocks of its last nodes
             self._shorten(spans[-1].run)
         return spans
 
@@ -339,7 +344,7 @@ class PrefixCache:
         return new_tuple(Span, (run, 0, length))
 
     def _enter(self, run: Run, first: int, blocks: Int64Array) -> None:
-        """These blocks are at the nodes of a run from `first` on."""
+        """Record these blocks at the nodes of a run from `first` on."""
         end = first + blocks.shape[1]
         places = self._places[:, first:end] if end <= self._places.shape[1] else self._places_of(first, end - first)
         if self.num_groups == 1:  # an index of one dimension takes less time
@@ -349,8 +354,8 @@ class PrefixCache:
         self._run_of[self.no_block] = ZERO
 
     def _add_to(self, span: Span, blocks: Int64Array, request: Request, start: int) -> None:
-        """Add blocks of a request, from its block `start` on, to nodes that exist. Those that were there already, found
-        before other blocks were loaded beside them, are struck from `blocks`."""
+        """Add blocks of a request, from its block `start` on, to existing nodes. Blocks that are there already (cache
+        hits beside loaded blocks) are replaced by `no_block` in `blocks`."""
         run, first, count = span
         places = self._places_of(first, count)
         blocks[(self._run_of[blocks] == run.run_id) & (self._place_of[blocks] == places)] = self.no_block
@@ -368,14 +373,14 @@ class PrefixCache:
             groups, at = fills.nonzero()
             self.listener.filled(run, request, start - first, groups, first + at)
 
-    # ------------------------------------------------------------------ forgetting
+    # ------------------------------------------------------------------ removing
 
     def evict(self, blocks: Int64Array) -> None:
         """Remove blocks whose content is evicted, least recently used first."""
         self._evicted.append((blocks, self._run_of[blocks], self._place_of[blocks]))
         self._run_of[blocks] = ZERO
         self._num_evicted += len(blocks)
-        # A listener is called at once; and a lookup may find another block in place of a duplicate.
+        # Listeners are called at once. In place of a duplicate, a lookup may find another block.
         if self.num_duplicates or self.listener is not None or self._num_evicted > _MAX_EVICTED:
             self._settle()
 
@@ -396,7 +401,7 @@ class PrefixCache:
             start = end
 
     def _leave_together(self, run: Run, blocks: Int64Array, places: Int64Array) -> None:
-        """Blocks that were evicted leave a run."""
+        """Remove evicted blocks from their run."""
         if run.duplicates:
             for block, place in zip(blocks.tolist(), places.tolist(), strict=True):
                 self._leave(run, place, block)
@@ -413,7 +418,7 @@ class PrefixCache:
             blocks = blocks[is_anchor]
         if len(blocks):
             length = run.length - len(blocks)
-            assert run.blocks[self.anchor, length] == blocks[-1], "a block is evicted before what follows it"
+            assert run.blocks[self.anchor, length] == blocks[-1], "a block is evicted before the blocks behind it"
             self._shrink(run, length)
 
     def _clear_evicted(self) -> None:
@@ -421,8 +426,8 @@ class PrefixCache:
         self._num_evicted = 0
 
     def forget(self, block: int) -> None:
-        """Remove one block. If it is the last anchor block of its node, so is the node: it must be the last of its
-        run."""
+        """Remove one block. If it is the last anchor block of its node, the node is removed, too; it must be the last
+        node of its run."""
         self._settle()
         run, place = self._runs.get(int(self._run_of[block])), int(self._place_of[block])
         self._run_of[block] = 0
@@ -437,7 +442,7 @@ class PrefixCache:
             self._drop_one(run, place, block)
             return
         if group == self.anchor:
-            assert index == run.length - 1, f"block {block} leaves the prefix tree before what follows it"
+            assert index == run.length - 1, f"block {block} leaves the prefix tree before the blocks behind it"
             self._shrink(run, index)
             return
         if self.listener is not None:
@@ -474,7 +479,7 @@ class PrefixCache:
         self.num_publications += 1
 
     def _drop_one(self, run: Run, place: int, block: int) -> None:
-        """Remove one of several blocks of a place. A lookup may then find one that is referenced."""
+        """Remove one of several blocks of a cell. A lookup may then find another one, which is referenced."""
         index, group = divmod(place, self.num_groups)
         others = run.duplicates[place]
         self.num_duplicates -= 1
@@ -489,7 +494,7 @@ class PrefixCache:
         self.num_publications += 1
 
     def _shorten(self, run: Run) -> None:
-        """Without an anchor: remove the nodes at the end of a run at which nothing is left."""
+        """Without an anchor: remove the nodes at the end of a run that have no block and no child."""
         while True:
             held: Int64Array = np.flatnonzero(self._has(run, 0, run.length).any(axis=0))
             length = max([held.item(-1) if len(held) else -1, *(index for index, _ in run.children)]) + 1
@@ -529,7 +534,7 @@ class PrefixCache:
         return dropped
 
     def _blocks_behind(self, run: Run, index: int) -> Iterator[int]:
-        """All blocks of a run from a node on, and of the runs after those nodes, which are marked as gone."""
+        """All blocks of a run from a node on, and of the runs after those nodes; these runs are marked as gone."""
         count = run.length - index
         yield from run.blocks[:, index : run.length][self._has(run, index, count)].tolist()
         yield from self._drop_duplicates(run, index)
@@ -541,11 +546,11 @@ class PrefixCache:
             child.length = 0
             del self._runs[child.run_id]
 
-    # ------------------------------------------------------------------ questions
+    # ------------------------------------------------------------------ reading
 
     def num_lasting(self, found: Found, is_held: BoolArray, is_referenced: BoolArray) -> int:
-        """How many of these nodes stay where all blocks but some are evicted: `is_held` [groups, nodes] of these nodes,
-        `is_referenced` [blocks] of those after other nodes."""
+        """Number of these nodes that stay if all blocks are evicted except those of `is_held` [groups, nodes] at these
+        nodes, and of `is_referenced` [blocks] at others."""
         if self.anchor is not None:
             return int(np.count_nonzero(is_held[self.anchor]))
         last = np.flatnonzero(is_held.any(axis=0))
@@ -591,7 +596,7 @@ class PrefixCache:
         return int(self._place_of[block]) % self.num_groups
 
     def holds(self, block: int, run: Run, place: int) -> bool:
-        """Whether a block (still) belongs to a place of a run."""
+        """Whether a block (still) belongs to a cell of a run."""
         return bool(self._run_of[block] == run.run_id and self._place_of[block] == place)
 
     def blocks(self) -> list[int]:
