@@ -1,4 +1,4 @@
-"""How are tokens stored? As arrays: those of a prompt, given in any form, and those of an output, which grows."""
+"""Tokens in arrays: those of a prompt, given in any form, and those of an output, which grows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OutputTokens:
         self.length += len(token_ids)
 
     def add(self, piece: Int32Array) -> None:
-        """As `extend`, of an array that nothing else holds."""
+        """As `extend`, for an array that nothing else holds."""
         self._pieces.append(piece)
         self.length += len(piece)
 
@@ -74,7 +74,7 @@ def _packed(token_ids: IntArray | Sequence[int]) -> tuple[Int32Array, bytes] | N
     except (TypeError, OverflowError):  # the general path reports what is wrong
         return None
     plain = np.frombuffer(raw, INT32)
-    # What is too large for int32 is negative as such. `argmin` takes a quarter of the time of `min`.
+    # Ids too large for int32 are negative in it. `argmin` takes a quarter of the time of `min`.
     return (plain, raw) if plain.item(plain.argmin()) >= 0 else None
 
 
