@@ -64,7 +64,7 @@ class BlockPool:
         self._next_segment = 1
         self._num_entries = 0  # in all segments, stale ones included
         self._num_cached = 0
-        self._num_sure = 0  # entries at the front of the first segment that are known to be valid
+        self._num_valid = 0  # entries at the front of the first segment that are known to be valid
 
     @property
     def num_free(self) -> int:
@@ -114,7 +114,7 @@ class BlockPool:
         left = self.num_references[blocks]
         self._num_cached -= int(np.count_nonzero(left == ZERO))
         self._segment_of[blocks] = ZERO
-        self._num_sure = 0
+        self._num_valid = 0
         self.num_references[blocks] = left + ONE
 
     def release(self, blocks: Int64Array) -> None:
@@ -169,7 +169,7 @@ class BlockPool:
         self.is_cached[ids] = FALSE
         free = ids[self.num_references[ids] == 0]
         self._segment_of[free] = 0  # their entries in the queue are stale
-        self._num_sure = 0
+        self._num_valid = 0
         self._num_cached -= len(free)
         self._push_blank(free)
 
@@ -188,12 +188,12 @@ class BlockPool:
 
     def cached_free_blocks(self) -> list[int]:
         """The cached free blocks, least recently used first. O(segments)."""
-        return [block for segment in self._segments for block in self._waiting(segment).tolist()]
+        return [block for segment in self._segments for block in self._valid_ids(segment).tolist()]
 
-    def _waiting(self, segment: _Segment) -> Int64Array:
+    def _valid_ids(self, segment: _Segment) -> Int64Array:
         """The valid entries of a segment."""
-        waits: npt.NDArray[np.bool_] = self._segment_of[segment.ids] == segment.number
-        return segment.ids[waits]
+        is_valid: npt.NDArray[np.bool_] = self._segment_of[segment.ids] == segment.number
+        return segment.ids[is_valid]
 
     def _push_blank(self, blocks: Int64Array) -> None:
         end = self._num_blank + len(blocks)
@@ -209,7 +209,7 @@ class BlockPool:
     def _prepend(self, blocks: Int64Array) -> None:
         """Prepend a segment at the least recently used end."""
         self._segments.appendleft(self._new_segment(blocks))
-        self._num_sure = 0
+        self._num_valid = 0
         if self._num_entries > 2 * self.num_blocks:
             self._compact()
 
@@ -223,14 +223,14 @@ class BlockPool:
 
     def _compact(self) -> None:
         """Rebuild the queue without its stale entries."""
-        kept = [_Segment(segment.number, self._waiting(segment)) for segment in self._segments]
+        kept = [_Segment(segment.number, self._valid_ids(segment)) for segment in self._segments]
         self._segments = deque(segment for segment in kept if len(segment.ids))
         self._num_entries = self._num_cached
-        self._num_sure = 0
+        self._num_valid = 0
 
     def _take_cached(self, count: int) -> Int64Array:
         """Remove the `count` least recently used cached blocks from the queue; they are no longer cached."""
-        blocks = self._take_sure(count) if count <= self._num_sure else self._take_segments(count)
+        blocks = self._take_valid(count) if count <= self._num_valid else self._take_segments(count)
         self.is_cached[blocks] = FALSE
         self._num_entries -= count
         self._num_cached -= count
@@ -240,18 +240,18 @@ class BlockPool:
         """Take the first `count` valid entries."""
         parts: list[Int64Array] = []
         while count:
-            while self._num_sure == 0:
+            while self._num_valid == 0:
                 self._look_ahead()
-            taken = min(count, self._num_sure)
-            parts.append(self._take_sure(taken))
+            taken = min(count, self._num_valid)
+            parts.append(self._take_valid(taken))
             count -= taken
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _take_sure(self, count: int) -> Int64Array:
+    def _take_valid(self, count: int) -> Int64Array:
         """Take the first `count` entries of the first segment, which are known to be valid."""
         first = self._segments[0]
         ids = first.ids
-        self._num_sure -= count
+        self._num_valid -= count
         if count < len(ids):
             first.ids = ids[count:]
             return ids[:count]
@@ -261,17 +261,17 @@ class BlockPool:
     def _look_ahead(self) -> None:
         """Drop stale entries at the front of the queue; the entries after them are then known to be valid."""
         if self._num_entries == self._num_cached:  # no entry is stale
-            self._num_sure = len(self._segments[0].ids)
+            self._num_valid = len(self._segments[0].ids)
             return
         first = self._segments[0]
         head, rest = first.ids[:_SKIM], first.ids[_SKIM:]
-        waits = self._segment_of[head] == first.number
-        self._num_sure = int(np.count_nonzero(waits))
-        self._num_entries -= len(head) - self._num_sure
-        if self._num_sure == len(head):
+        is_valid = self._segment_of[head] == first.number
+        self._num_valid = int(np.count_nonzero(is_valid))
+        self._num_entries -= len(head) - self._num_valid
+        if self._num_valid == len(head):
             return
         self._segments.popleft()
         if len(rest):
             self._segments.appendleft(_Segment(first.number, rest))
-        if self._num_sure:
-            self._segments.appendleft(_Segment(first.number, head[waits]))
+        if self._num_valid:
+            self._segments.appendleft(_Segment(first.number, head[is_valid]))

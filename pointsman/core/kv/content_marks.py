@@ -37,7 +37,7 @@ class ContentMarks:
         self._next = 1
         self.generation = 0
 
-    def key(self, request: Request) -> bool:
+    def rekey_starts_generation(self, request: Request) -> bool:
         """Put the marks of its contents into a request's prompt key. Returns whether a new generation began."""
         state = request._state
         if state.content_generation == self.generation:

@@ -125,9 +125,9 @@ class KVEvents:
         inputs = tuple([tuple(placed.get(block, ())) for block in range(first, end)]) if placed else ()
         return BlockStored(keys[first:end], parent, token_ids, Root.of(request), inputs, group)
 
-    def left(self, run: Run, places: Int64Array) -> None:
+    def left(self, run: Run, cells: Int64Array) -> None:
         """The last block of these cells (see `prefix_tree.py`) is gone; their nodes remain."""
-        indices, groups = np.divmod(places, len(self._has[run.run_id]))
+        indices, groups = np.divmod(cells, len(self._has[run.run_id]))
         for group in self._groups[::-1]:
             self._remove(run, group, np.sort(indices[groups == group]))
 

@@ -13,11 +13,11 @@ all blocks, with a window the last ones. Only these are acquired.
 
 Content leaves the prefix cache in four cases, by these methods:
 
-    why                             manager    prefix tree   pool
-    its block is allocated again    take       evict         take
-    the step that computes it fails undo       forget        uncache
-    the request fails in a step     retract    prune         uncache
-    the cache is reset              reset      clear         uncache_all
+    why                             manager    prefix tree     pool
+    its block is allocated again    take       evict           take
+    the step that computes it fails undo       remove_block    uncache
+    the request fails in a step     retract    remove_subtree  uncache
+    the cache is reset              reset      clear           uncache_all
 
 Releasing a row removes no content: its cached blocks become free, and lookups find them until they are evicted.
 """
@@ -37,7 +37,7 @@ from pointsman.core.kv.cache import Journal, KVCache, Match, NewBlocks
 from pointsman.core.kv.content import block_keys, block_name
 from pointsman.core.kv.content_marks import ContentMarks
 from pointsman.core.kv.events import KVEvents
-from pointsman.core.kv.prefix_tree import Found, Node, Place, PrefixCache, Root, Run, Span
+from pointsman.core.kv.prefix_tree import Found, Node, PrefixCache, Root, Run, RunNode, Span
 from pointsman.core.kv.reports import TableReports
 from pointsman.core.kv.retained import RetainingPool
 from pointsman.core.kv.tables import MAX_LOOP_ROWS, BlockTables
@@ -142,7 +142,7 @@ class KVCacheManager(KVCache):
         self.shared: list[tuple[Request, int]] | None = None
         """Requests that have acquired or published their first blocks, so that lookups find them referenced, each with
         the number of these blocks; None: they are not tracked."""
-        self._num_left = 0  # publications whose row released its blocks at once
+        self._num_released_at_once = 0  # publications whose row released its blocks at once
         self._newest_step = 0
         self._oldest_step = 0
         # Name of each published block, and the newest step that computes it; only if `saves` is used.
@@ -176,7 +176,7 @@ class KVCacheManager(KVCache):
         sent, use `num_publications`."""
         if self.prefix is None:
             return 0
-        return self.prefix.num_publications - (self._num_left if self._windows is None else 0)
+        return self.prefix.num_publications - (self._num_released_at_once if self._windows is None else 0)
 
     def _note_return(self) -> None:
         self.num_returns += 1
@@ -221,7 +221,7 @@ class KVCacheManager(KVCache):
         if self.prefix is None:
             return self._no_match(NO_ROOT)
         root = Root.of(request)
-        if state.encoder_inputs and request.use_prefix_cache and self._marks.key(request):
+        if state.encoder_inputs and request.use_prefix_cache and self._marks.rekey_starts_generation(request):
             self.reset()  # earlier marks are invalid
         if not request.reads_prefix_cache:  # it may still publish, with the marks of its contents
             return self._no_match(root)
@@ -376,7 +376,7 @@ class KVCacheManager(KVCache):
         """Blocks behind the windows of the rows are given back first."""
         ends = batch.num_computed_tokens[rows] + num_tokens
         if self._windows is not None:
-            return self._windows.ask(batch, rows, ends)
+            return self._windows.give_back_and_count(batch, rows, ends)
         needed: Int64Array = np.maximum(-(-(ends - batch.num_slots[rows]) // self.block_size), 0)
         return needed if self.num_groups == 1 else needed * self.num_groups
 
@@ -428,7 +428,7 @@ class KVCacheManager(KVCache):
         if windows.grow_steadily(batch, rows, num_tokens):
             return NO_TOKENS
         ends = batch.num_computed_tokens[rows] + num_tokens
-        needed = windows.ask(batch, rows, ends)
+        needed = windows.give_back_and_count(batch, rows, ends)
         if int(needed.sum()) > self.pool.num_free:
             return None
         lacking = needed.nonzero()[0]
@@ -464,11 +464,11 @@ class KVCacheManager(KVCache):
         Returns the blocks in that order, and for each the index of its row in `rows` and its step, from 0.
         """
         tables, num_groups = self._tables, self.num_groups
-        room = batch.num_slots[rows] - num_computed
-        lacking = (room < num_steps).nonzero()[0]
+        free = batch.num_slots[rows] - num_computed
+        lacking = (free < num_steps).nonzero()[0]
         if not len(lacking):
             return NO_TOKENS, NO_BLOCKS, NO_BLOCKS
-        steps, short = room[lacking], rows[lacking]
+        steps, short = free[lacking], rows[lacking]
         if num_steps <= self.block_size and self.has_tables:  # one block each
             order = steps.argsort(kind="stable")
             grown = self.grow_by_one(batch, short[order], 1)
@@ -570,8 +570,8 @@ class KVCacheManager(KVCache):
             is_held &= found.has
         start = 0
         for run, first, length in found.spans:  # another block with the same content may be held
-            for place, others in run.duplicates.items():
-                index, group = divmod(place, self.num_groups)
+            for cell, others in run.duplicates.items():
+                index, group = divmod(cell, self.num_groups)
                 if first <= index < first + length:
                     at = start + index - first
                     is_held[group, at] |= any(references[block] > (block == own[group, at]) for block in others)
@@ -664,7 +664,7 @@ class KVCacheManager(KVCache):
             full = num_valid_tokens // self.block_size
             if publish and full > state.num_published_blocks and self.prefix is not None:
                 num_final = num_final_tokens // self.block_size
-                self._num_left += self._publish_row(request, row, full, state.known_bytes(), num_final)
+                self._num_released_at_once += self._publish_row(request, row, full, state.known_bytes(), num_final)
             if self.retaining is not None:
                 self.retaining.expire(now)
                 if is_finished:
@@ -684,7 +684,7 @@ class KVCacheManager(KVCache):
         if self.retaining is not None and self.anchor is not None:
             self.retaining.straighten(blocks[groups == self.anchor])
         if is_finished and self._windows is not None and self.caches:
-            is_last = self._windows.evicted_last(row, places, groups)
+            is_last = self._windows.is_evicted_last(row, places, groups)
             self.pool.release_any(blocks[~is_last][::-1], evict_first=True)
             blocks = blocks[is_last]
         self.pool.release_any(blocks[::-1])
@@ -720,9 +720,9 @@ class KVCacheManager(KVCache):
         entry: Publication
         for entry in reversed(journal):
             gone = []
-            for block, run, place in reversed(self._places_of(entry)):
-                if prefix.holds(block, run, place):
-                    prefix.forget(block)
+            for block, run, cell in reversed(self._cells_of(entry)):
+                if prefix.holds(block, run, cell):
+                    prefix.remove_block(block)
                     gone.append(block)
             if not gone:
                 continue
@@ -731,7 +731,7 @@ class KVCacheManager(KVCache):
             if state.row is not None or state.holding is not None:  # the blocks are published again when recomputed
                 state.num_published_blocks, state.prefix_node = entry.first, entry.before
 
-    def _places_of(self, entry: Publication) -> list[tuple[int, Run, int]]:
+    def _cells_of(self, entry: Publication) -> list[tuple[int, Run, int]]:
         """The blocks of a journal entry, each with its cell in a run; node after node."""
         found: list[tuple[int, Run, int]] = []
         at = 0
@@ -760,10 +760,10 @@ class KVCacheManager(KVCache):
                 continue
             for run, first, _ in entry.spans:
                 if first < run.length:
-                    self.pool.uncache(prefix.prune(Place(run, first)))
+                    self.pool.uncache(prefix.remove_subtree(RunNode(run, first)))
         for request in running:
             state = request._state
-            if isinstance(state.prefix_node, Place) and not prefix.is_alive(state.prefix_node):
+            if isinstance(state.prefix_node, RunNode) and not prefix.is_alive(state.prefix_node):
                 state.prefix_epoch = NO_EPOCH
 
     def continue_reports(self, before: KVCache) -> None:
@@ -799,7 +799,7 @@ class KVCacheManager(KVCache):
             given = np.concatenate([np.full((self.num_groups, first), prefix.no_block), blocks], axis=1)
         spans = prefix.publish(before, token_bytes, start, given, request)
         run, at, length = spans[-1]
-        state.prefix_node = new_tuple(Place, (run, at + length - 1))
+        state.prefix_node = new_tuple(RunNode, (run, at + length - 1))
         state.num_published_blocks = first + count
         self.pool.set_cached(given[0] if self.has_tables else given[given != prefix.no_block])
         if self.saves is not None:

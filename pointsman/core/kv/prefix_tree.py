@@ -30,8 +30,8 @@ one cell (requests computed it in parallel): the run lists one of them, its `dup
 
 A run only shrinks, from its end, and is never refilled with nodes, so a stale node cannot be mistaken for a new one.
 
-    _run_of    int64 [B + 1]   for each cached block its run's id (0: not cached)
-    _place_of  int64 [B + 1]   and its cell there: index of the node times the number of groups, plus the group
+    _run_of   int64 [B + 1]   for each cached block its run's id (0: not cached)
+    _cell_of  int64 [B + 1]   and its cell there: index of the node times the number of groups, plus the group
 
 Block B does not exist: it stands for a cell without a block. A block that a run lists belongs to that cell only if both
 columns agree. So an eviction need not search for its block: the block leaves `_run_of` at once, and runs are shortened
@@ -44,7 +44,7 @@ removed before their parents, for these reasons:
 - A request that holds an anchor block of a node holds that of every node before it, and releases its table from the
   end. So the free anchor blocks of a child are less recently used than those of its parents.
 - A failed step removes its blocks newest first.
-- `prune` removes a node with everything after it.
+- `remove_subtree` removes a node with everything after it.
 
 Blocks of other groups may be evicted in any order. Once a node is gone, lookups no longer find its other blocks; they
 leave the pool's queue like any. Where every group has a window, a node stays while any group has a block there, or a
@@ -109,7 +109,7 @@ class Run:
         """Further blocks with the content of a cell, by cell."""
 
 
-class Place(NamedTuple):
+class RunNode(NamedTuple):
     """A node: its run, and its index in the run."""
 
     run: Run
@@ -120,7 +120,7 @@ class Place(NamedTuple):
         return bool(self.at < self.run.length)
 
 
-Node: TypeAlias = "Place | Root"
+Node: TypeAlias = "RunNode | Root"
 
 
 class Span(NamedTuple):
@@ -141,17 +141,17 @@ class Found(NamedTuple):
     """[groups, nodes] whether the group has the block; None: each has all."""
 
     @property
-    def last(self) -> Place:
+    def last(self) -> RunNode:
         """The last node; at least one was found."""
         run, first, count = self.spans[-1]
-        return new_tuple(Place, (run, first + count - 1))
+        return new_tuple(RunNode, (run, first + count - 1))
 
     def node(self, num_nodes: int, root: Root) -> Node:
         """The last of the first `num_nodes` nodes."""
         end = 0
         for run, first, count in self.spans:
             if num_nodes <= end + count:
-                return root if not num_nodes else Place(run, first + num_nodes - end - 1)
+                return root if not num_nodes else RunNode(run, first + num_nodes - end - 1)
             end += count
         return root
 
@@ -165,7 +165,7 @@ class RunListener(Protocol):
     def filled(self, run: Run, request: Request, offset: int, groups: Int64Array, indices: Int64Array) -> None:
         """Existing nodes got their first block of a group; node i is block `offset` + i of the request."""
 
-    def left(self, run: Run, places: Int64Array) -> None:
+    def left(self, run: Run, cells: Int64Array) -> None:
         """The last block of these cells is gone; their nodes remain."""
 
     def shrunk(self, run: Run, length: int) -> None:
@@ -192,8 +192,8 @@ class PrefixCache:
         self._roots: dict[tuple[Root, bytes], Run] = {}
         self._runs: dict[int, Run] = {}
         self._run_of: Int64Array = np.zeros(num_blocks + 1, dtype=np.int64)
-        self._place_of: Int64Array = np.zeros(num_blocks + 1, dtype=np.int64)
-        self._places = self._make_places(1024)
+        self._cell_of: Int64Array = np.zeros(num_blocks + 1, dtype=np.int64)
+        self._cells = self._make_cells(1024)
         self._nothing = Found([], np.zeros((num_groups, 0), dtype=np.int64), None)
         self._next_run_id = 1
         self.epoch = 0
@@ -214,16 +214,16 @@ class PrefixCache:
         self._settle()
         return sum(run.length for run in self._runs.values())
 
-    def _make_places(self, count: int) -> Int64Array:
+    def _make_cells(self, count: int) -> Int64Array:
         """[groups, count] the cells of the first nodes of any run."""
-        places: Int64Array = np.arange(count) * self.num_groups + np.arange(self.num_groups)[:, None]
-        return places
+        cells: Int64Array = np.arange(count) * self.num_groups + np.arange(self.num_groups)[:, None]
+        return cells
 
-    def _places_of(self, first: int, count: int) -> Int64Array:
+    def _cells_of(self, first: int, count: int) -> Int64Array:
         """[groups, count] the cells of nodes of a run."""
-        if first + count > self._places.shape[1]:
-            self._places = self._make_places(2 * (first + count))
-        return self._places[:, first : first + count]
+        if first + count > self._cells.shape[1]:
+            self._cells = self._make_cells(2 * (first + count))
+        return self._cells[:, first : first + count]
 
     # ------------------------------------------------------------------ finding
 
@@ -255,7 +255,7 @@ class PrefixCache:
             spans.append(span)
             parts.append(blocks)
             num_found += count
-            node = new_tuple(Place, (run, first + count - 1))
+            node = new_tuple(RunNode, (run, first + count - 1))
         if not parts:
             return self._nothing
         blocks = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
@@ -265,7 +265,7 @@ class PrefixCache:
         """[groups, count] whether each group has the block that a run lists at these nodes."""
         blocks = run.blocks[:, first : first + count]
         has: BoolArray = self._run_of[blocks] == run.run_id
-        has &= self._place_of[blocks] == self._places_of(first, count)
+        has &= self._cell_of[blocks] == self._cells_of(first, count)
         return has
 
     def _successors(self, node: Node, token_bytes: bytes, start: int, end: int) -> Span | None:
@@ -320,7 +320,7 @@ class PrefixCache:
                 break
             self._add_to(span, blocks[:, start - first : start - first + span.length], request, start)
             spans.append(span)
-            node = Place(span.run, span.first + span.length - 1)
+            node = RunNode(span.run, span.first + span.length - 1)
             start += span.length
         if self.anchor is None:  # the publisher may have given back all blocks of its last nodes
             self._shorten(spans[-1].run)
@@ -346,23 +346,23 @@ class PrefixCache:
     def _enter(self, run: Run, first: int, blocks: Int64Array) -> None:
         """Record these blocks at the nodes of a run from `first` on."""
         end = first + blocks.shape[1]
-        places = self._places[:, first:end] if end <= self._places.shape[1] else self._places_of(first, end - first)
+        cells = self._cells[:, first:end] if end <= self._cells.shape[1] else self._cells_of(first, end - first)
         if self.num_groups == 1:  # an index of one dimension takes less time
-            blocks, places = blocks[0], places[0]
+            blocks, cells = blocks[0], cells[0]
         self._run_of[blocks] = run.run_id
-        self._place_of[blocks] = places
+        self._cell_of[blocks] = cells
         self._run_of[self.no_block] = ZERO
 
     def _add_to(self, span: Span, blocks: Int64Array, request: Request, start: int) -> None:
         """Add blocks of a request, from its block `start` on, to existing nodes. Blocks that are there already (cache
         hits beside loaded blocks) are replaced by `no_block` in `blocks`."""
         run, first, count = span
-        places = self._places_of(first, count)
-        blocks[(self._run_of[blocks] == run.run_id) & (self._place_of[blocks] == places)] = self.no_block
+        cells = self._cells_of(first, count)
+        blocks[(self._run_of[blocks] == run.run_id) & (self._cell_of[blocks] == cells)] = self.no_block
         given, has = blocks != self.no_block, self._has(run, first, count)
         for group, at in zip(*(where.tolist() for where in (given & has).nonzero()), strict=True):
-            place = (first + at) * self.num_groups + group
-            run.duplicates.setdefault(place, []).append(int(blocks[group, at]))
+            cell = (first + at) * self.num_groups + group
+            run.duplicates.setdefault(cell, []).append(int(blocks[group, at]))
             self.num_duplicates += 1
         fills = given & ~has
         if np.count_nonzero(fills):
@@ -377,7 +377,7 @@ class PrefixCache:
 
     def evict(self, blocks: Int64Array) -> None:
         """Remove blocks whose content is evicted, least recently used first."""
-        self._evicted.append((blocks, self._run_of[blocks], self._place_of[blocks]))
+        self._evicted.append((blocks, self._run_of[blocks], self._cell_of[blocks]))
         self._run_of[blocks] = ZERO
         self._num_evicted += len(blocks)
         # Listeners are called at once. In place of a duplicate, a lookup may find another block.
@@ -388,33 +388,33 @@ class PrefixCache:
         """Shorten the runs of evicted blocks."""
         if not self._evicted:
             return
-        blocks, runs, places = self._evicted[0]
+        blocks, runs, cells = self._evicted[0]
         if len(self._evicted) > 1:
-            blocks, runs, places = (np.concatenate(column) for column in zip(*self._evicted, strict=True))
+            blocks, runs, cells = (np.concatenate(column) for column in zip(*self._evicted, strict=True))
         self._clear_evicted()
         ends = [*((runs[1:] != runs[:-1]).nonzero()[0] + 1).tolist(), len(blocks)]  # another run begins at each
         start = 0
         for end, run_id in zip(ends, runs[[end - 1 for end in ends]].tolist(), strict=True):
             run = self._runs.get(run_id)
             if run is not None:  # else its last anchor block was evicted before these
-                self._leave_together(run, blocks[start:end], places[start:end])
+                self._remove_evicted(run, blocks[start:end], cells[start:end])
             start = end
 
-    def _leave_together(self, run: Run, blocks: Int64Array, places: Int64Array) -> None:
+    def _remove_evicted(self, run: Run, blocks: Int64Array, cells: Int64Array) -> None:
         """Remove evicted blocks from their run."""
         if run.duplicates:
-            for block, place in zip(blocks.tolist(), places.tolist(), strict=True):
-                self._leave(run, place, block)
+            for block, cell in zip(blocks.tolist(), cells.tolist(), strict=True):
+                self._remove(run, cell, block)
             return
         if self.anchor is None:
             if self.listener is not None:
-                self.listener.left(run, places)
+                self.listener.left(run, cells)
             self._shorten(run)
             return
         if self.num_groups > 1:
-            is_anchor = places % self.num_groups == self.anchor
+            is_anchor = cells % self.num_groups == self.anchor
             if self.listener is not None:
-                self.listener.left(run, places[~is_anchor])
+                self.listener.left(run, cells[~is_anchor])
             blocks = blocks[is_anchor]
         if len(blocks):
             length = run.length - len(blocks)
@@ -425,32 +425,32 @@ class PrefixCache:
         self._evicted.clear()
         self._num_evicted = 0
 
-    def forget(self, block: int) -> None:
+    def remove_block(self, block: int) -> None:
         """Remove one block. If it is the last anchor block of its node, the node is removed, too; it must be the last
         node of its run."""
         self._settle()
-        run, place = self._runs.get(int(self._run_of[block])), int(self._place_of[block])
+        run, cell = self._runs.get(int(self._run_of[block])), int(self._cell_of[block])
         self._run_of[block] = 0
         if run is not None:
-            self._leave(run, place, block)
+            self._remove(run, cell, block)
 
-    def _leave(self, run: Run, place: int, block: int) -> None:
-        index, group = divmod(place, self.num_groups)
+    def _remove(self, run: Run, cell: int, block: int) -> None:
+        index, group = divmod(cell, self.num_groups)
         if index >= run.length:  # its node is gone
             return
-        if place in run.duplicates:
-            self._drop_one(run, place, block)
+        if cell in run.duplicates:
+            self._drop_one_of_several(run, cell, block)
             return
         if group == self.anchor:
             assert index == run.length - 1, f"block {block} leaves the prefix tree before the blocks behind it"
             self._shrink(run, index)
             return
         if self.listener is not None:
-            self.listener.left(run, np.array([place]))
+            self.listener.left(run, np.array([cell]))
         if self.anchor is None:
             self._shorten(run)
 
-    def prune(self, node: Place) -> list[int]:
+    def remove_subtree(self, node: RunNode) -> list[int]:
         """Remove a node, and everything after it. Requests that continue after a removed node must publish no more.
 
         Returns the removed blocks.
@@ -478,10 +478,10 @@ class PrefixCache:
             self.listener.cleared()
         self.num_publications += 1
 
-    def _drop_one(self, run: Run, place: int, block: int) -> None:
+    def _drop_one_of_several(self, run: Run, cell: int, block: int) -> None:
         """Remove one of several blocks of a cell. A lookup may then find another one, which is referenced."""
-        index, group = divmod(place, self.num_groups)
-        others = run.duplicates[place]
+        index, group = divmod(cell, self.num_groups)
+        others = run.duplicates[cell]
         self.num_duplicates -= 1
         if run.blocks[group, index] == block:
             run.blocks = run.blocks.copy()
@@ -490,7 +490,7 @@ class PrefixCache:
         else:
             others.remove(block)
         if not others:
-            del run.duplicates[place]
+            del run.duplicates[cell]
         self.num_publications += 1
 
     def _shorten(self, run: Run) -> None:
@@ -528,8 +528,8 @@ class PrefixCache:
     def _drop_duplicates(self, run: Run, length: int) -> list[int]:
         """Take from a run its duplicates from node `length` on, and return them."""
         dropped: list[int] = []
-        for place in [place for place in run.duplicates if place >= length * self.num_groups]:
-            dropped += run.duplicates.pop(place)
+        for cell in [cell for cell in run.duplicates if cell >= length * self.num_groups]:
+            dropped += run.duplicates.pop(cell)
         self.num_duplicates -= len(dropped)
         return dropped
 
@@ -568,7 +568,7 @@ class PrefixCache:
     def _lasts(self, run: Run, start: int, is_referenced: BoolArray) -> bool:
         """Whether a run, from node `start` on, or one after it, has a block that is referenced."""
         blocks = run.blocks[:, start : run.length][self._has(run, start, run.length - start)].tolist()
-        others = [other for place, other in run.duplicates.items() if place >= start * self.num_groups]
+        others = [other for cell, other in run.duplicates.items() if cell >= start * self.num_groups]
         if np.count_nonzero(is_referenced[[*blocks, *chain(*others)]]):
             return True
         children = [child for (index, _), child in run.children.items() if index >= start]
@@ -583,21 +583,21 @@ class PrefixCache:
         """Whether a lookup can find the block."""
         self._settle()
         run = self._runs.get(int(self._run_of[block]))
-        return run is not None and int(self._place_of[block]) < run.length * self.num_groups
+        return run is not None and int(self._cell_of[block]) < run.length * self.num_groups
 
-    def place_of(self, block: int) -> tuple[Place, int]:
+    def node_of(self, block: int) -> tuple[RunNode, int]:
         """The node whose content a cached block holds, and the block's group."""
         self._settle()
-        index, group = divmod(int(self._place_of[block]), self.num_groups)
-        return Place(self._runs[int(self._run_of[block])], index), group
+        index, group = divmod(int(self._cell_of[block]), self.num_groups)
+        return RunNode(self._runs[int(self._run_of[block])], index), group
 
     def group_of(self, block: int) -> int:
         """The group of a block that is, or was, cached."""
-        return int(self._place_of[block]) % self.num_groups
+        return int(self._cell_of[block]) % self.num_groups
 
-    def holds(self, block: int, run: Run, place: int) -> bool:
+    def holds(self, block: int, run: Run, cell: int) -> bool:
         """Whether a block (still) belongs to a cell of a run."""
-        return bool(self._run_of[block] == run.run_id and self._place_of[block] == place)
+        return bool(self._run_of[block] == run.run_id and self._cell_of[block] == cell)
 
     def blocks(self) -> list[int]:
         """For checks: all blocks that are reachable from the roots, each as often as it is reached."""
@@ -607,14 +607,14 @@ class PrefixCache:
         while runs:
             run = runs.pop()
             found += run.blocks[:, : run.length][self._has(run, 0, run.length)].tolist()
-            for place, others in run.duplicates.items():
-                found += others if place < run.length * self.num_groups else [-1]
+            for cell, others in run.duplicates.items():
+                found += others if cell < run.length * self.num_groups else [-1]
             runs += [child for (index, _), child in run.children.items() if index < run.length]
         return found
 
     def content(self, block: int) -> tuple[Root, bytes]:
         """For checks: the root of a cached block and all tokens up to its end, as bytes."""
-        (run, index), _ = self.place_of(block)
+        (run, index), _ = self.node_of(block)
         parts = [run.token_bytes[: (index + 1) * self._block_bytes]]
         while not isinstance(run.parent, Root):
             run, index = run.parent

@@ -65,7 +65,7 @@ class RetainingPool(BlockPool):
         super().__init__(num_blocks, num_reserved_blocks)
         self.capacity = int(share * self.num_usable)
         """Maximum number of retained blocks."""
-        self.most_shared = self.capacity // 2
+        self.max_shared = self.capacity // 2
         """Maximum number of retained blocks that several tenants asked for."""
         self.labels: Int64Array = np.zeros(num_blocks, dtype=np.int64)
         self._until = np.full(num_blocks, _NEVER)
@@ -94,7 +94,7 @@ class RetainingPool(BlockPool):
         """Free blocks that are retained."""
         return self._num_retained
 
-    def most_of_a_tenant(self, tenant: str | None = None) -> int:
+    def max_of_a_tenant(self, tenant: str | None = None) -> int:
         """Maximum number of retained blocks of each tenant now, counting `tenant` among those that have some."""
         is_new = tenant is not None and self._owners.get(tenant, 0) not in self._num_of
         num_tenants = len(self._num_of) - (SHARED in self._num_of) + is_new
@@ -109,7 +109,7 @@ class RetainingPool(BlockPool):
         """Advance the clock to `now`: expired blocks count as used now."""
         self._clock = max(self._clock, now)
         if self._queue and self._queue[0][0] <= self._clock:
-            self._dismiss(self._queue, self._num_retained, self._clock)
+            self._end_retention(self._queue, self._num_retained, self._clock)
 
     def retain(self, blocks: Int64Array, until: float, tenant: str | None) -> int:
         """Mark referenced blocks of a table as retained until `until` (seconds of `now`, maybe inf) for a tenant; None:
@@ -143,7 +143,7 @@ class RetainingPool(BlockPool):
     def take(self, count: int) -> tuple[Int64Array, Int64Array]:
         missing = count - self._num_blank - self._num_cached
         if missing > 0:
-            self._dismiss(self._queue, missing)
+            self._end_retention(self._queue, missing)
         blocks, evicted = super().take(count)
         if len(evicted):
             self.labels[evicted] = 0
@@ -151,7 +151,7 @@ class RetainingPool(BlockPool):
 
     def acquire(self, blocks: Int64Array) -> None:
         if self._num_retained:
-            self._forget(blocks)
+            self._take_out(blocks)
         super().acquire(blocks)
 
     def release(self, blocks: Int64Array) -> None:
@@ -169,7 +169,7 @@ class RetainingPool(BlockPool):
 
     def uncache(self, blocks: list[int]) -> None:
         ids = np.array(blocks, dtype=np.int64)
-        self._forget(ids)
+        self._take_out(ids)
         super().uncache(blocks)
         self._num_shared -= self._num_marked_shared(ids)
         self._until[ids] = _NEVER
@@ -186,8 +186,8 @@ class RetainingPool(BlockPool):
 
     def retained_blocks(self) -> list[tuple[int, float]]:
         """For checks: each retained block, in the order in which they leave, and until when it is retained."""
-        waiting = [block for _, _, segment in sorted(self._queue) for block in self._waiting(segment).tolist()]
-        return list(zip(waiting, self._until[waiting].tolist(), strict=True))
+        retained = [block for _, _, segment in sorted(self._queue) for block in self._valid_ids(segment).tolist()]
+        return list(zip(retained, self._until[retained].tolist(), strict=True))
 
     def retained_by_tenant(self) -> dict[str | None, int]:
         """For checks: how many retained blocks each tenant alone asked for."""
@@ -197,11 +197,11 @@ class RetainingPool(BlockPool):
 
     def _num_shareable(self, until: FloatArray, owners: Int64Array, of_others: Int64Array) -> int:
         """Number of these places of a table that may become SHARED, with all blocks before each (`straighten`)."""
-        room = self.most_shared - self._num_shared
-        if len(until) <= room:
+        num_left = self.max_shared - self._num_shared
+        if len(until) <= num_left:
             return len(of_others)
         new = np.cumsum((owners != SHARED) | (until == _NEVER))[of_others]
-        return int(np.searchsorted(new, max(0, room), side="right"))
+        return int(np.searchsorted(new, max(0, num_left), side="right"))
 
     def _num_marked_shared(self, blocks: Int64Array) -> int:
         """How many of these blocks are marked as SHARED."""
@@ -274,24 +274,24 @@ class RetainingPool(BlockPool):
 
     def _keep_bounds(self) -> None:
         # SHARED blocks exceed the bound only if content was computed twice and one table has blocks of several tenants.
-        while (excess := self._num_of.get(SHARED, 0) - self.most_shared) > 0:
-            self._dismiss(self._queue, excess)
-        most = self.most_of_a_tenant()
-        while self._largest and (count := -self._largest[0][0]) > most:
+        while (excess := self._num_of.get(SHARED, 0) - self.max_shared) > 0:
+            self._end_retention(self._queue, excess)
+        limit = self.max_of_a_tenant()
+        while self._largest and (count := -self._largest[0][0]) > limit:
             owner = self._largest[0][1]
             num_now = self._num_of.get(owner, 0)
             if count == num_now:
-                self._dismiss(self._queue_of[owner], count - most)
+                self._end_retention(self._queue_of[owner], count - limit)
             elif num_now:
                 heapreplace(self._largest, (-num_now, owner))
             else:
                 heappop(self._largest)
         if self._num_retained > self.capacity:
-            self._dismiss(self._queue, self._num_retained - self.capacity)
+            self._end_retention(self._queue, self._num_retained - self.capacity)
 
     # ------------------------------------------------------------------ leaving
 
-    def _dismiss(self, queue: _Queue, count: int, until: float = math.inf) -> None:
+    def _end_retention(self, queue: _Queue, count: int, until: float = math.inf) -> None:
         """End the retention of the first `count` blocks of a queue whose time is at most `until`: they count as used
         now."""
         while count and queue and queue[0][0] <= until:
@@ -319,7 +319,7 @@ class RetainingPool(BlockPool):
         while queue and not len(queue[0][2].ids):
             heappop(queue)
 
-    def _forget(self, blocks: Int64Array) -> None:
+    def _take_out(self, blocks: Int64Array) -> None:
         """Take `blocks` out of the retained ones, if they are there, with their marks. They count as cached free
         blocks, which the caller takes them out of next."""
         leaving = blocks[(self.num_references[blocks] == 0) & (self._until[blocks] > _NEVER)]
@@ -355,7 +355,7 @@ class RetainingPool(BlockPool):
         self._queue, self._queue_of = [], {}
         for entry in entries:
             segment = entry[2]
-            segment.ids = self._waiting(segment)
+            segment.ids = self._valid_ids(segment)
             if len(segment.ids):
                 self._queue.append(entry)
                 self._queue_of.setdefault(int(self._owner[segment.ids[0]]), []).append(entry)

@@ -155,11 +155,11 @@ class Transfers:
         if not (request._state.may_load and request.reads_prefix_cache) or request._state.holding is not None:
             return NOTHING
         size, num_local = self._kv.block_size, match.num_tokens
-        most = (request._state.num_tokens - 1) // size * size - num_local
-        if most <= 0:
+        max_tokens = (request._state.num_tokens - 1) // size * size - num_local
+        if max_tokens <= 0:
             return NOTHING
         is_saving = self._swaps and bool(self._kv.saves)
-        has = None if self._kv.has_tables else self._kv.in_pool(match, (num_local + most) // size)
+        has = None if self._kv.has_tables else self._kv.in_pool(match, (num_local + max_tokens) // size)
         saved = self._num_saved_tokens(request, num_local, has) if is_saving else 0
         if has is None:
             count, is_async = self.connector.num_external_tokens(request, num_local + saved)
@@ -172,7 +172,7 @@ class Transfers:
             count, is_async = saved + (0 if is_async else count), False
         if has is not None and count % size:  # windows have blocks only for the token after exactly `count`
             return NOTHING
-        count = min(count, most) // size * size
+        count = min(count, max_tokens) // size * size
         if count <= 0:
             return NOTHING
         if not is_async:

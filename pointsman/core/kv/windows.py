@@ -67,11 +67,11 @@ class Windows:
         """The kind whose blocks may move within a table, if `kinds` is a single one with windows; None: otherwise."""
         self._lag = 0
         """A row that lacks its block at place p needs its blocks of this kind from p - `_lag` on."""
-        most_ahead = 0  # maximum number of tokens of a row in flight for which this holds
+        max_ahead = 0  # maximum number of tokens of a row in flight for which this holds
         if self._moving is not None:
             self._lag = -(-self._moving.group.reach // size)
-            most_ahead = self._lag * size - self._moving.group.reach
-        self._moves_ahead = config.max_steps_in_flight - 1 <= most_ahead
+            max_ahead = self._lag * size - self._moving.group.reach
+        self._moves_ahead = config.max_steps_in_flight - 1 <= max_ahead
         self._lag_array = np.array(self._lag)
         self._back = np.array(self._lag + 1)
         """Distance from a new place back to the block that moves there. For rows with fewer blocks it leads to any
@@ -124,7 +124,7 @@ class Windows:
         end = self._tables.ends.item(row)
         self._public[row], self._moves_at[row] = end, -1
         self._tails[row] = tails
-        self._note_first(np.array([row]))
+        self._update_due(np.array([row]))
         if batch.num_slots.item(row) < end * self.block_size:
             self.lagging.add(row)
 
@@ -132,7 +132,7 @@ class Windows:
         """Mark all blocks of a row as public: others may hold them."""
         self._public[row], self._moves_at[row] = self._tables.ends.item(row), -1
 
-    def evicted_last(self, row: int, places: Int64Array, groups: Int64Array) -> BoolArray:
+    def is_evicted_last(self, row: int, places: Int64Array, groups: Int64Array) -> BoolArray:
         """Which blocks of a finished request are likely to be looked up: those of full attention, and those of windows
         at the row's tails."""
         starts, ends = np.zeros((2, self._tables.num_groups, 3), dtype=np.int64)
@@ -152,8 +152,8 @@ class Windows:
         [groups] leading blocks that it does not need."""
         end, count = -(-num_tokens // self.block_size), 0
         for kind in self._tables.kinds:
-            most = kind.group.most_blocks(num_tokens, self._num_in_flight, self.block_size)
-            count += min(end - first.item(kind.groups.item(0)), most) * kind.num_groups
+            limit = kind.group.most_blocks(num_tokens, self._num_in_flight, self.block_size)
+            count += min(end - first.item(kind.groups.item(0)), limit) * kind.num_groups
         return count
 
     def num_owed(self, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
@@ -163,14 +163,14 @@ class Windows:
         owed = np.zeros(len(rows), dtype=np.int64)
         for kind in self._tables.kinds:
             first = kind.first[rows]
-            most = end - first
+            num_held = end - first
             if not kind.group.is_full:
                 cap = kind.group.most_blocks(self._max_model_len, self._num_in_flight, self.block_size)
-                most = np.minimum(most, cap)
-            owed += np.maximum(most - (has - first), 0) * kind.num_groups
+                num_held = np.minimum(num_held, cap)
+            owed += np.maximum(num_held - (has - first), 0) * kind.num_groups
         return owed
 
-    def ask(self, batch: Batch, rows: Int64Array, ends: Int64Array) -> Int64Array:
+    def give_back_and_count(self, batch: Batch, rows: Int64Array, ends: Int64Array) -> Int64Array:
         """[rows] blocks that each row needs to hold `ends` tokens, after it has given back those behind its windows. If
         it needs none, its `num_slots` is raised."""
         short = (ends > batch.num_slots[rows]).nonzero()[0]
@@ -231,7 +231,7 @@ class Windows:
                 kind.first[those] = kept
                 has_released = True
         if has_released:
-            self._note_first(rows)
+            self._update_due(rows)
             self._note_return()
 
     def _release(self, kind: Kind, rows: Int64Array, places: Int64Array, blocks: Int64Array) -> None:
@@ -246,7 +246,7 @@ class Windows:
         self._pool.release_any(blocks[~is_tail][::-1], evict_first=True)
         self._pool.release_any(blocks[is_tail][::-1])
 
-    def _note_first(self, rows: Int64Array) -> None:
+    def _update_due(self, rows: Int64Array) -> None:
         """Update the columns of rows whose first blocks have changed."""
         due = np.full(len(rows), MAX_INT, dtype=np.int64)
         for kind in self.kinds:
@@ -259,13 +259,13 @@ class Windows:
 
     def set_slots(self, batch: Batch, rows: Int64Array, ends: Int64Array) -> None:
         """Set the number of tokens up to which rows with blocks for `ends` tokens need not be examined."""
-        most = self._tables.ends[rows] * self.block_size
-        slots, full = most, ends // self.block_size * self.block_size
+        capacity = self._tables.ends[rows] * self.block_size
+        slots, full = capacity, ends // self.block_size * self.block_size
         for kind in self.kinds:
             is_behind = kind.group.num_skipped(full) // self.block_size > kind.first[rows]
             slots = np.where(is_behind, ends, slots)
         batch.num_slots[rows] = slots
-        is_lagging = slots < most
+        is_lagging = slots < capacity
         self.lagging.difference_update(rows.tolist())
         if np.count_nonzero(is_lagging):
             self.lagging.update(rows[is_lagging].tolist())
@@ -330,7 +330,7 @@ class Windows:
             old[takes] = self._take(taken).reshape(-1, kind.num_groups)
             ids[:, kind.groups] = old
         kind.first[rows[due]] = places[due] - self._lag_array
-        self._note_first(rows[due])
+        self._update_due(rows[due])
         return ids
 
 

@@ -32,8 +32,8 @@ class Acceptance:
         # A copy in small integers: keeping the arrays of the steps instead takes a tenth of a step with drafts if other
         # processes use the processor's caches, too.
         kind = np.min_scalar_type(-1 - len(accepted_drafts))
-        self._room: Counts = np.zeros((2, _MAX_NUMBERS), dtype=kind)
-        self._drafts: Counts = self._room[:0]  # [steps, rows], like the next
+        self._buffer: Counts = np.zeros((2, _MAX_NUMBERS), dtype=kind)
+        self._drafts: Counts = self._buffer[:0]  # [steps, rows], like the next
         self._sampled: Counts = self._drafts
         self._same: Counts | None = None  # the drafts of all steps in the buffer, if they are one array; not copied
 
@@ -46,7 +46,7 @@ class Acceptance:
             step = 0
             if rows is not self._rows:
                 self._rows = rows
-                self._make_room(len(rows))
+                self._resize_buffer(len(rows))
         if not step:
             self._same = drafts
         elif drafts is not self._same:
@@ -79,19 +79,19 @@ class Acceptance:
             self._verified[row] = self._accepted[row] = 0
         return counts
 
-    def _make_room(self, num_rows: int) -> None:
+    def _resize_buffer(self, num_rows: int) -> None:
         num_steps = max(1, min(_MAX_STEPS, _MAX_NUMBERS // num_rows))
-        if num_rows > self._room.shape[1]:
-            self._room = np.zeros((2, num_rows), dtype=self._room.dtype)
-        self._drafts, self._sampled = self._room[:, : num_steps * num_rows].reshape(2, num_steps, num_rows)
+        if num_rows > self._buffer.shape[1]:
+            self._buffer = np.zeros((2, num_rows), dtype=self._buffer.dtype)
+        self._drafts, self._sampled = self._buffer[:, : num_steps * num_rows].reshape(2, num_steps, num_rows)
 
     def _settle(self) -> None:
         num_steps, self._num_steps = self._num_steps, 0
         if not num_steps:
             return
-        most = int(self._rows.max(initial=-1))
-        if most >= len(self._verified):
-            more = np.zeros(2 * most + 1 - len(self._verified), dtype=np.int64)
+        last_row = int(self._rows.max(initial=-1))
+        if last_row >= len(self._verified):
+            more = np.zeros(2 * last_row + 1 - len(self._verified), dtype=np.int64)
             self._verified = np.concatenate([self._verified, more])
             self._accepted = np.concatenate([self._accepted, more])
         drafts, sampled = self._drafts[:num_steps], self._sampled[:num_steps]
@@ -103,9 +103,9 @@ class Acceptance:
             self._verified[self._rows] += drafts.sum(axis=0, dtype=np.int32)
             at_least = int(np.count_nonzero(drafts))
         self._accepted[self._rows] += sampled.sum(axis=0, dtype=np.int32) - num_steps
-        most_drafts = len(self._accepted_drafts) - 1
-        for count in range(most_drafts):
+        max_drafts = len(self._accepted_drafts) - 1
+        for count in range(max_drafts):
             more_than = int(np.count_nonzero(sampled > count + 1)) if at_least else 0
             self._accepted_drafts[count] += at_least - more_than
             at_least = more_than
-        self._accepted_drafts[most_drafts] += at_least
+        self._accepted_drafts[max_drafts] += at_least

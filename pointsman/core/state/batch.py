@@ -85,8 +85,8 @@ class Members:
 
     __slots__ = (
         "_batch",
+        "_indices",
         "_num_flushes",
-        "_places",
         "_stop_tokens",
         "ends",
         "eos_token_id",
@@ -109,7 +109,7 @@ class Members:
         set_writeable(self.serials, False)
         self._batch = batch
         self._num_flushes = -1
-        self._places = rows  # see `places_behind`, after that number of flushes
+        self._indices = rows  # see `indices_behind`, after that number of flushes
         self.span: slice | None = None
         """A slice of the columns with these rows and free ones, if these are all running rows. None: they are too few,
         or too few for the length of the slice."""
@@ -135,11 +135,11 @@ class Members:
     def __len__(self) -> int:
         return len(self.requests)
 
-    def places_behind(self, batch: Batch) -> Int64Array:
+    def indices_behind(self, batch: Batch) -> Int64Array:
         """[members] the index, in flat `recent_tokens`, of the token behind position p of each row, less p."""
         if self._num_flushes != batch.num_flushes:
-            self._num_flushes, self._places = batch.num_flushes, batch.recent_offset[self.rows] + ONE
-        return self._places
+            self._num_flushes, self._indices = batch.num_flushes, batch.recent_offset[self.rows] + ONE
+        return self._indices
 
     def without(self, batch: Batch, requests: list[Request]) -> Members:
         """The members without `requests`, whose rows have just been released; some need not be members."""
@@ -194,8 +194,8 @@ class StopFilter:
 
     def _count(self, stop_tokens: Collection[int], change: int) -> None:
         self.num_rows += change
-        places = np.fromiter(stop_tokens, dtype=np.int64, count=len(stop_tokens)) & _STOP_MASK
-        np.add.at(self.counts, places, change)
+        indices = np.fromiter(stop_tokens, dtype=np.int64, count=len(stop_tokens)) & _STOP_MASK
+        np.add.at(self.counts, indices, change)
 
 
 class Batch:
@@ -235,8 +235,8 @@ class Batch:
         self.num_no_sample = 0
         self.num_flushes = 0
         """Changes whenever `recent_offset` does."""
-        self.least_left = 0  # at least so many tokens fit each row before its token limit
-        self._least_room = 0  # at least so many tokens fit each row before it must be flushed
+        self.min_tokens_left = 0  # at least so many tokens fit each row before its token limit
+        self._min_appends = 0  # at least so many tokens fit each row before it must be flushed
         self.members = Members(self, np.zeros(0, dtype=np.int64), ())
 
     def __len__(self) -> int:
@@ -277,12 +277,12 @@ class Batch:
         self.num_not_ahead += not request.runs_ahead
         self.num_no_sample += no_sample
         self._keep_recent(row, num_tokens, state.last_token_id)
-        room = self._num_recent - 1 - self.max_drafts  # as left by `_keep_recent`
-        if room < self._least_room:
-            self._least_room = room
+        num_appends = self._num_recent - 1 - self.max_drafts  # as left by `_keep_recent`
+        if num_appends < self._min_appends:
+            self._min_appends = num_appends
         left = state.token_limit - num_tokens
-        if left < self.least_left:
-            self.least_left = left
+        if left < self.min_tokens_left:
+            self.min_tokens_left = left
         state.placed(self, row)
         return row
 
@@ -393,29 +393,29 @@ class Batch:
             self.num_pending[where] += ONE
 
     @property
-    def room(self) -> int:
+    def num_appends(self) -> int:
         """Number of tokens (at least 1) that every running row can append before its recent tokens must be flushed."""
-        return self._least_room
+        return self._min_appends
 
     def append(self, live: Members, runs: Runs, newest: Int64Array, longest: int, is_last: bool) -> None:
         """Append the tokens of run i to row i of `live`, some or all of the running rows, behind its token at
         `newest[i]`.
 
-        The longest run has at most `longest` tokens: those of one step, or `room`. `is_last`: no further sample of
-        these rows is in flight.
+        The longest run has at most `longest` tokens: those of one step, or `num_appends`. `is_last`: no further sample
+        of these rows is in flight.
         """
         rows, (counts, ends, token_ids) = live.rows, runs
         span = live.span if live is self.members else None
-        places = live.places_behind(self) + newest
+        indices = live.indices_behind(self) + newest
         is_single = len(token_ids) == len(rows)
         if not is_single and len(token_ids) == longest * len(rows):  # all are equally long
-            places = (places[:, None] + np.arange(longest)).ravel()
+            indices = (indices[:, None] + np.arange(longest)).ravel()
         elif not is_single:
-            places += counts
-            places -= ends
-            places = places.repeat(counts)
-            places += self.count_up[: len(places)]
-        self._flat_recent[places] = token_ids
+            indices += counts
+            indices -= ends
+            indices = indices.repeat(counts)
+            indices += self.count_up[: len(indices)]
+        self._flat_recent[indices] = token_ids
         if span is not None and is_single:
             column = self.num_tokens[span]
             column += ONE
@@ -426,30 +426,30 @@ class Batch:
             self.num_pending[where] = ZERO
         else:
             self.num_pending[where] -= ONE
-        self.least_left -= longest
-        self._least_room -= longest
-        if self._least_room <= 0:
-            self._make_room(live.requests, rows, self.num_tokens[rows])
+        self.min_tokens_left -= longest
+        self._min_appends -= longest
+        if self._min_appends <= 0:
+            self._flush_if_full(live.requests, rows, self.num_tokens[rows])
 
-    def may_end(self, most: int) -> bool:
-        """Whether `most` further tokens would bring a running row to its token limit."""
-        return self.ending(most) is not None
+    def may_end(self, num_tokens: int) -> bool:
+        """Whether `num_tokens` further tokens would bring a running row to its token limit."""
+        return self.ending_rows(num_tokens) is not None
 
-    def ending(self, most: int) -> BoolArray | None:
-        """[members] which running rows `most` further tokens would bring to their token limits; None: none. Measured
-        only if a row may be that near its limit."""
-        if self.least_left > most:
+    def ending_rows(self, num_tokens: int) -> BoolArray | None:
+        """[members] which running rows `num_tokens` further tokens would bring to their token limits; None: none.
+        Measured only if a row may be that near its limit."""
+        if self.min_tokens_left > num_tokens:
             return None
         left = self.members.token_limit - self.num_tokens[self.members.rows]
-        self.least_left = left.item(left.argmin()) if len(left) else MAX_INT
-        return left <= most if self.least_left <= most else None
+        self.min_tokens_left = left.item(left.argmin()) if len(left) else MAX_INT
+        return left <= num_tokens if self.min_tokens_left <= num_tokens else None
 
-    def _make_room(self, requests: Sequence[Request], rows: Int64Array, num_tokens: Int64Array) -> None:
+    def _flush_if_full(self, requests: Sequence[Request], rows: Int64Array, num_tokens: Int64Array) -> None:
         """Flush rows with full recent tokens. Tokens were appended to `rows`, which now have `num_tokens`."""
         self._flush_full(requests, rows, num_tokens)
         running = self.members.rows
-        rooms = self.recent_limit[running] - self.num_tokens[running]
-        self._least_room = int(rooms.min(initial=self._num_recent))
+        num_appends = self.recent_limit[running] - self.num_tokens[running]
+        self._min_appends = int(num_appends.min(initial=self._num_recent))
 
     def _flush_full(self, requests: Sequence[Request], rows: Int64Array, num_tokens: Int64Array) -> None:
         # Rows that are nearly full are flushed too: then flushes are rare, for many rows at once.

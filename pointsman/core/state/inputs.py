@@ -101,16 +101,16 @@ def read_encoder_inputs(
     return tuple(inputs)
 
 
-def _is_usual(item: EncoderInput, least: int, most: int) -> bool:
-    """Whether an input without a mask is well-formed, and from `least` to at most `most`."""
+def _is_usual(item: EncoderInput, minimum: int, maximum: int) -> bool:
+    """Whether an input without a mask is well-formed, and from `minimum` to at most `maximum`."""
     key, start, length, count, _ = item
     return (
         type(key) is str
         and key != ""
         and type(start) is type(length) is type(count) is int
-        and least <= start
+        and minimum <= start
         and length >= 1
-        and start + length <= most
+        and start + length <= maximum
         and 0 <= count <= MAX_INT
     )
 

@@ -42,18 +42,18 @@ def largest(values: Int64Array) -> int:
     return unsigned.item(unsigned.argmax())
 
 
-def checked_integer(name: str, value: object, least: int, most: int = MAX_INT) -> int:
+def checked_integer(name: str, value: object, minimum: int, maximum: int = MAX_INT) -> int:
     """The value as a Python int.
 
     Raises:
-        ValueError: it is no integer, or not between `least` and `most`.
+        ValueError: it is no integer, or not between `minimum` and `maximum`.
     """
-    if type(value) is int and least <= value <= most:  # as nearly always
+    if type(value) is int and minimum <= value <= maximum:  # as nearly always
         return value
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
         raise ValueError(f"{name} is {value!r}; it must be an integer")
-    if not least <= value <= most:
-        raise ValueError(f"{name} is {value}; it must be between {least} and {most}")
+    if not minimum <= value <= maximum:
+        raise ValueError(f"{name} is {value}; it must be between {minimum} and {maximum}")
     return int(value)
 
 

@@ -252,7 +252,7 @@ class RequestState:
 
     # ------------------------------------------------------------------ moving between queue and rows
 
-    def has_inputs(self, encoder_inputs: tuple[EncoderInput, ...]) -> None:
+    def set_encoder_inputs(self, encoder_inputs: tuple[EncoderInput, ...]) -> None:
         """Set the encoder inputs of its prompt."""
         self.encoder_inputs = encoder_inputs
 
@@ -330,7 +330,7 @@ class RequestState:
         self.transition(status)
         self.serial = serial
 
-    def disowned(self, serial: int) -> None:
+    def drop_in_flight(self, serial: int) -> None:
         """Drop results of steps in flight for it, by giving it another serial than they name."""
         self.serial = serial
         self._num_pending = 0
@@ -419,7 +419,7 @@ class RequestState:
         self._num_pending -= count
 
 
-class _Asked:
+class _RequestFields:
     """The slots of a `Request`, assignable while it is built."""
 
     __slots__ = (
@@ -469,7 +469,7 @@ class _Asked:
     metadata: Any
 
 
-class Request(Sealed, _Asked):
+class Request(Sealed, _RequestFields):
     """One prompt and what is generated for it. Read-only: only its scheduler changes it.
 
     Args:
@@ -547,43 +547,45 @@ class Request(Sealed, _Asked):
             and 0 <= min_tokens <= MAX_INT
             and 0 <= priority <= MAX_INT
         )
-        asked: Any = _Asked()
-        asked._state = state = RequestState(
+        fields: Any = _RequestFields()
+        fields._state = state = RequestState(
             request_id,
             prompt_token_ids,
             max_tokens if is_usual else checks.integer("max_tokens", max_tokens, 0),
             priority if is_usual else checks.priority(priority),
             more_input,
         )
-        asked.request_id = request_id
+        fields.request_id = request_id
         is_finite = type(arrival_time) is float and isfinite(arrival_time)
-        asked.arrival_time = arrival_time if is_finite else checks.seconds(arrival_time)
-        asked.max_total_tokens = None
+        fields.arrival_time = arrival_time if is_finite else checks.seconds(arrival_time)
+        fields.max_total_tokens = None
         if max_total_tokens is not None:
-            asked.max_total_tokens = checks.integer("max_total_tokens", max_total_tokens, 1)
-        asked.min_tokens = min_tokens if is_usual else checks.integer("min_tokens", min_tokens, 0)
-        asked.eos_token_ids = checks.token_ids(eos_token_ids) if len(eos_token_ids) else ()
-        asked.ignore_eos = ignore_eos
-        asked.stop_token_ids = checks.token_ids(stop_token_ids) if stop_token_ids else ()
-        asked.stop_set = frozenset(asked.stop_token_ids if ignore_eos else asked.eos_token_ids + asked.stop_token_ids)
-        asked.repetition_detection = None
+            fields.max_total_tokens = checks.integer("max_total_tokens", max_total_tokens, 1)
+        fields.min_tokens = min_tokens if is_usual else checks.integer("min_tokens", min_tokens, 0)
+        fields.eos_token_ids = checks.token_ids(eos_token_ids) if len(eos_token_ids) else ()
+        fields.ignore_eos = ignore_eos
+        fields.stop_token_ids = checks.token_ids(stop_token_ids) if stop_token_ids else ()
+        fields.stop_set = frozenset(
+            fields.stop_token_ids if ignore_eos else fields.eos_token_ids + fields.stop_token_ids
+        )
+        fields.repetition_detection = None
         if repetition_detection is not None:
-            asked.repetition_detection = checks.repetition(repetition_detection)
-        asked.cache_salt = None if cache_salt is None else checks.salt(cache_salt)
-        asked.adapter = None if adapter is None else checks.adapter(adapter)
+            fields.repetition_detection = checks.repetition(repetition_detection)
+        fields.cache_salt = None if cache_salt is None else checks.salt(cache_salt)
+        fields.adapter = None if adapter is None else checks.adapter(adapter)
         if encoder_inputs:
-            state.has_inputs(checks.encoder_inputs(encoder_inputs, state.num_prompt_tokens))
-        asked.use_prefix_cache = use_prefix_cache
-        asked.skip_reading_prefix_cache = skip_reading_prefix_cache
-        asked.reads_prefix_cache = use_prefix_cache and not skip_reading_prefix_cache
-        asked.runs_ahead = runs_ahead
-        asked.tenant = tenant if type(tenant) is str else checks.tenant(tenant)
-        asked.ttft_target = None if ttft_target is None else checks.ttft_target(ttft_target)
-        asked.retention = None if retention is None else checks.retention(retention)
-        asked.metadata = metadata
+            state.set_encoder_inputs(checks.encoder_inputs(encoder_inputs, state.num_prompt_tokens))
+        fields.use_prefix_cache = use_prefix_cache
+        fields.skip_reading_prefix_cache = skip_reading_prefix_cache
+        fields.reads_prefix_cache = use_prefix_cache and not skip_reading_prefix_cache
+        fields.runs_ahead = runs_ahead
+        fields.tenant = tenant if type(tenant) is str else checks.tenant(tenant)
+        fields.ttft_target = None if ttft_target is None else checks.ttft_target(ttft_target)
+        fields.retention = None if retention is None else checks.retention(retention)
+        fields.metadata = metadata
         if state.num_prompt_tokens == 0:
             checks.refuse("the prompt is empty; give at least one token")
-        if asked.min_tokens > state.max_tokens and not more_input:
+        if fields.min_tokens > state.max_tokens and not more_input:
             checks.refuse(f"min_tokens is {min_tokens}, more than max_tokens {max_tokens}; lower it")
         if len(output_token_ids):
             if more_input:
@@ -594,7 +596,7 @@ class Request(Sealed, _Asked):
                     "left to generate; raise max_tokens"
                 )
             state.append_output(token_array(request_id, output_token_ids))
-        return sealed_as(cls, asked)
+        return sealed_as(cls, fields)
 
     def __repr__(self) -> str:
         return f"Request({self.request_id!r}, {self.status.value}, {self.num_computed_tokens}/{self.num_tokens} tokens)"
@@ -807,9 +809,9 @@ class _Checks:
     def refuse(self, why: str) -> NoReturn:
         raise RequestRefused(f"request {self._request_id!r} refused: {why}")
 
-    def integer(self, name: str, value: object, least: int) -> int:
+    def integer(self, name: str, value: object, minimum: int) -> int:
         try:
-            return checked_integer(name, value, least)
+            return checked_integer(name, value, minimum)
         except ValueError as error:
             raise RequestRefused(f"request {self._request_id!r} refused: {error}") from None
 

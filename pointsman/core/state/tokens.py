@@ -55,7 +55,7 @@ def shared_prompt(request_id: str, token_ids: IntArray | Sequence[int]) -> tuple
     """The prompt as a read-only int32 array over a bytes object: one copy serves the model and the prefix tree."""
     if isinstance(token_ids, np.ndarray) and (token_ids.dtype is INT32 or token_ids.dtype == INT32):
         base: object = token_ids.base
-        if isinstance(base, bytes) and token_ids.nbytes == len(base) and _least(token_ids) >= 0:
+        if isinstance(base, bytes) and token_ids.nbytes == len(base) and _smallest(token_ids) >= 0:
             return cast(Int32Array, token_ids), base
     plain = _packed(token_ids)
     if plain is not None:
@@ -78,7 +78,7 @@ def _packed(token_ids: IntArray | Sequence[int]) -> tuple[Int32Array, bytes] | N
     return (plain, raw) if plain.item(plain.argmin()) >= 0 else None
 
 
-def _least(tokens: IntArray) -> int:
+def _smallest(tokens: IntArray) -> int:
     """The least token; 0 if there is none. `argmin` takes a quarter of the time of `min`."""
     return tokens.item(tokens.argmin()) if tokens.size else 0
 

@@ -163,7 +163,7 @@ def test_more_tenants_than_blocks_lose_what_expires_first() -> None:
     for index, prompt in enumerate(prompts):
         run(host, f"r{index}", prompt, tenant=f"t{index}", retention=1000.0 - 100 * (index % 3))
     pool = retaining(host)
-    assert pool.num_retained == 4 and pool.most_of_a_tenant() == 1
+    assert pool.num_retained == 4 and pool.max_of_a_tenant() == 1
     assert pool.retained_by_tenant() == {"t0": 1, "t1": 1, "t3": 1, "t4": 1}
     assert "of 1 at most now" in explained(host)
 
@@ -267,7 +267,7 @@ def test_random_tables_of_many_tenants_keep_the_bounds(seed: int, num_tenants: i
         num_shared = pool.num_retained - sum(counts.values())
         assert num_shared <= pool.capacity // 2
         most = max(1, (pool.capacity - num_shared) // max(1, len(counts)))
-        assert most == pool.most_of_a_tenant() and all(count <= most for count in counts.values())
+        assert most == pool.max_of_a_tenant() and all(count <= most for count in counts.values())
         assert pool.num_free == len(turn) + pool.num_blank == int((pool.num_references == 0).sum())
     assert pool.num_retained
 

@@ -47,13 +47,13 @@ def test_the_watch_agrees_with_the_definition_after_every_token(
     case: tuple[RepetitionDetectionParams, list[int]], spare: int
 ) -> None:
     params, output = case
-    watch = RepetitionWatch(params, room=len(output) + spare)
+    watch = RepetitionWatch(params, max_tokens=len(output) + spare)
     for length, token in enumerate(output, start=1):
         assert watch.observe(token) == shortest_pattern(output[:length], params)
 
 
 def test_a_watch_is_no_larger_than_the_output_may_be() -> None:
-    watch = RepetitionWatch(RepetitionDetectionParams(max_pattern_size=2**31 - 1, min_count=2), room=7)
+    watch = RepetitionWatch(RepetitionDetectionParams(max_pattern_size=2**31 - 1, min_count=2), max_tokens=7)
     assert [watch.observe(token) for token in (1, 2, 3, 1, 2, 3)] == [None] * 5 + [3]
 
 
