@@ -42,7 +42,7 @@ class KVConnector(Protocol):
         """Number of consecutive tokens it can load after the first `num_local_tokens` of the request's known tokens.
 
         `num_local_tokens` is a whole number of blocks that the pool has or this step saves: with a `preemption_mode`
-        that swaps, a load may begin with blocks that the same output saves. `content.block_keys(request, block_size)`
+        that swaps, a load may begin with blocks that the same output saves. `digests.block_keys(request, block_size)`
         names all blocks. Called whenever the request could be admitted, so maybe several times: it must change nothing,
         and be quick.
 
@@ -76,7 +76,7 @@ class GroupConnector(KVConnector, Protocol):
         the pool or the connector (`state.layout.AttendedBlocks.num_reusable`). Blocks that the pool lacks are loaded.
 
         Args:
-            has: [groups, blocks] which blocks the pool has, or this step saves. `content.block_name` names the others.
+            has: [groups, blocks] which blocks the pool has, or this step saves. `digests.block_name` names the others.
         """
 
 

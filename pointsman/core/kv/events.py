@@ -1,6 +1,6 @@
 """KV events: report content that enters and leaves the prefix cache, to routers and caches of other machines.
 
-Blocks are named by keys that include their whole prefix and mean the same in every process: see `content.py`.
+Blocks are named by keys that include their whole prefix and mean the same in every process: see `digests.py`.
 
 An event reports content, not blocks: content is stored with its first block and removed with its last. So the content
 that was stored and not removed is always exactly the content that a prefix cache lookup can find. A prompt is reported
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.kv.content import Placed, block_keys, placed_inputs
+from pointsman.core.kv.digests import Placed, block_keys, placed_inputs
 from pointsman.core.kv.prefix_tree import Root, Run
 
 if TYPE_CHECKING:

@@ -34,8 +34,8 @@ import numpy.typing as npt
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv.block_pool import NO_BLOCKS, BlockPool
 from pointsman.core.kv.cache import Journal, KVCache, Match, NewBlocks
-from pointsman.core.kv.content import block_keys, block_name
 from pointsman.core.kv.content_marks import ContentMarks
+from pointsman.core.kv.digests import block_keys, block_name
 from pointsman.core.kv.events import KVEvents
 from pointsman.core.kv.prefix_tree import Found, Node, PrefixCache, Root, Run, RunNode, Span
 from pointsman.core.kv.reports import TableReports

@@ -1,6 +1,6 @@
 """`SlotDirectory`: which content is in which slot of host memory, for hosts that keep evicted blocks there.
 
-A slot holds the content of one block, found by its key (`content.py`). The directory plans what a step copies; the
+A slot holds the content of one block, found by its key (`digests.py`). The directory plans what a step copies; the
 bytes are moved by the host, before the step computes and in the order of the steps: blocks to slots, then blocks to
 blocks, then slots to blocks.
 

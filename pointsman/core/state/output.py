@@ -60,7 +60,7 @@ class Save(NamedTuple):
 
     block_id: int
     key: bytes
-    """The name of its content, see `kv/content.py`."""
+    """The name of its content, see `kv/digests.py`."""
     group: int = 0
     """The group of layers whose KV it is."""
 

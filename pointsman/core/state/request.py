@@ -150,7 +150,7 @@ class RequestState:
         self.loss_number = 0  # of that loss, in order over all requests
         self.holding: Any = None  # blocks that it holds without a row, see `kv/transfers.py`
         self.may_load = True  # until a load has failed or succeeded, and again once it is admitted
-        self.block_keys: tuple[bytes, ...] = ()  # see `kv/content.py`
+        self.block_keys: tuple[bytes, ...] = ()  # see `kv/digests.py`
         self.num_published_blocks = 0
         self.prefix_node: Any = None
         self.prefix_epoch = 0

@@ -13,7 +13,7 @@ from pointsman.core import (
     Scheduler,
     UnknownTransfer,
 )
-from pointsman.core.kv.content import block_keys
+from pointsman.core.kv.digests import block_keys
 from tests.core.helpers import blocks_of, connected, names, reference_output, small_config, tokens_of
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pointsman.core import Adapter, EncoderInput, Request
-from pointsman.core.kv.content import block_keys
+from pointsman.core.kv.digests import block_keys
 
 
 def request(*prompt: int, **fields: Any) -> Request:
