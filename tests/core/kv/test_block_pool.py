@@ -1,4 +1,4 @@
-"""Which blocks are handed out, and that none is lost, lent twice or forgotten: seen through the scheduler."""
+"""Allocation of blocks: their order, and that no block is lost or allocated twice, through the scheduler."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ def test_a_request_may_take_the_whole_pool() -> None:
     assert names(output.requests) == ["a"]
     assert host.stats().kv_cache_usage == 1.0
     host.update(output)
-    assert host.stats().kv_cache_usage == 0.0, "it has ended: one token more than the slots is its limit"
+    assert host.stats().kv_cache_usage == 0.0, "it has finished: its limit is one token more than the slots"
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_cached_blocks_go_in_the_order_in_which_they_came_back_whatever_was_found_again(seed: int) -> None:
     random = Random(seed)
     pool = BlockPool(3000)
-    waiting: list[int] = []  # free and cached, the next one to go first
+    waiting: list[int] = []  # free and cached, the next one to be evicted first
     held = [pool.take(count)[0] for count in (1, 2, 1500, 40, 1457)]
     for table in held:
         pool.set_cached(table)
@@ -147,7 +147,7 @@ def test_cached_blocks_go_in_the_order_in_which_they_came_back_whatever_was_foun
 
 
 def test_blocks_are_released_in_any_order_and_evicted_in_theirs() -> None:
-    """A block that two tables release at once is free once; what is to be evicted first comes before all others."""
+    """A block that two tables release at once is free once. `evict_first` blocks come before all others."""
     pool = BlockPool(8)
     blocks, _ = pool.take(6)
     pool.acquire(blocks[:2])
@@ -155,7 +155,7 @@ def test_blocks_are_released_in_any_order_and_evicted_in_theirs() -> None:
     pool.release_any(np.array([3, 0, 0, 5]))
     assert pool.cached_free_blocks() == [3, 0] and sorted(pool.blank_blocks()) == [5, 6, 7]
     pool.release_any(np.array([1, 2]))
-    assert pool.cached_free_blocks() == [3, 0, 2], "one table still names block 1"
+    assert pool.cached_free_blocks() == [3, 0, 2], "one table still has block 1"
     pool.release_any(np.array([1, 4]), evict_first=True)
     assert pool.cached_free_blocks() == [1, 3, 0, 2] and pool.num_free == 8
     taken, evicted = pool.take(6)

@@ -1,4 +1,4 @@
-"""Names of blocks that mean the same in every process."""
+"""Digests of blocks: names that mean the same in every process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def request(*prompt: int, **fields: Any) -> Request:
 
 
 def keys(*prompt: int, **fields: Any) -> list[bytes]:
-    """Of blocks of two tokens."""
+    """The keys of blocks of two tokens."""
     return list(block_keys(request(*prompt, **fields), 2))
 
 

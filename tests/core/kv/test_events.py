@@ -1,4 +1,4 @@
-"""What enters and leaves the prefix cache, told in chained hashes."""
+"""KV events: content that enters and leaves the prefix cache, reported by chained hashes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_equal_content_is_told_of_once_and_goes_with_its_last_block() -> None:
     host.step()
     removed = [event for event in host.scheduler.take_kv_events() if isinstance(event, BlockRemoved)]
     names = chain("[null,null,null]", prompt)
-    assert [name for event in removed for name in event.block_hashes] == names[::-1], "what is behind goes first"
+    assert [name for event in removed for name in event.block_hashes] == names[::-1], "the last block is removed first"
 
 
 def test_salts_and_adapters_have_names_of_their_own() -> None:

@@ -1,4 +1,4 @@
-"""Prefix caching as a request sees it: what is found, what is not, what is evicted, and what is counted."""
+"""Prefix caching as a request sees it: hits, misses, evictions, and counts."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_request_that_opts_out_neither_looks_up_nor_publishes() -> None:
     host.add("silent", prompt, use_prefix_cache=False, max_tokens=2)
     assert cached_of(host.step()) == {"quiet": 0, "a": 0, "silent": 0}
     host.run_to_end()
-    assert host.stats().prefix_queries == 5, "only the one that looked up is counted"
+    assert host.stats().prefix_queries == 5, "only the request that looked up is counted"
 
 
 @pytest.mark.parametrize("groups", [{}, {"kv_groups": [("full", 0), ("window", 4)]}], ids=["one group", "two"])
@@ -146,7 +146,7 @@ def test_a_request_that_reads_no_prefix_publishes_its_own(groups: dict[str, Any]
     host.add("b", prompt, max_tokens=2)
     assert cached_of(host.step()) == {"again": 0, "b": 8}
     host.run_to_end()
-    assert host.stats().prefix_queries == 18, "of those that looked up"
+    assert host.stats().prefix_queries == 18, "of the requests that looked up"
 
 
 @pytest.mark.parametrize("groups", [{}, {"kv_groups": [("full", 0), ("window", 4)]}], ids=["one group", "two"])
@@ -185,7 +185,7 @@ def test_the_least_recently_used_prefix_is_evicted_first_and_its_suffix_before_i
     host.run_to_end()
     assert host.stats().num_evictions == 1
     host.add("old again", old, max_tokens=1)
-    assert cached_of(host.step()) == {"old again": 4}, "its second block went, its first stayed"
+    assert cached_of(host.step()) == {"old again": 4}, "its second block was evicted, its first stayed"
     host.run_to_end()
     host.add("recent again", recent, max_tokens=1)
     assert cached_of(host.step()) == {"recent again": 8}
@@ -233,7 +233,7 @@ def test_a_row_that_runs_through_a_reset_goes_on_but_publishes_no_more() -> None
     host = Host(max_num_batched_tokens=8)
     request = host.add("a", 16, max_tokens=6)
     host.step()
-    host.reset_prefix_cache()  # half of its prompt was computed before, half is after
+    host.reset_prefix_cache()  # half of its prompt was computed before it, half is computed after it
     host.run_to_end()
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 6)
     assert host.stats().num_cached_free_blocks == 0
@@ -279,7 +279,7 @@ def test_samples_in_flight_at_a_reset_that_preempts_are_kept_and_waited_for() ->
     first, second = host.schedule(), host.schedule()
     host.reset_prefix_cache(preempt_running=True)
     host.update(first)
-    assert names(host.schedule().requests) == [], "its second sample has not come back"
+    assert names(host.schedule().requests) == [], "its second sample has not returned"
     assert request.num_pending == 1 and host.explain("a").reason is Reason.IN_FLIGHT
     host.update(second)
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 2)
@@ -334,7 +334,7 @@ def test_reserved_block_ids_never_appear_in_a_table(num_reserved_blocks: int) ->
     told: set[int] = set()
     for output in host.run_to_end():
         told.update(output.block_ids.tolist())
-    assert told == set(range(num_reserved_blocks, num_reserved_blocks + 6)), "all the others are used"
+    assert told == set(range(num_reserved_blocks, num_reserved_blocks + 6)), "all other blocks are used"
     assert host.stats().num_preemptions > 0, "even under pressure"
 
 

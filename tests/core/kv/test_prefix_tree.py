@@ -1,4 +1,4 @@
-"""What counts as the same prefix: all tokens from the first to the block's last, exactly, under the same root.
+"""Equal prefixes: all tokens from the first to the block's last must be equal, under the same root.
 
 Prompts here are written in blocks of four tokens: `block(1) + block(2)` and so on, and one more token, because at
 least one is always computed.
@@ -70,7 +70,7 @@ def test_equal_tokens_after_a_different_prefix_are_another_content() -> None:
     library.run(sequence(2, 7, 8))
     assert library.run(sequence(1, 7, 8)) == 3
     assert library.run(sequence(2, 7, 8)) == 3
-    assert library.run(sequence(7, 8)) == 0, "nor are they one at the start"
+    assert library.run(sequence(7, 8)) == 0, "nor at the start"
     assert library.run(sequence(3, 7, 8)) == 0
 
 
@@ -162,7 +162,7 @@ def test_of_a_prefix_in_use_nothing_is_evicted_though_its_suffix_is_free() -> No
     host.step()
     host.add("filler", 19, max_tokens=1, use_prefix_cache=False)
     host.step()
-    assert host.stats().num_evictions == 1, "the third block, which nobody holds"
+    assert host.stats().num_evictions == 1, "the third block, which no request holds"
     host.add("again", [*sequence(1, 2, 3), 97], max_tokens=1)
     assert cached_of(host.step()) == {"again": 8}
 

@@ -1,4 +1,4 @@
-"""Retained blocks: what is evicted last, for how long, and how many of them a tenant may have."""
+"""Retained blocks: they are evicted last, for a time, and a tenant may have a limited number of them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_when_its_time_is_over_it_counts_as_used_then() -> None:
     run(host, "first", first, retention=10.0)
     run(host, "second", second)
     host.now += 100.0
-    run(host, "other", 9)  # takes blank blocks; now the first one's time is over, and it was used after the second
+    run(host, "other", 9)  # takes blank blocks; the first one has expired, so it counts as used after the second
     assert host.stats().num_retained_blocks == 0
     run(host, "more", 15)
     host.add("a", first, max_tokens=1)
@@ -76,7 +76,7 @@ def test_retained_blocks_are_free_and_are_taken_where_nothing_else_is() -> None:
     run(host, "a", prompt, retention=1000.0)
     stats = host.stats()
     assert (stats.num_free_blocks, stats.num_cached_free_blocks, stats.num_retained_blocks) == (8, 6, 6)
-    host.add("b", 30, max_tokens=2)  # needs all
+    host.add("b", 30, max_tokens=2)  # needs all blocks
     assert [len(output.requests) for output in host.run_to_end()][:2] == [1, 1]
     assert cached_after(host, prompt) == 0
 
@@ -190,7 +190,7 @@ def test_what_is_shared_already_is_retained_though_no_more_can_be_shared() -> No
         run(host, f"full of {tenant}", full, tenant=tenant, retention=1e9)
     prompt = system + host.prompt(5)
     run(host, "mine", prompt, tenant="modest", retention=1e6)
-    assert retaining(host).num_retained == 2 + 6 + 2 + 1, "all that was asked for: 6 are shared, and 2 are of c alone"
+    assert retaining(host).num_retained == 2 + 6 + 2 + 1, "all of them: 6 are shared, and 2 belong to c alone"
     assert retaining(host).num_retained_of("modest") == 1
     flood(host, 60)
     assert cached_after(host, prompt) == 12
@@ -209,7 +209,7 @@ def test_resetting_the_cache_forgets_what_was_retained() -> None:
 
 
 def test_a_parent_that_was_computed_twice_outlives_its_child() -> None:
-    """The second table has another block for the same parent than the first one had, and the same child."""
+    """The second table has another block for the parent than the first table, and the same child."""
     pool = RetainingPool(4, 0, 1.0)
     parent, child = pool.take(2)[0]
     other = pool.take(1)[0][0]
@@ -220,7 +220,7 @@ def test_a_parent_that_was_computed_twice_outlives_its_child() -> None:
     pool.release(np.array([parent, child]))  # the child is still held
     pool.release(np.array([other, child]))
     order = pool.cached_free_blocks()
-    assert order.index(child) < order.index(other), "retained with its child, though no one asked for it"
+    assert order.index(child) < order.index(other), "retained with its child, though no request asked for it"
     assert dict(pool.retained_blocks())[int(other)] == 50.0
 
 

@@ -1,4 +1,4 @@
-"""The directory of host memory: what leaves it. `tests/engine/kv/test_kv_offload.py` has the copies."""
+"""The directory of host memory: which contents leave it. `tests/engine/kv/test_kv_offload.py` tests the copies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_copies_that_were_not_made_are_not_found() -> None:
 
 
 def test_what_a_step_saves_it_may_load() -> None:
-    """From the pool, as host memory may have no slot for it."""
+    """Copied within the pool, because host memory may have no slot for the block."""
     directory = filled(2, 2)
     load = SlotLoad([key_of(7), key_of(0), key_of(1)], [10, 11, 12])
     plan = directory.assign([(3, key_of(7))], [load])

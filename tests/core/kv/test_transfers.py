@@ -1,4 +1,4 @@
-"""KV that comes from a connector: loads before a step and between steps, what becomes of them, saves and sends."""
+"""KV from a connector: loads before a step and between steps, their outcomes, saves and sends."""
 
 from __future__ import annotations
 

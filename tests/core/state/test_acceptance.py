@@ -1,4 +1,4 @@
-"""What is known of drafts is the same whenever somebody asks."""
+"""Counts of drafts are the same whenever they are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several stop tokens per request: tested for all rows at once, and exactly where a token may be one of them."""
+"""The batch: the filter for several stop tokens per request, and bulk writes to a slice of all running rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_it_misses_no_stop_token_and_lets_others_pass() -> None:
     stops = StopFilter()
     stops.add({5, STOP_FILTER_SIZE + 7, 3})
     assert stops.may_stop(np.array([5, STOP_FILTER_SIZE + 7, 3, 4, 8])).tolist() == [True, True, True, False, False]
-    assert stops.may_stop(np.array([7, STOP_FILTER_SIZE + 5])).all(), "the same low bits: to be looked at, no more"
+    assert stops.may_stop(np.array([7, STOP_FILTER_SIZE + 5])).all(), "the same low bits: to be tested exactly"
 
 
 def test_tokens_that_share_a_place_are_counted_apart() -> None:
@@ -90,7 +90,7 @@ def test_only_rows_whose_token_may_be_a_stop_token_are_looked_at(monkeypatch: py
 
 
 def decided(monkeypatch: pytest.MonkeyPatch, max_steps_in_flight: int, **constants: int) -> list[object]:
-    """Outputs and updates while requests of different lengths come, are preempted, are aborted and finish."""
+    """Outputs and updates while requests of different lengths arrive, are preempted, aborted and finished."""
     monkeypatch.setattr(batch, "SPANNED_FROM", constants["spanned_from"])
     monkeypatch.setattr(tables, "MAX_LOOP_ROWS", constants["few_rows"])
     sizes = {"num_blocks": 40, "max_num_seqs": 12, "max_num_batched_tokens": 40}

@@ -1,4 +1,4 @@
-"""What a listener is told: every decision, once, in its order, and what a step took and gave back."""
+"""Events: a listener gets every decision once, in order, and the blocks that a step takes and gives back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..helpers import Host
 
 
 class Notes(Listener):
-    """Keeps what it is told as (kind, request, detail)."""
+    """Keeps the events that it gets as (kind, request, detail)."""
 
     wants_blocks = True
 

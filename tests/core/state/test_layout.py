@@ -1,4 +1,4 @@
-"""How layers are divided into groups of equal size, and how groups are named."""
+"""Division of layers into groups of equal size, and the names of groups."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ WINDOW = KVGroup("window", 1024)
     [
         ("five to one", 8, 40, 8),  # Gemma 3 12B
         ("one layer is wasted", 5, 29, 5),  # Gemma 3 4B
-        ("two are", 4, 22, 4),  # Gemma 3 1B
-        ("as many of both", 12, 12, 12),  # gpt-oss 20B
+        ("two layers are wasted", 4, 22, 4),  # Gemma 3 1B
+        ("equal numbers", 12, 12, 12),  # gpt-oss 20B
         ("three to one", 8, 24, 8),
         ("one more with a window", 12, 13, 4),
         ("windows alone", 0, 32, 32),
@@ -34,7 +34,7 @@ def test_no_other_size_takes_less() -> None:
     choose = random.Random(1)
     for _ in range(200):
         kinds = [(choose.randint(1, 100), choose.randint(1, 40)) for _ in range(choose.randint(1, 3))]
-        costs: dict[int, tuple[int, int]] = {}  # of each size, the KV and the number of groups
+        costs: dict[int, tuple[int, int]] = {}  # for each size, the KV and the number of groups
         for size in range(1, 41):
             counts = [-(-layers // size) for _, layers in kinds]
             if sum(counts) <= 8:

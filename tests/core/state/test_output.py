@@ -1,4 +1,4 @@
-"""What an output tells its host, and that it stays what it was when the scheduler goes on."""
+"""The fields of an output, and that a later step does not change them."""
 
 from __future__ import annotations
 

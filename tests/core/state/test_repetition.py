@@ -1,4 +1,4 @@
-"""Outputs that go round in circles: against the definition by brute force, and in the life of a request."""
+"""Repetition detection: compared with the definition by brute force, and in the life of a request."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_repetition_is_found_across_a_preemption_with_samples_in_flight() -> N
     first = host.schedule()
     host.park("a")
     host.update(first, {"a": 1})
-    assert request.num_output_tokens == 3, "what was in flight is delivered"
+    assert request.num_output_tokens == 3, "the sample in flight is delivered"
     host.ready("a")
     run_with(host, request, [2])
     assert (request.status, request.num_preemptions) == (RequestStatus.FINISHED_REPETITION, 1)

@@ -1,4 +1,4 @@
-"""What a request may ask for, what it is made of, and the life it leads."""
+"""Requests: their arguments, their fields, and the transitions of their states."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_phase_is_prefill_until_the_first_sample_since_admission() -> None:
     assert request.phase == "waiting"
     host.ready("a")
     output = host.schedule()
-    assert request.phase == "prefill", "it computes again what it lost"
+    assert request.phase == "prefill", "it recomputes its lost tokens"
     host.update(output)
     assert request.phase == "decoding"
     host.run_to_end()
