@@ -46,7 +46,7 @@ def cached_after(host: Host, prompt: list[int]) -> int:
     return cached_of(host.step())["again"]
 
 
-def test_a_retained_prefix_outlives_what_is_used_after_it() -> None:
+def test_a_retained_prefix_outlives_blocks_used_later() -> None:
     for retention, expected in ((None, 0), (1000.0, 8)):
         host = host_with()
         prompt = host.prompt(9)
@@ -56,7 +56,7 @@ def test_a_retained_prefix_outlives_what_is_used_after_it() -> None:
         assert cached_after(host, prompt) == expected
 
 
-def test_when_its_time_is_over_it_counts_as_used_then() -> None:
+def test_an_expired_prefix_counts_as_used_at_its_expiry() -> None:
     host = host_with(num_blocks=8)
     first, second = host.prompt(9), host.prompt(9)
     run(host, "first", first, retention=10.0)
@@ -70,7 +70,7 @@ def test_when_its_time_is_over_it_counts_as_used_then() -> None:
     assert cached_of(host.step()) == {"a": 8, "b": 0}
 
 
-def test_retained_blocks_are_free_and_are_taken_where_nothing_else_is() -> None:
+def test_retained_blocks_are_free_and_allocated_last() -> None:
     host = host_with(num_blocks=8)
     prompt = host.prompt(25)
     run(host, "a", prompt, retention=1000.0)
@@ -81,7 +81,7 @@ def test_retained_blocks_are_free_and_are_taken_where_nothing_else_is() -> None:
     assert cached_after(host, prompt) == 0
 
 
-def test_the_end_of_a_retained_prefix_is_taken_before_its_beginning() -> None:
+def test_the_end_of_a_retained_prefix_is_evicted_before_its_beginning() -> None:
     host = host_with(num_blocks=8)
     prompt = host.prompt(25)
     run(host, "a", prompt, retention=1000.0)
@@ -89,7 +89,7 @@ def test_the_end_of_a_retained_prefix_is_taken_before_its_beginning() -> None:
     assert cached_after(host, prompt) == 16
 
 
-def test_what_expires_first_is_taken_first() -> None:
+def test_the_earliest_expiry_is_evicted_first() -> None:
     host = host_with(num_blocks=6)
     long, short = host.prompt(9), host.prompt(9)
     run(host, "long", long, retention=1000.0)
@@ -100,7 +100,7 @@ def test_what_expires_first_is_taken_first() -> None:
     assert cached_of(host.step()) == {"a": 8, "c": 0}
 
 
-def test_a_block_that_is_reused_without_a_wish_keeps_its_time() -> None:
+def test_a_block_reused_without_retention_keeps_its_time() -> None:
     host = host_with()
     prompt = host.prompt(9)
     run(host, "a", prompt, retention=1000.0)
@@ -109,7 +109,7 @@ def test_a_block_that_is_reused_without_a_wish_keeps_its_time() -> None:
     assert cached_after(host, prompt) == 8
 
 
-def test_the_later_time_of_two_counts() -> None:
+def test_the_later_of_two_times_counts() -> None:
     host = host_with()
     prompt = host.prompt(9)
     run(host, "a", prompt, retention=1000.0)
@@ -128,14 +128,14 @@ def test_only_a_finished_request_retains_and_an_error_does_not() -> None:
     assert host.stats().num_retained_blocks == 0, "it holds nothing any more"
 
 
-def test_of_a_pool_at_most_the_share_is_retained() -> None:
+def test_at_most_the_share_of_the_pool_is_retained() -> None:
     host = host_with(share=0.25)
     for index in range(6):
         run(host, f"r{index}", 9, retention=1000.0)
         assert host.stats().num_retained_blocks == min(2 * (index + 1), 4)
 
 
-def test_a_tenant_that_wants_everything_for_ever_leaves_the_others_theirs() -> None:
+def test_a_greedy_tenant_leaves_other_tenants_their_part() -> None:
     host = host_with(share=0.5)  # 8 of 16
     mine = host.prompt(17)
     for index in range(4):
@@ -148,7 +148,7 @@ def test_a_tenant_that_wants_everything_for_ever_leaves_the_others_theirs() -> N
     assert cached_after(host, mine) == 16
 
 
-def test_a_block_that_two_tenants_want_counts_for_neither() -> None:
+def test_a_block_that_two_tenants_retain_counts_for_neither() -> None:
     host = host_with(share=0.5)
     shared = host.prompt(16)
     for tenant in ("a", "b"):
@@ -157,7 +157,7 @@ def test_a_block_that_two_tenants_want_counts_for_neither() -> None:
     assert pool.retained_by_tenant() == {"a": 2, "b": 2} and pool.num_retained == 8
 
 
-def test_more_tenants_than_blocks_lose_what_expires_first() -> None:
+def test_more_tenants_than_blocks_lose_the_earliest_expiry() -> None:
     host = host_with(share=0.25)  # 4 of 16
     prompts = [host.prompt(5) for _ in range(6)]
     for index, prompt in enumerate(prompts):
@@ -168,7 +168,7 @@ def test_more_tenants_than_blocks_lose_what_expires_first() -> None:
     assert "of 1 at most now" in explained(host)
 
 
-def test_tenants_who_share_a_prompt_leave_the_others_their_part() -> None:
+def test_tenants_that_share_a_prompt_leave_others_their_part() -> None:
     host = host_with(share=0.5)  # 8 of 16
     mine, theirs = host.prompt(17), host.prompt(33)
     run(host, "mine", mine, tenant="modest", retention=50.0)
@@ -181,7 +181,7 @@ def test_tenants_who_share_a_prompt_leave_the_others_their_part() -> None:
     assert cached_after(host, mine) == 8
 
 
-def test_what_is_shared_already_is_retained_though_no_more_can_be_shared() -> None:
+def test_shared_blocks_stay_retained_when_no_more_can_be_shared() -> None:
     host = host_with(share=0.5, num_blocks=32)  # 16 of 32, of which 8 may be shared
     system, full = host.prompt(8), host.prompt(33)
     for tenant in ("a", "b"):
@@ -196,7 +196,7 @@ def test_what_is_shared_already_is_retained_though_no_more_can_be_shared() -> No
     assert cached_after(host, prompt) == 12
 
 
-def test_resetting_the_cache_forgets_what_was_retained() -> None:
+def test_a_reset_removes_retained_blocks() -> None:
     host = host_with()
     prompt = host.prompt(9)
     run(host, "a", prompt, retention=1000.0)
@@ -272,7 +272,7 @@ def test_random_tables_of_many_tenants_keep_the_bounds(seed: int, num_tenants: i
     assert pool.num_retained
 
 
-def test_the_queue_stays_as_small_as_the_pool_however_often_blocks_are_reused() -> None:
+def test_the_queue_is_no_larger_than_the_pool() -> None:
     pool = RetainingPool(64, 0, 1.0)
     blocks, _ = pool.take(32)
     pool.set_cached(blocks)
@@ -284,7 +284,7 @@ def test_the_queue_stays_as_small_as_the_pool_however_often_blocks_are_reused() 
     assert len(pool._queue) < 64 and len(pool._owners) < 64
 
 
-def test_tenants_without_a_block_of_their_own_are_forgotten() -> None:
+def test_tenants_without_a_block_of_their_own_are_dropped() -> None:
     pool = RetainingPool(64, 0, 1.0)
     blocks, _ = pool.take(4)
     pool.set_cached(blocks)
@@ -295,7 +295,7 @@ def test_tenants_without_a_block_of_their_own_are_forgotten() -> None:
     assert len(pool._owners) <= 2 * 64
 
 
-def test_a_finish_takes_as_long_with_many_tenants_as_with_few() -> None:
+def test_a_release_takes_no_longer_with_many_tenants() -> None:
     shortest = []
     for num_tenants in (10, 8000):
         pool, seconds = RetainingPool(16384, 0, 1.0), list[float]()
