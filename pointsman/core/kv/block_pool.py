@@ -48,7 +48,7 @@ class _Segment:
 
 
 class BlockPool:
-    """`num_blocks` blocks, of which ids 0 to `num_reserved_blocks` - 1 are never allocated."""
+    """`num_blocks` blocks. Ids 0 to `num_reserved_blocks` - 1 are never allocated."""
 
     def __init__(self, num_blocks: int, num_reserved_blocks: int = 0) -> None:
         self.num_blocks = num_blocks

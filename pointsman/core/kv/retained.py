@@ -33,7 +33,7 @@ One tenant has at most
 
     max(1, (capacity - SHARED ones) / number of tenants with retained blocks)
 
-retained blocks: with n tenants at least capacity / 2n, whatever other tenants share. A tenant's blocks beyond that
+retained blocks: with n tenants at least capacity / 2n, however much other tenants share. A tenant's blocks beyond that
 expire at once. With more tenants than blocks, the blocks with the earliest expiry leave.
 
 Equal content that was computed twice is two blocks, and both are retained if both were asked for.

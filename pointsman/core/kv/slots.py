@@ -1,8 +1,8 @@
 """`SlotDirectory`: which content is in which slot of host memory, for hosts that keep evicted blocks there.
 
-A slot holds the content of one block, found by its key (`digests.py`). The directory plans what a step copies; the
-bytes are moved by the host, before the step computes and in the order of the steps: blocks to slots, then blocks to
-blocks, then slots to blocks.
+A slot holds the content of one block, found by its key (`digests.py`). The directory plans the copies of a step. The
+host moves the bytes before the step computes, in the order of the steps: blocks to slots, then blocks to blocks, then
+slots to blocks.
 
     plan = directory.assign(saves, loads)     takes slots, the least recently used first
     directory.withdraw(plan.saves)            the copies of a plan will not be made

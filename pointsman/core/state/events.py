@@ -1,8 +1,8 @@
 """Events that a scheduler reports to recordings, statistics, request logs, policies and pages.
 
 A `Listener` overrides the methods of the events that it needs. `Events` holds, for each kind of event, the methods to
-call: with no listener an event costs one test. An event is reported after what it describes has happened, in order, on
-the thread that owns the scheduler. A listener reads; it must not call the scheduler.
+call: with no listener an event costs one test. Events are reported after they have happened, in order, on the thread
+that owns the scheduler. A listener reads; it must not call the scheduler.
 
     called      a call from outside that changed something, with the arguments to repeat it
     added, refused, queued, parked, deferred, admitted, preempted, rolled_back, finished

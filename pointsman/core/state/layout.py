@@ -50,7 +50,7 @@ class KVGroup(NamedTuple):
         return num_tokens * 0
 
     def least_with(self, num_skipped: Tokens) -> Tokens:
-        """Minimum number of tokens of which `num_skipped` (at least 1) are skipped; not for "full"."""
+        """Minimum number of tokens with `num_skipped` (at least 1) skipped ones; not for "full"."""
         if self.kind == "window":
             return num_skipped + self.reach
         return -(-num_skipped // self.size) * self.size

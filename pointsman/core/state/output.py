@@ -218,7 +218,7 @@ class SchedulerOutput(Sealed, OutputFields):
 
 
 class Copies(NamedTuple):
-    """What a host copied between the pool and its memory before a step computed."""
+    """The copies of a host between the pool and its memory before a step computed."""
 
     num_blocks: int
     """In both directions."""

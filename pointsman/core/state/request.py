@@ -470,7 +470,7 @@ class _RequestFields:
 
 
 class Request(Sealed, _RequestFields):
-    """One prompt and what is generated for it. Read-only: only its scheduler changes it.
+    """One prompt and its output. Read-only: only its scheduler changes it.
 
     Args:
         request_id: the caller's name for it, unique among requests that have not finished.

@@ -182,7 +182,7 @@ def test_tenants_that_share_a_prompt_leave_others_their_part() -> None:
 
 
 def test_shared_blocks_stay_retained_when_no_more_can_be_shared() -> None:
-    host = host_with(share=0.5, num_blocks=32)  # 16 of 32, of which 8 may be shared
+    host = host_with(share=0.5, num_blocks=32)  # 16 of 32 blocks; 8 of them may be shared
     system, full = host.prompt(8), host.prompt(33)
     for tenant in ("a", "b"):
         run(host, f"system of {tenant}", system + host.prompt(1), tenant=tenant, retention=1e6)
