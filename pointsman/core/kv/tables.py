@@ -1,4 +1,4 @@
-"""Block tables: the blocks of each row, in each group of layers. A place is an index in a table.
+"""Block tables: the blocks of each row, in each group of layers. A block's index in its table is its place.
 
 Layout, with R rows, G groups and W blocks in the longest table:
 

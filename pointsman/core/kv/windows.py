@@ -110,7 +110,7 @@ class Windows:
         behind a window after the step, when the row has `num_tokens` tokens.
 
         Args:
-            num_blocks: in each of its tables, missing ones included.
+            num_blocks: number of blocks in each of its tables, missing ones included.
             first: [groups] the place of its first block in each table.
         """
         full = num_tokens // self.block_size * self.block_size

@@ -1,9 +1,9 @@
 """Makes objects that leave the core read-only, at the cost of a plain object.
 
 A frozen dataclass assigns each field through `object.__setattr__`, which for an output of 25 fields takes a third of a
-step. Here an object is built as an instance of a plain class with slots, and when it is complete its class is changed
-to the sealed subclass, which only refuses assignments. Reading a field remains a plain read of a slot.
-`core/scheduler.py` says what a host may write.
+step. Here an object is built as an instance of a plain class with slots. When it is complete, its class is changed to
+the sealed subclass, which only refuses assignments. Reading a field remains a plain read of a slot. `core/scheduler.py`
+says what a host may write.
 """
 
 from __future__ import annotations
