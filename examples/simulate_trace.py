@@ -41,7 +41,8 @@ def main() -> None:
         ttft = timings.first_token[: timings.count] - timings.arrival[: timings.count]
         print(
             f"reserves {reserves or 'none'}: TTFT mean {np.nanmean(ttft):.2f} s, "
-            f"p99 {np.nanpercentile(ttft, 99):.2f} s, {outcome.stats[0].num_preemptions} preemptions in {outcome.seconds:.0f} s"
+            f"p99 {np.nanpercentile(ttft, 99):.2f} s, "
+            f"{outcome.stats[0].num_preemptions} preemptions in {outcome.seconds:.0f} s"
         )
 
 

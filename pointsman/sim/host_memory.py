@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core import Copies, Request, SchedulerConfig, SchedulerOutput
-from pointsman.core.kv.content import block_keys
+from pointsman.core.kv.digests import block_keys
 from pointsman.core.kv.slots import SlotDirectory, SlotLoad
 from pointsman.sim.devices import Device
 from pointsman.sim.errors import SimulationError

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pointsman.core import Load, Request
-from pointsman.core.kv.content import block_keys, block_name
+from pointsman.core.kv.digests import block_keys, block_name
 
 from .group_shadow import GroupShadowHost, reads_from
 from .shadow import GARBAGE, require

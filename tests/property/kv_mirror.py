@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pointsman.core import Scheduler
-from pointsman.core.kv.content import Placed, block_key, root_key, tokens_digest
+from pointsman.core.kv.digests import Placed, block_key, root_key, tokens_digest
 from pointsman.core.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
 from pointsman.core.kv.prefix_tree import Root
 

@@ -798,7 +798,7 @@ def waiting_for_embeddings_is_told_for_ever(patch: Patch) -> None:
 
 
 def content_is_no_part_of_the_key(patch: Patch) -> None:
-    replace(patch, "ContentMarks.key", lambda marks, request: False)
+    replace(patch, "ContentMarks.rekey_starts_generation", lambda marks, request: False)
 
 
 def contents_of_equal_length_have_one_mark(patch: Patch) -> None:
@@ -975,7 +975,7 @@ def undo_forgets_groups(patch: Patch) -> None:
     def places(original: Any, kv: Any, entry: Any) -> Any:
         return [each for each in original(kv, entry) if each[2] % kv.num_groups == 0]
 
-    around(patch, "KVCacheManager._places_of", places)
+    around(patch, "KVCacheManager._cells_of", places)
 
 
 def moves_what_others_hold(patch: Patch) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pointsman.core import Copies, Load, Request, SchedulerOutput
-from pointsman.core.kv.content import block_keys
+from pointsman.core.kv.digests import block_keys
 
 from .shadow import GARBAGE, require
 

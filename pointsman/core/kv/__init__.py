@@ -1,5 +1,6 @@
-"""KV memory. `manager.py` looks up, allocates, publishes and frees; it alone owns the pool and the prefix tree.
+"""KV memory: block tables, the block pool, the prefix cache, and KV outside the pool.
 
-`manager.py` works with `tables.py`, `windows.py`, `block_pool.py` and `prefix_tree.py`. `connector.py` and
-`transfers.py` handle KV outside the pool, `content.py` and `events.py` what other processes see.
+`manager.py` looks up, allocates, publishes and frees blocks. It alone owns the pool (`block_pool.py`) and the prefix
+tree (`prefix_tree.py`), and works with `tables.py` and `windows.py`. `connector.py` and `transfers.py` handle KV
+outside the pool. `digests.py` and `events.py` name blocks for other processes.
 """

@@ -1,23 +1,23 @@
-"""Which physical KV blocks are referenced, and which are free?
+"""Block pool: allocates physical KV blocks, and evicts cached ones, least recently used first.
 
 Layout, with B = num_blocks:
 
     num_references  int64 [B]   block-table entries that name the block; 0: free
     is_cached       bool  [B]   the block's content can be found in the prefix tree
-    _segment_of     int64 [B]   for a cached free block, its segment of the queue
+    _segment_of     int64 [B]   for a cached free block, the number of its segment in the queue
 
     reserved | referenced            | blank (a stack)   | cached free (a queue, least recently used first)
     ids 0..r | num_references > 0    | content worthless | content can still be found
 
-A free block is in exactly one of the last two. Blank blocks are allocated first, then the least recently used cached
-one, whose content is evicted. A table is released from its end, so that a prefix outlives its suffix.
+A free block is either blank or cached. Blank blocks are allocated first, then the least recently used cached block,
+whose content is evicted. A table is released from its end, so that a prefix outlives its suffix.
 
 Block ids are int64 here, because NumPy takes an index of another type ten times more slowly.
 
-The queue of cached free blocks consists of segments, one for each released table, so that tables come and go by a few
-array operations. A block that is reused is not removed from its segment: its `_segment_of` no longer names the
+The queue of cached free blocks consists of segments, one for each released table, so that a table is released or
+evicted by a few array operations. A reused block is not removed from its segment: its `_segment_of` no longer names the
 segment, and the stale entry is skipped at the front of the queue. When stale entries outnumber the pool, the queue is
-compacted. The number of front entries known to be valid is kept, so that taking a few blocks is a slice.
+compacted. The pool counts the front entries known to be valid, so that taking a few blocks is a slice.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NO_BLOCKS: Int64Array = np.zeros(0, dtype=np.int64)
 set_writeable(NO_BLOCKS, False)
 
 
-_SKIM = 1024  # entries of a segment that are tested together for stale ones
+_SKIM = 1024  # number of entries tested for staleness at a time
 
 
 class _Segment:
@@ -48,7 +48,7 @@ class _Segment:
 
 
 class BlockPool:
-    """`num_blocks` blocks, of which ids 0 to `num_reserved_blocks` - 1 are never allocated."""
+    """`num_blocks` blocks. Ids 0 to `num_reserved_blocks` - 1 are never allocated."""
 
     def __init__(self, num_blocks: int, num_reserved_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
@@ -64,7 +64,7 @@ class BlockPool:
         self._next_segment = 1
         self._num_entries = 0  # in all segments, stale ones included
         self._num_cached = 0
-        self._num_sure = 0  # entries at the front of the first segment that are known to be valid
+        self._num_valid = 0  # entries at the front of the first segment that are known to be valid
 
     @property
     def num_free(self) -> int:
@@ -110,7 +110,7 @@ class BlockPool:
         left = self.num_references[blocks]
         self._num_cached -= int(np.count_nonzero(left == ZERO))
         self._segment_of[blocks] = ZERO
-        self._num_sure = 0
+        self._num_valid = 0
         self.num_references[blocks] = left + ONE
 
     def release(self, blocks: Int64Array) -> None:
@@ -120,24 +120,24 @@ class BlockPool:
         left = self.num_references[blocks] - ONE
         self.num_references[blocks] = left
         freed = blocks[::-1] if not np.count_nonzero(left) else blocks[left == ZERO][::-1]
-        is_cached = self.is_cached[freed].tobytes()  # a count and a search cost less than in the array
+        is_cached = self.is_cached[freed].tobytes()  # counting and searching bytes is faster than in the array
         num_cached = is_cached.count(1)
         num_blank = len(freed) - num_cached
         # The published blocks of a table are its first ones.
-        assert not num_cached or is_cached.find(1) == num_blank, "a table has a gap in what is cached"
+        assert not num_cached or is_cached.find(1) == num_blank, "the cached blocks of a table have a gap"
         if num_blank:
             self._push_blank(freed[:num_blank])
         if num_cached:
             self._append(freed[num_blank:])
 
     def release_unshared(self, blocks: Int64Array) -> None:
-        """As `release`, of a table whose blocks no other names, and none of which was ever cached."""
+        """As `release`, for a table whose blocks are in no other table and were never cached."""
         self.num_references[blocks] = ZERO
         self._push_blank(blocks[::-1])
 
     def release_any(self, blocks: Int64Array, *, evict_first: bool = False) -> None:
-        """Drop one reference for each entry, in the order in which they are to be evicted. Any may be cached, and
-        several may name one block. `evict_first`: before all that are cached now."""
+        """Drop one reference for each entry of `blocks`, which are in eviction order. Any may be cached, and a block
+        may occur several times. `evict_first`: evict them before all blocks that are cached now."""
         left = self.num_references[blocks] - ONE
         if np.count_nonzero(left):
             np.subtract.at(self.num_references, blocks, 1)
@@ -165,7 +165,7 @@ class BlockPool:
         self.is_cached[ids] = FALSE
         free = ids[self.num_references[ids] == 0]
         self._segment_of[free] = 0  # their entries in the queue are stale
-        self._num_sure = 0
+        self._num_valid = 0
         self._num_cached -= len(free)
         self._push_blank(free)
 
@@ -184,12 +184,12 @@ class BlockPool:
 
     def cached_free_blocks(self) -> list[int]:
         """The cached free blocks, least recently used first. O(segments)."""
-        return [block for segment in self._segments for block in self._waiting(segment).tolist()]
+        return [block for segment in self._segments for block in self._valid_ids(segment).tolist()]
 
-    def _waiting(self, segment: _Segment) -> Int64Array:
+    def _valid_ids(self, segment: _Segment) -> Int64Array:
         """The valid entries of a segment."""
-        waits: npt.NDArray[np.bool_] = self._segment_of[segment.ids] == segment.number
-        return segment.ids[waits]
+        is_valid: npt.NDArray[np.bool_] = self._segment_of[segment.ids] == segment.number
+        return segment.ids[is_valid]
 
     def _push_blank(self, blocks: Int64Array) -> None:
         end = self._num_blank + len(blocks)
@@ -197,15 +197,15 @@ class BlockPool:
         self._num_blank = end
 
     def _append(self, blocks: Int64Array) -> None:
-        """A segment at the most recently used end."""
+        """Append a segment at the most recently used end."""
         self._segments.append(self._new_segment(blocks))
         if self._num_entries > 2 * self.num_blocks:
             self._compact()
 
     def _prepend(self, blocks: Int64Array) -> None:
-        """A segment at the other end."""
+        """Prepend a segment at the least recently used end."""
         self._segments.appendleft(self._new_segment(blocks))
-        self._num_sure = 0
+        self._num_valid = 0
         if self._num_entries > 2 * self.num_blocks:
             self._compact()
 
@@ -219,14 +219,14 @@ class BlockPool:
 
     def _compact(self) -> None:
         """Rebuild the queue without its stale entries."""
-        kept = [_Segment(segment.number, self._waiting(segment)) for segment in self._segments]
+        kept = [_Segment(segment.number, self._valid_ids(segment)) for segment in self._segments]
         self._segments = deque(segment for segment in kept if len(segment.ids))
         self._num_entries = self._num_cached
-        self._num_sure = 0
+        self._num_valid = 0
 
     def _take_cached(self, count: int) -> Int64Array:
         """Remove the `count` least recently used cached blocks from the queue; they are no longer cached."""
-        blocks = self._take_sure(count) if count <= self._num_sure else self._take_segments(count)
+        blocks = self._take_valid(count) if count <= self._num_valid else self._take_segments(count)
         self.is_cached[blocks] = FALSE
         self._num_entries -= count
         self._num_cached -= count
@@ -236,18 +236,18 @@ class BlockPool:
         """Take the first `count` valid entries."""
         parts: list[Int64Array] = []
         while count:
-            while self._num_sure == 0:
+            while self._num_valid == 0:
                 self._look_ahead()
-            taken = min(count, self._num_sure)
-            parts.append(self._take_sure(taken))
+            taken = min(count, self._num_valid)
+            parts.append(self._take_valid(taken))
             count -= taken
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _take_sure(self, count: int) -> Int64Array:
+    def _take_valid(self, count: int) -> Int64Array:
         """Take the first `count` entries of the first segment, which are known to be valid."""
         first = self._segments[0]
         ids = first.ids
-        self._num_sure -= count
+        self._num_valid -= count
         if count < len(ids):
             first.ids = ids[count:]
             return ids[:count]
@@ -256,18 +256,18 @@ class BlockPool:
 
     def _look_ahead(self) -> None:
         """Drop stale entries at the front of the queue; the entries after them are then known to be valid."""
-        if self._num_entries == self._num_cached:  # none is stale
-            self._num_sure = len(self._segments[0].ids)
+        if self._num_entries == self._num_cached:  # no entry is stale
+            self._num_valid = len(self._segments[0].ids)
             return
         first = self._segments[0]
         head, rest = first.ids[:_SKIM], first.ids[_SKIM:]
-        waits = self._segment_of[head] == first.number
-        self._num_sure = int(np.count_nonzero(waits))
-        self._num_entries -= len(head) - self._num_sure
-        if self._num_sure == len(head):
+        is_valid = self._segment_of[head] == first.number
+        self._num_valid = int(np.count_nonzero(is_valid))
+        self._num_entries -= len(head) - self._num_valid
+        if self._num_valid == len(head):
             return
         self._segments.popleft()
         if len(rest):
             self._segments.appendleft(_Segment(first.number, rest))
-        if self._num_sure:
-            self._segments.appendleft(_Segment(first.number, head[waits]))
+        if self._num_valid:
+            self._segments.appendleft(_Segment(first.number, head[is_valid]))

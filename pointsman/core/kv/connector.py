@@ -1,17 +1,17 @@
-"""Where does KV come from and go to, other than the pool: host memory, a shared store, another engine?
+"""Connectors: load KV from, and save it to, host memory, a shared store or another engine.
 
-A connector has two sides. The scheduler calls the side that is described here; the other one moves bytes and belongs to
-the host, and each output lists what to move. A host executes an output in this order:
+A connector has two sides. The scheduler calls the side described here. The other side belongs to the host and moves the
+bytes; each output lists the blocks to move. A host executes an output in this order:
 
-    1. `output.saves`: copy these blocks out before anything is written to them; each is lost with this step otherwise
+    1. `output.saves`: copy these blocks out first, because this step may overwrite them
     2. `output.loads`: a synchronous load finishes before the step computes; an asynchronous one may begin now, once
        the steps before this one are over, and the host reports it with `scheduler.transfer_done`
     3. the rows of the step
 
-Every asynchronous load in an output, and every send that a connector began, is reported by `transfer_done` exactly
-once, whatever happened to its request or the step: until then the device may access its blocks, so they are not
-reallocated. A load that cannot be made is reported with 0 tokens. If a synchronous load fails, the step fails: the
-host calls `scheduler.fail`, and the connector must not offer the same tokens again.
+The host reports every asynchronous load of an output, and every send that a connector began, by `transfer_done` exactly
+once, whatever happened to its request or the step. Until then the device may access its blocks, so they are not
+reallocated. A load that cannot be made is reported with 0 tokens. If a synchronous load fails, the step fails: the host
+calls `scheduler.fail`, and the connector must not offer the same tokens again.
 
 The methods are those of vLLM's `KVConnectorBase_V1` (`get_num_new_matched_tokens`, `request_finished`), so that one
 can be adapted to the other.
@@ -32,7 +32,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class KVConnector(Protocol):
-    """What the scheduler asks of a connector. The answers are recorded, so a replay needs no connector."""
+    """The connector methods that the scheduler calls. Their results are recorded, so a replay needs no connector."""
 
     saves_evicted: bool
     """Whether outputs report all cached blocks before they are overwritten (`SchedulerOutput.saves`); otherwise, with
@@ -41,10 +41,10 @@ class KVConnector(Protocol):
     def num_external_tokens(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
         """Number of consecutive tokens it can load after the first `num_local_tokens` of the request's known tokens.
 
-        `num_local_tokens` is a whole number of blocks, which the pool has, or which this step saves: with a
-        `preemption_mode` that swaps, a load may begin with blocks that the same output saves.
-        `content.block_keys(request, block_size)` names all blocks. Called whenever the request could be admitted, so
-        maybe several times: it must change nothing, and be quick.
+        `num_local_tokens` is a whole number of blocks that the pool has or this step saves: with a `preemption_mode`
+        that swaps, a load may begin with blocks that the same output saves. `digests.block_keys(request, block_size)`
+        names all blocks. Called whenever the request could be admitted, so maybe several times: it must change nothing,
+        and be quick.
 
         Returns:
             The number, and whether the load is asynchronous: then the request waits outside the batch until
@@ -69,14 +69,14 @@ class KVConnector(Protocol):
 
 
 class GroupConnector(KVConnector, Protocol):
-    """What the scheduler asks of a connector with `kv_groups`, in place of `num_external_tokens`."""
+    """A connector for `kv_groups`: the scheduler calls `num_tokens_in_groups` instead of `num_external_tokens`."""
 
     def num_tokens_in_groups(self, request: Request, num_local_tokens: int, has: BoolArray) -> tuple[int | None, bool]:
-        """As `num_external_tokens`: up to where each group has all blocks that the next token attends to, from the pool
-        and the connector together (`state.layout.AttendedBlocks.num_reusable`). What the pool lacks is loaded.
+        """As `num_external_tokens`, up to a token where each group has all blocks that the next token attends to, in
+        the pool or the connector (`state.layout.AttendedBlocks.num_reusable`). Blocks that the pool lacks are loaded.
 
         Args:
-            has: [groups, blocks] which blocks the pool has, or this step saves. `content.block_name` names the others.
+            has: [groups, blocks] which blocks the pool has, or this step saves. `digests.block_name` names the others.
         """
 
 
@@ -86,7 +86,7 @@ def has_groups(connector: KVConnector) -> TypeGuard[GroupConnector]:
 
 
 class AnswerLog:
-    """A connector whose answers since the last `take` are logged, for a recording."""
+    """Wraps a connector, and logs its answers since the last `take` for a recording."""
 
     def __init__(self, connector: KVConnector) -> None:
         self._connector = connector
@@ -147,5 +147,5 @@ class RecordedConnector:
 
     def _next(self, kind: type) -> Any:
         if not self._answers or not isinstance(self._answers[-1], kind):
-            raise ValueError("the connector is asked other questions than when this was recorded")
+            raise ValueError("the calls of the connector differ from those that were recorded")
         return self._answers.pop()

@@ -1,8 +1,8 @@
-"""How do encoder inputs enter the keys of the prefix cache? As numbers ("marks"), one per placeholder.
+"""Content marks: numbers that stand for encoder inputs in the keys of the prefix cache, one per placeholder.
 
-The content of an encoder input determines the KV of all later tokens, so it is part of the key of the prefix cache: in
-the bytes by which a prompt is looked up, each placeholder is a number that identifies its content and its position in
-it. Token ids are never negative, so marks are.
+The content of an encoder input determines the KV of all later tokens, so it is part of the key of the prefix cache. In
+the bytes by which a prompt is looked up, each placeholder is a mark: a number that identifies the content and the
+position in it. Token ids are never negative, so marks are.
 
 Marks are assigned consecutively, so equal bytes mean equal content, without a digest that could collide.
 """
@@ -18,7 +18,7 @@ from pointsman.core.state.inputs import EncoderInput
 from pointsman.core.state.request import Request
 
 NUM_MARKS = 2**31 - 1  # negative int32 numbers, without the smallest one
-MAX_CONTENTS = 1 << 14  # contents whose marks are remembered; one that is forgotten no longer matches
+MAX_CONTENTS = 1 << 14  # remembered contents; a forgotten one no longer matches
 
 Content = tuple[str, int, int | bytes, str | None]
 """Key, number of placeholders, their tokens (one number if all are the same), and which of them are embeddings."""
@@ -27,8 +27,8 @@ Content = tuple[str, int, int | bytes, str | None]
 class ContentMarks:
     """Assigns each content a range of marks that no other content uses.
 
-    A content is a key with the tokens of its placeholders (a model may read some of them as the tokens that they are).
-    When all marks are used, a new generation begins, which is reported: earlier keys are then invalid.
+    A content is a key with the tokens of its placeholders (a model may read some placeholders as tokens). When all
+    marks are used, a new generation begins, and earlier keys become invalid.
     """
 
     def __init__(self, num_marks: int = NUM_MARKS) -> None:
@@ -37,8 +37,8 @@ class ContentMarks:
         self._next = 1
         self.generation = 0
 
-    def key(self, request: Request) -> bool:
-        """Key a request's prompt by its contents. Returns whether a new generation began."""
+    def rekey_starts_generation(self, request: Request) -> bool:
+        """Put the marks of its contents into a request's prompt key. Returns whether a new generation began."""
         state = request._state
         if state.content_generation == self.generation:
             return False
@@ -73,7 +73,7 @@ class ContentMarks:
 
 
 def _content(item: EncoderInput, given: bytes) -> Content:
-    """That of an input of a prompt with these int32 tokens."""
+    """The content of an encoder input. `given`: the prompt's int32 tokens."""
     key, start, length, _, mask = item
     tokens = given[start * TOKEN_BYTES : (start + length) * TOKEN_BYTES]
     first = tokens[:TOKEN_BYTES]

@@ -1,14 +1,14 @@
-"""What enters and leaves the prefix cache? Events for routers and for caches of other machines.
+"""KV events: report content that enters and leaves the prefix cache, to routers and caches of other machines.
 
-Blocks are named by keys that include their whole prefix and mean the same in every process: see `content.py`.
+Blocks are named by keys that include their whole prefix and mean the same in every process: see `digests.py`.
 
-An event reports content, not blocks: content is stored with its first block and removed with its last, so that what
-was stored and not removed is, at any moment, exactly what a prefix cache lookup can find. A prompt is reported when it
-is scheduled, and removed if its step fails. A block is removed after every block that follows it.
+An event reports content, not blocks: content is stored with its first block and removed with its last. So the content
+that was stored and not removed is always exactly the content that a prefix cache lookup can find. A prompt is reported
+when it is scheduled, and removed if its step fails. A block is removed after every block that follows it.
 
-With several groups of layers each has blocks of its own, and an event is about those of one group: they are stored and
-removed by themselves, windows in any order. A lookup finds a prefix of which every group has what the next token
-attends to.
+With several groups of layers, an event is about the blocks of one group. The blocks of each group are stored and
+removed separately, those of windows in any order. A lookup finds a prefix if every group has the blocks that the next
+token attends to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from pointsman.core.kv.content import Placed, block_keys, placed_inputs
+from pointsman.core.kv.digests import Placed, block_keys, placed_inputs
 from pointsman.core.kv.prefix_tree import Root, Run
 
 if TYPE_CHECKING:
@@ -34,11 +34,11 @@ class BlockStored(NamedTuple):
 
     block_hashes: tuple[bytes, ...]
     parent_block_hash: bytes | None
-    """Of the block before the first one; None: the first one begins its sequence."""
+    """The hash of the block before the first one; None: the first one begins its sequence."""
     token_ids: tuple[int, ...]
-    """Of all these blocks."""
+    """The tokens of all these blocks."""
     root: Root
-    """What else must be equal: cache salt and adapter."""
+    """Cache salt and adapter, which must be equal, too."""
     inputs: Sequence[Sequence[Placed]] = ()
     """For each block, the encoder inputs in it; empty: no block has any."""
     group: int = 0
@@ -49,8 +49,8 @@ class BlockStored(NamedTuple):
         return self.root.adapter.name if self.root.adapter is not None else None
 
     def extra_keys(self) -> list[tuple[str | tuple[str, int], ...] | None]:
-        """For each block, what identifies its content beside tokens, as vLLM lists it: the adapter, each encoder input
-        with its offset from the block's first token, and for the first block of a sequence the salt."""
+        """For each block, the identifiers of its content beside tokens, as vLLM lists them: the adapter, each encoder
+        input with its offset from the block's first token, and for the first block of a sequence the salt."""
         adapter = () if self.adapter_name is None else (self.adapter_name,)
         inputs = [tuple((item.key, item.offset) for item in items) for items in self.inputs]
         keys = [(*adapter, *of_block) for of_block in inputs or [()] * len(self.block_hashes)]
@@ -78,15 +78,15 @@ class KVEvents:
     """Listens to a prefix cache and keeps its events until they are taken.
 
     Args:
-        groups: the groups in the order in which content of theirs is stored, and in reverse removed: the anchor first
-            (`prefix_tree.py`), so that a block of another group follows one that is stored.
+        groups: the groups in the order in which their content is reported as stored; removal is in reverse. The anchor
+            comes first (`prefix_tree.py`), so that a block of another group follows a stored one.
     """
 
     def __init__(self, block_size: int, groups: Sequence[int] = (0,)) -> None:
         self._block_size = block_size
         self._groups = groups
-        self._hashes: dict[int, list[bytes]] = {}  # of the nodes of each run, by its id
-        self._has: dict[int, BoolArray] = {}  # [groups, nodes] which content of it is stored
+        self._hashes: dict[int, list[bytes]] = {}  # hashes of the nodes of each run, by run id
+        self._has: dict[int, BoolArray] = {}  # by run id, [groups, nodes] which content is stored
         self._events: list[KVEvent] = []
 
     def take(self) -> list[KVEvent]:
@@ -108,7 +108,7 @@ class KVEvents:
             self._store(request, group, offset + indices[groups == group])
 
     def _store(self, request: Request, group: int, blocks: Int64Array) -> None:
-        """These blocks of a request are stored, which ascend: an event for all that are consecutive."""
+        """Report ascending blocks of a request as stored, with one event for consecutive ones."""
         if not len(blocks):
             return
         ends = [*(np.flatnonzero(blocks[1:] != blocks[:-1] + 1) + 1).tolist(), len(blocks)]
@@ -125,9 +125,9 @@ class KVEvents:
         inputs = tuple([tuple(placed.get(block, ())) for block in range(first, end)]) if placed else ()
         return BlockStored(keys[first:end], parent, token_ids, Root.of(request), inputs, group)
 
-    def left(self, run: Run, places: Int64Array) -> None:
-        """The last block of these places (see `prefix_tree.py`), of nodes that remain, is gone."""
-        indices, groups = np.divmod(places, len(self._has[run.run_id]))
+    def left(self, run: Run, cells: Int64Array) -> None:
+        """The last block of these cells (see `prefix_tree.py`) is gone; their nodes remain."""
+        indices, groups = np.divmod(cells, len(self._has[run.run_id]))
         for group in self._groups[::-1]:
             self._remove(run, group, np.sort(indices[groups == group]))
 
@@ -141,7 +141,7 @@ class KVEvents:
             del self._hashes[run.run_id], self._has[run.run_id]
 
     def _remove(self, run: Run, group: int, indices: Int64Array) -> None:
-        """What is stored of these nodes of a run, which ascend, is removed."""
+        """Report the stored content of ascending nodes of a run as removed."""
         hashes, has = self._hashes[run.run_id], self._has[run.run_id][group]
         indices = indices[indices < len(hashes)]
         indices = indices[has[indices]]

@@ -1,15 +1,25 @@
-"""Which KV blocks does a request reuse, get and release? Look up, allocate, publish, free.
+"""`KVCacheManager`: looks up, allocates, publishes and frees KV blocks.
 
-`KVCacheManager` alone owns the block pool and the prefix tree, for any number of groups of layers: each has a table of
-its own (`tables.py`), all take their blocks from one pool, and one tree says which content is where (`prefix_tree.py`).
-What lies behind the windows of some groups is given back while their requests run (`windows.py`).
+It alone owns the block pool and the prefix tree, for any number of groups of layers. Each group has tables of its own
+(`tables.py`). All take their blocks from one pool, and one tree finds the blocks of a content (`prefix_tree.py`).
+Blocks behind the windows of some groups are given back while their requests run (`windows.py`).
 
-Prompt blocks are published when they are scheduled, so that requests of the same step can share them; generated blocks
-when their request loses its row, so that decoding never touches the tree. Publications while a step is in flight are
-logged in the journal of the newest such step, and undone if that step fails.
+Prompt blocks are published when they are scheduled, so that requests of the same step can share them. Generated blocks
+are published when their request loses its row, so that decoding never touches the tree. Publications while a step is in
+flight are logged in the journal of the newest such step, and undone if that step fails.
 
 A hit ends at the longest prefix of which every group has all blocks that the next token attends to: with full attention
-all of them, with a window the last ones. Only these are acquired.
+all blocks, with a window the last ones. Only these are acquired.
+
+Content leaves the prefix cache in four cases, by these methods:
+
+    why                             manager    prefix tree     pool
+    its block is allocated again    take       evict           take
+    the step that computes it fails undo       remove_block    uncache
+    the request fails in a step     retract    remove_subtree  uncache
+    the cache is reset              reset      clear           uncache_all
+
+Releasing a row removes no content: its cached blocks become free, and lookups find them until they are evicted.
 """
 
 from __future__ import annotations
@@ -24,10 +34,10 @@ import numpy.typing as npt
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv.block_pool import NO_BLOCKS, BlockPool
 from pointsman.core.kv.cache import Journal, KVCache, Match, NewBlocks
-from pointsman.core.kv.content import block_keys, block_name
 from pointsman.core.kv.content_marks import ContentMarks
+from pointsman.core.kv.digests import block_keys, block_name
 from pointsman.core.kv.events import KVEvents
-from pointsman.core.kv.prefix_tree import Found, Node, Place, PrefixCache, Root, Run, Span
+from pointsman.core.kv.prefix_tree import Found, Node, PrefixCache, Root, Run, RunNode, Span
 from pointsman.core.kv.reports import TableReports
 from pointsman.core.kv.retained import RetainingPool
 from pointsman.core.kv.tables import MAX_LOOP_ROWS, BlockTables
@@ -45,9 +55,9 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-FINAL = -1  # of a block that no step in flight computes: a step before all others
-NO_ROOT = Root()  # of all requests where nothing is cached
-NO_EPOCH = -1  # of a request whose prefix left the tree while it ran
+FINAL = -1  # in `_key_of`, the step of a block that no step in flight computes
+NO_ROOT = Root()  # root of all requests without prefix caching
+NO_EPOCH = -1  # epoch of a request whose prefix left the tree while it ran
 
 
 class Publication(NamedTuple):
@@ -55,13 +65,13 @@ class Publication(NamedTuple):
 
     request: Request
     first: int
-    """Blocks of each table that it had published before."""
+    """Blocks of each table that the request had published before."""
     before: Node
-    """The node of the last of these."""
+    """The node after which it was published."""
     blocks: Int64Array
     """[groups, nodes]"""
     spans: list[Span]
-    """Their nodes."""
+    """The nodes of `blocks`."""
 
 
 class Entering(NamedTuple):
@@ -72,9 +82,9 @@ class Entering(NamedTuple):
     is_local: BoolArray
     """[groups, blocks] which of them were found in the prefix cache."""
     first: Int64Array
-    """[groups] the first block that it has in each."""
+    """[groups] the place of its first block in each table."""
     num_tokens: int
-    """After the step."""
+    """Its computed tokens after the step."""
     tails: tuple[int, int, int]
     """See `windows.py`."""
 
@@ -125,17 +135,17 @@ class KVCacheManager(KVCache):
         self.saves: list[Save] | None = None
         """Evictions that no output has reported yet; None: they are not reported."""
         self.wanted: Counter[bytes] | None = None
-        """Of which content evictions are reported: the keys, each with the number of preempted requests that want it;
-        None: of all."""
+        """Keys of the contents whose evictions are reported, each with the number of preempted requests that need it;
+        None: all evictions are reported."""
         self._shares_within_step = config.share_within_step
         self.unpublished = []
         self.shared: list[tuple[Request, int]] | None = None
-        """Requests of which others may find the first blocks referenced since they did so, with the number of these;
-        None: they are not tracked."""
-        self._num_left = 0  # publications of blocks whose row released them at once
+        """Requests that have acquired or published their first blocks, so that lookups find them referenced, each with
+        the number of these blocks; None: they are not tracked."""
+        self._num_released_at_once = 0  # publications whose row released its blocks at once
         self._newest_step = 0
         self._oldest_step = 0
-        # Of each published block, if `saves` is used: its key, and the newest step that computes it.
+        # Name of each published block, and the newest step that computes it; only if `saves` is used.
         self._key_of: dict[int, tuple[bytes, int]] = {}
 
     @property
@@ -162,11 +172,11 @@ class KVCacheManager(KVCache):
 
     @property
     def num_held_publications(self) -> int:
-        """Changes whenever a lookup may find more referenced blocks than before, or fewer that it needs. Where blocks
-        are sent, `num_publications` does."""
+        """Changes whenever a lookup may find more referenced blocks than before, or need fewer blocks. Where blocks are
+        sent, use `num_publications`."""
         if self.prefix is None:
             return 0
-        return self.prefix.num_publications - (self._num_left if self._windows is None else 0)
+        return self.prefix.num_publications - (self._num_released_at_once if self._windows is None else 0)
 
     def _note_return(self) -> None:
         self.num_returns += 1
@@ -183,8 +193,8 @@ class KVCacheManager(KVCache):
         return self.saves is not None and (self.wanted is None or len(self.wanted) > 0)
 
     def open_step(self, step_id: int, journal: Journal | None, oldest: int) -> None:
-        """Step `step_id` is being scheduled; `oldest` is the first one that is not over: what was published before it
-        is final."""
+        """Step `step_id` is being scheduled; `oldest` is the first step that is not over: publications of earlier steps
+        are final."""
         self.journal = journal
         self._newest_step, self._oldest_step = step_id, oldest
         if not self.has_tables:
@@ -211,9 +221,9 @@ class KVCacheManager(KVCache):
         if self.prefix is None:
             return self._no_match(NO_ROOT)
         root = Root.of(request)
-        if state.encoder_inputs and request.use_prefix_cache and self._marks.key(request):
+        if state.encoder_inputs and request.use_prefix_cache and self._marks.rekey_starts_generation(request):
             self.reset()  # earlier marks are invalid
-        if not request.reads_prefix_cache:  # it may publish, under its contents
+        if not request.reads_prefix_cache:  # it may still publish, with the marks of its contents
             return self._no_match(root)
         max_blocks = (state.num_tokens - 1) // size
         if max_blocks == 0:
@@ -232,7 +242,7 @@ class KVCacheManager(KVCache):
         return new_tuple(Match, (NO_BLOCKS, root, 0, table, 0, 0))
 
     def _match_in_groups(self, found: Found, root: Root) -> Match:
-        """What can be reused of nodes that were found."""
+        """The reusable part of the nodes that were found."""
         num_known: int = found.blocks.shape[1]
         count, table = num_known, found.blocks
         if found.has is not None and not found.has.all():
@@ -241,7 +251,7 @@ class KVCacheManager(KVCache):
         return match._replace(blocks=table[self._is_acquired(match)])
 
     def _is_acquired(self, match: Match) -> BoolArray:
-        """[groups, known blocks] what a request with this prefix acquires of the table of a match."""
+        """[groups, known blocks] which blocks of a match's table the request acquires."""
         assert match.table is not None
         start = (match.num_tokens + match.num_external) // self.block_size
         places = np.arange(match.table.shape[1])
@@ -265,7 +275,7 @@ class KVCacheManager(KVCache):
         return self._attended.num_reusable(has)
 
     def num_blocks_to_hold(self, num_blocks: int) -> int:
-        """Blocks that a request holds which has `num_blocks` of each table, and none behind its windows."""
+        """Blocks of a request with `num_blocks` blocks in each table, less those behind its windows."""
         return num_blocks * self.num_groups - int(self._attended.first(num_blocks).sum())
 
     def num_blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
@@ -278,7 +288,7 @@ class KVCacheManager(KVCache):
         return self._windows.num_blocks_of_whole(self._first_of(match), request._state.num_tokens)
 
     def _first_of(self, match: Match) -> Int64Array:
-        """[groups] blocks at the beginning that a request with this prefix does not take."""
+        """[groups] leading blocks that a request with this prefix does not need."""
         return self._attended.first((match.num_tokens + match.num_external) // self.block_size)
 
     def admit(self, request: Request, match: Match, num_tokens: int, now: float) -> Int64Array:
@@ -303,7 +313,7 @@ class KVCacheManager(KVCache):
         return np.concatenate([cached, new]) if len(cached) else new
 
     def _enter(self, request: Request, match: Match, num_tokens: int) -> None:
-        """Make the tables of a request that is admitted: what it has acquired, and new blocks for the rest."""
+        """Make the tables of an admitted request from its acquired blocks and new ones."""
         assert match.table is not None
         first, none = self._first_of(match), self.pool.num_blocks
         end, num_known = -(-num_tokens // self.block_size), match.table.shape[1]
@@ -318,15 +328,17 @@ class KVCacheManager(KVCache):
         self._entering = Entering(table, is_local, first, num_tokens, tails)
 
     def entered(self, blocks: Int64Array, num_cached: int) -> tuple[Int64Array, BoolArray]:
-        """Of the newest admission, for which `admit` has returned these blocks: its tables [groups, blocks], with the
-        number of blocks in the pool where it has none, and which of them were found in the prefix cache: the first
-        `num_cached`, where there is one table."""
+        """The tables [groups, blocks] of the newest admission, and which of their blocks were found in the prefix
+        cache.
+
+        `blocks` are those that `admit` has returned. An entry without a block is the number of blocks in the pool. With
+        one table, its first `num_cached` blocks were found."""
         if self.has_tables:
             return blocks[None], (np.arange(len(blocks)) < num_cached)[None]
         return self._entering.table, self._entering.is_local
 
     def _labelled(self, match: Match) -> Int64Array:
-        """Of the blocks of a match, those of one group that were labelled when they were released."""
+        """The blocks of a match that were labelled when they were released: those of one group."""
         if match.table is None:
             return match.blocks
         group = self.anchor or 0
@@ -361,10 +373,10 @@ class KVCacheManager(KVCache):
     # ------------------------------------------------------------------ running rows
 
     def num_blocks_to_grow(self, batch: Batch, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
-        """What the rows hold behind their windows is given back first."""
+        """Blocks behind the windows of the rows are given back first."""
         ends = batch.num_computed_tokens[rows] + num_tokens
         if self._windows is not None:
-            return self._windows.ask(batch, rows, ends)
+            return self._windows.give_back_and_count(batch, rows, ends)
         needed: Int64Array = np.maximum(-(-(ends - batch.num_slots[rows]) // self.block_size), 0)
         return needed if self.num_groups == 1 else needed * self.num_groups
 
@@ -389,8 +401,8 @@ class KVCacheManager(KVCache):
         return max(missing, 0) * self.num_groups
 
     def grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> Int32Array | None:
-        """Append one new block to each table of each row, or with windows what the row lacks. Returns them, in row
-        order; none without `has_tables`; None, with nothing changed, if the pool has too few."""
+        """Append one new block to each table of each row; with windows, the blocks that the row lacks. Returns the
+        blocks in row order; none without `has_tables`. None: the pool has too few, and nothing has changed."""
         if self._windows is not None:
             return self._grow_by_one_in_windows(self._windows, batch, rows, num_tokens)
         count = len(rows)
@@ -416,7 +428,7 @@ class KVCacheManager(KVCache):
         if windows.grow_steadily(batch, rows, num_tokens):
             return NO_TOKENS
         ends = batch.num_computed_tokens[rows] + num_tokens
-        needed = windows.ask(batch, rows, ends)
+        needed = windows.give_back_and_count(batch, rows, ends)
         if int(needed.sum()) > self.pool.num_free:
             return None
         lacking = needed.nonzero()[0]
@@ -425,8 +437,8 @@ class KVCacheManager(KVCache):
         return NO_TOKENS
 
     def grow(self, batch: Batch, rows: Int64Array, counts: Int64Array, ends: Int64Array) -> Int32Array:
-        """Append `counts[i]` new blocks to the tables of `rows[i]`, as many to each, and at least 1. Returns them all,
-        in row order; none without `has_tables`."""
+        """Append `counts[i]` new blocks to the tables of `rows[i]`: the same number to each table, at least 1. Returns
+        all blocks in row order; none without `has_tables`."""
         total = int(counts.dot(batch.ones[: len(counts)]))  # in half the time of a sum
         if self.has_tables and total == len(rows):
             grown = self.grow_by_one(batch, rows, 1)
@@ -446,21 +458,21 @@ class KVCacheManager(KVCache):
     def grow_for_steps(
         self, batch: Batch, rows: Int64Array, num_computed: Int64Array, num_steps: int
     ) -> tuple[Int32Array, Int64Array, Int64Array]:
-        """Append the blocks that each row needs to decode one token in each of `num_steps` steps, allocated in the
-        order of these steps, of the rows within one, and of the groups of a row. Only where it `grows_for_steps`.
+        """Append the blocks that each row needs to decode one token in each of `num_steps` steps. They are allocated
+        step by step, then row by row, then group by group. Only if it `grows_for_steps`.
 
         Returns the blocks in that order, and for each the index of its row in `rows` and its step, from 0.
         """
         tables, num_groups = self._tables, self.num_groups
-        room = batch.num_slots[rows] - num_computed
-        lacking = (room < num_steps).nonzero()[0]
+        free = batch.num_slots[rows] - num_computed
+        lacking = (free < num_steps).nonzero()[0]
         if not len(lacking):
             return NO_TOKENS, NO_BLOCKS, NO_BLOCKS
-        steps, short = room[lacking], rows[lacking]
+        steps, short = free[lacking], rows[lacking]
         if num_steps <= self.block_size and self.has_tables:  # one block each
             order = steps.argsort(kind="stable")
             grown = self.grow_by_one(batch, short[order], 1)
-            assert grown is not None, "a horizon counts the free blocks"
+            assert grown is not None, "the number of guaranteed steps counts the free blocks"
             return grown, lacking[order].repeat(num_groups), steps[order].repeat(num_groups)
         counts = (num_steps - steps + (self.block_size - 1)) // self._size
         total = int(counts.dot(batch.ones[: len(counts)]))  # in half the time of a sum
@@ -494,12 +506,12 @@ class KVCacheManager(KVCache):
         return table[0] if self.has_tables else table
 
     def names(self, request: Request, group: int, num_blocks: int) -> list[bytes]:
-        """What the first blocks of a request are called outside the pool, as those of a group."""
+        """The names, outside the pool, of the first blocks of a request in a group."""
         keys = block_keys(request, self.block_size)[:num_blocks]
         return [block_name(key, group, self.num_groups) for key in keys]
 
     def names_to_resume(self, request: Request, num_blocks: int) -> tuple[bytes, ...]:
-        """Those of the blocks that a request needs to continue after its first `num_blocks`."""
+        """The names of the blocks that a request needs to continue after its first `num_blocks`."""
         first = self._attended.first(num_blocks).tolist()
         names = [self.names(request, group, num_blocks)[at:] for group, at in enumerate(first)]
         return tuple([name for of_group in names for name in of_group])
@@ -508,7 +520,7 @@ class KVCacheManager(KVCache):
         return 0 if self.anchor is None else self._tables.num_common(rows, self.anchor)
 
     def table(self, batch: Batch, row: int) -> Int64Array:
-        """A copy of the blocks that a row holds, place by place of all its tables."""
+        """A copy of the blocks that a row holds in all its tables, place by place."""
         return self._tables.blocks(row)
 
     def placed(self, row: int) -> tuple[Int64Array, Int64Array, Int64Array]:
@@ -516,7 +528,8 @@ class KVCacheManager(KVCache):
         return self._tables.placed(row)
 
     def broken_row(self, row: int, num_slots: int, num_computed: int) -> str | None:
-        """For checks: what does not hold of the tables of a row that has computed so many of its tokens; None: all."""
+        """For checks: the broken invariant of the tables of a row with `num_computed` computed tokens; None: there is
+        none."""
         held = self._tables.ends.item(row) * self.block_size
         if num_slots > held or (self._windows is None and num_slots < held):
             return f"has blocks for {held} tokens and {num_slots} slots"
@@ -543,8 +556,8 @@ class KVCacheManager(KVCache):
         return np.array(shared, dtype=np.int64)
 
     def _num_shared(self, request: Request, row: int) -> int:
-        """How many blocks at the beginning of a running request a lookup finds without the row's own: others may hold
-        what the row has given back."""
+        """Number of leading blocks of a running request that a lookup would find without its row. Others may hold
+        blocks that the row has given back."""
         state, prefix, count = request._state, self.prefix, request._state.num_published_blocks
         if prefix is None or not request.use_prefix_cache or state.prefix_epoch != prefix.epoch:
             return 0
@@ -557,8 +570,8 @@ class KVCacheManager(KVCache):
             is_held &= found.has
         start = 0
         for run, first, length in found.spans:  # another block with the same content may be held
-            for place, others in run.duplicates.items():
-                index, group = divmod(place, self.num_groups)
+            for cell, others in run.duplicates.items():
+                index, group = divmod(cell, self.num_groups)
                 if first <= index < first + length:
                     at = start + index - first
                     is_held[group, at] |= any(references[block] > (block == own[group, at]) for block in others)
@@ -577,7 +590,7 @@ class KVCacheManager(KVCache):
             self.unpublished.append(request)
 
     def publish_deferred(self, batch: Batch) -> None:
-        """All admissions of the step are made."""
+        """Publish the prompt blocks of `unpublished` requests, after all admissions of the step."""
         for request in self.unpublished:
             self._publish_prompt(batch, request)
         self.unpublished.clear()
@@ -588,7 +601,7 @@ class KVCacheManager(KVCache):
         state = request._state
         if self.prefix is None or state.prefix_epoch != self.prefix.epoch:
             return 0
-        if self._windows is not None:  # it may have given back what the next token after them attends to
+        if self._windows is not None:  # it may have given back blocks that the next token attends to
             return self.look_up(request).num_tokens
         count: int = state.num_published_blocks * self.block_size
         return count
@@ -608,7 +621,7 @@ class KVCacheManager(KVCache):
             self.shared.append((request, state.num_published_blocks))
 
     def publish_loaded(self, request: Request, table: Int64Array) -> None:
-        """Publish the loaded blocks of a request, [groups, blocks] of the beginning of its tables."""
+        """Publish the loaded blocks of a request. `table`: [groups, blocks] the beginning of its tables."""
         first = request._state.num_published_blocks
         self._publish(request, table[:, first:].copy(), request._state.known_bytes())
 
@@ -637,7 +650,8 @@ class KVCacheManager(KVCache):
         is_finished: bool = False,
     ) -> None:
         """Release a row's blocks, after publishing those that its first `num_valid_tokens` tokens fill. No step in
-        flight computes any of its first `num_final_tokens`. Those of a request that `is_finished` may be retained."""
+        flight computes any of its first `num_final_tokens` tokens. Blocks of a request that `is_finished` may be
+        retained."""
         state = request._state
         row = state.row
         assert row is not None
@@ -650,7 +664,7 @@ class KVCacheManager(KVCache):
             full = num_valid_tokens // self.block_size
             if publish and full > state.num_published_blocks and self.prefix is not None:
                 num_final = num_final_tokens // self.block_size
-                self._num_left += self._publish_row(request, row, full, state.known_bytes(), num_final)
+                self._num_released_at_once += self._publish_row(request, row, full, state.known_bytes(), num_final)
             if self.retaining is not None:
                 self.retaining.expire(now)
                 if is_finished:
@@ -664,13 +678,13 @@ class KVCacheManager(KVCache):
             self._windows.lagging.discard(row)
 
     def _release_groups(self, row: int, *, is_finished: bool) -> None:
-        """Release all blocks of a row, the last ones to be evicted first. A request that is not finished continues with
-        the window that it has; one that is, and what comes after it, mostly with that of its prompt."""
+        """Release all blocks of a row; its last blocks are evicted first. A preempted request continues with its
+        present window. After a finished request, later requests mostly reuse the window at the end of its prompt."""
         blocks, places, groups = self._tables.placed(row)
         if self.retaining is not None and self.anchor is not None:
             self.retaining.straighten(blocks[groups == self.anchor])
         if is_finished and self._windows is not None and self.caches:
-            is_last = self._windows.evicted_last(row, places, groups)
+            is_last = self._windows.is_evicted_last(row, places, groups)
             self.pool.release_any(blocks[~is_last][::-1], evict_first=True)
             blocks = blocks[is_last]
         self.pool.release_any(blocks[::-1])
@@ -696,9 +710,9 @@ class KVCacheManager(KVCache):
                 pool.retain(table[group, needed.item(group) : count], until, tenant)
 
     def undo(self, journal: Journal) -> None:
-        """Undo the publications of a void step, newest first; those of later steps are undone already.
+        """Undo the publications of a failed step, newest first; those of later steps are undone already.
 
-        A block that is no longer the node it was published as has been evicted, or removed by a reset.
+        A block that has left the node of its publication was evicted, or removed by a reset.
         """
         prefix = self.prefix
         if prefix is None:
@@ -706,19 +720,19 @@ class KVCacheManager(KVCache):
         entry: Publication
         for entry in reversed(journal):
             gone = []
-            for block, run, place in reversed(self._places_of(entry)):
-                if prefix.holds(block, run, place):
-                    prefix.forget(block)
+            for block, run, cell in reversed(self._cells_of(entry)):
+                if prefix.holds(block, run, cell):
+                    prefix.remove_block(block)
                     gone.append(block)
             if not gone:
                 continue
             self.pool.uncache(gone)
             state = entry.request._state
-            if state.row is not None or state.holding is not None:  # they are published again when they are recomputed
+            if state.row is not None or state.holding is not None:  # the blocks are published again when recomputed
                 state.num_published_blocks, state.prefix_node = entry.first, entry.before
 
-    def _places_of(self, entry: Publication) -> list[tuple[int, Run, int]]:
-        """The blocks of a journal entry, each with its place in a run; node after node."""
+    def _cells_of(self, entry: Publication) -> list[tuple[int, Run, int]]:
+        """The blocks of a journal entry, each with its cell in a run; node after node."""
         found: list[tuple[int, Run, int]] = []
         at = 0
         for run, first, count in entry.spans:
@@ -732,7 +746,7 @@ class KVCacheManager(KVCache):
         return found
 
     def retract(self, journals: Iterable[Journal], publisher: Request, running: Iterable[Request]) -> None:
-        """Remove what `publisher` published since the oldest of these steps, and every node after it.
+        """Remove the nodes that `publisher` published since the oldest of these steps, and every node after them.
 
         `journals` are those of the steps in flight. Running requests that read removed blocks publish no more: their
         next block would follow a node that is gone.
@@ -746,10 +760,10 @@ class KVCacheManager(KVCache):
                 continue
             for run, first, _ in entry.spans:
                 if first < run.length:
-                    self.pool.uncache(prefix.prune(Place(run, first)))
+                    self.pool.uncache(prefix.remove_subtree(RunNode(run, first)))
         for request in running:
             state = request._state
-            if isinstance(state.prefix_node, Place) and not prefix.is_alive(state.prefix_node):
+            if isinstance(state.prefix_node, RunNode) and not prefix.is_alive(state.prefix_node):
                 state.prefix_epoch = NO_EPOCH
 
     def continue_reports(self, before: KVCache) -> None:
@@ -772,20 +786,20 @@ class KVCacheManager(KVCache):
         return self._publish(request, self._tables.whole(row, first, end, self.prefix.no_block), token_bytes, num_final)
 
     def _publish(self, request: Request, blocks: Int64Array, token_bytes: bytes, num_final: int = 0) -> bool:
-        """Publish the next blocks of a request, [groups, blocks], after those that it has published; no step in flight
-        computes the first `num_final` of its table. Returns whether there were any."""
+        """Publish `blocks` [groups, blocks] of a request, after those that it has published. No step in flight computes
+        the first `num_final` blocks of its table. Returns whether any were published."""
         state, prefix = request._state, self.prefix
         first, count = state.num_published_blocks, blocks.shape[1]
         if prefix is None or not count or not request.use_prefix_cache or state.prefix_epoch != prefix.epoch:
             return False
         before: Node = state.prefix_node
         start, given = first, blocks
-        if self.anchor is None and not prefix.is_alive(before):  # nothing is left of what it has published
+        if self.anchor is None and not prefix.is_alive(before):  # all nodes that it has published are gone
             start, before = 0, Root.of(request)
             given = np.concatenate([np.full((self.num_groups, first), prefix.no_block), blocks], axis=1)
         spans = prefix.publish(before, token_bytes, start, given, request)
         run, at, length = spans[-1]
-        state.prefix_node = new_tuple(Place, (run, at + length - 1))
+        state.prefix_node = new_tuple(RunNode, (run, at + length - 1))
         state.num_published_blocks = first + count
         self.pool.set_cached(given[0] if self.has_tables else given[given != prefix.no_block])
         if self.saves is not None:
@@ -801,7 +815,7 @@ class KVCacheManager(KVCache):
         return True
 
     def take(self, count: int) -> Int64Array:
-        """Allocate blocks; what was cached in them is forgotten."""
+        """Allocate blocks, and evict their cached content."""
         blocks, evicted = self.pool.take(count)
         if len(evicted) and self.prefix is not None:
             self.prefix.evict(evicted)
@@ -811,11 +825,11 @@ class KVCacheManager(KVCache):
         return blocks
 
     def _note_saves(self, saves: list[Save], evicted: Int64Array) -> None:
-        """Report evicted blocks to the connector; not those of a step in flight, which may yet fail to compute them."""
+        """Report evicted blocks to the connector, except those of a step in flight, which may still fail."""
         wanted = self.wanted
         for block in evicted.tolist():
             key, step = self._key_of.pop(block)
-            if wanted is not None and wanted.pop(key, 0) == 0:  # once it has left the pool no other can be saved
+            if wanted is not None and wanted.pop(key, 0) == 0:  # saved at most once: then the pool has lost it
                 continue
             if step < self._oldest_step:
                 group = 0 if self.prefix is None else self.prefix.group_of(block)

@@ -1,8 +1,8 @@
 """The prefix cache: an exact tree over full KV blocks, which finds the longest cached prefix of a sequence.
 
-A node is one full block of tokens after a given prefix. It is found by (node before it, its own token bytes); the
-first node of a sequence by (`Root`, its token bytes), where a root is a tuple of what else must be equal for KV to be
-shared: salt and adapter. Where a prompt has images, their placeholders are marks of the contents (`content_marks.py`).
+A node is one full block of tokens after a given prefix. It is found by (node before it, its own token bytes); the first
+node of a sequence by (`Root`, its token bytes). A root has the other conditions for sharing KV: equal salt and adapter.
+Placeholders of images are replaced by marks of their contents (`content_marks.py`).
 
 A hit is never wrong, for these reasons:
 
@@ -12,38 +12,43 @@ A hit is never wrong, for these reasons:
 - Only full blocks are published, and a request writes behind its hit: no request writes to a shared block.
 - Prompts are published before they are computed. With `share_within_step` the host writes the KV of all rows before any
   row reads it; without it, other requests find the blocks from the next step on (`publish_deferred`).
-- Only computed tokens count: a release publishes no rejected drafts, and what a failed step or a failed row published
-  is removed again (`KVCacheManager.undo`, `retract`).
+- Only computed tokens count: a release publishes no rejected drafts, and the publications of a failed step or a failed
+  row are removed (`KVCacheManager.undo`, `retract`).
 
 Nodes are kept in runs: the consecutive blocks of one publication. Inside a run a node's successor is the next one;
 every other successor starts a run of its own, listed under the node it follows. So publishing, finding and evicting a
 prompt cost a few operations per run and a comparison of bytes, whatever its number of blocks.
 
     Run 1  [b0 b1 b2 b3]            a prompt of four blocks, in group 0: full attention
-           [ -  - d2 d3]            in group 1, a window: what lay behind it was given back
+           [ -  - d2 d3]            in group 1, a window: blocks behind it were given back
                 |
     Run 2       +-- [c0 c1]         another prompt that shares its first two blocks
                     [e0 e1]
 
-Each group of layers has a block of its own at a node, or none. Several blocks may hold the content of one node and
-group (requests that computed it in parallel): the run lists one of them, its `duplicates` the others.
+A node and a group of layers are a cell of the run, which has a block or none. Several blocks may hold the content of
+one cell (requests computed it in parallel): the run lists one of them, its `duplicates` the others.
 
 A run only shrinks, from its end, and is never refilled with nodes, so a stale node cannot be mistaken for a new one.
 
-    _run_of    int64 [B + 1]   for each cached block its run's id (0: not cached)
-    _place_of  int64 [B + 1]   and its place there: index of the node times the number of groups, plus the group
+    _run_of   int64 [B + 1]   for each cached block its run's id (0: not cached)
+    _cell_of  int64 [B + 1]   and its cell there: index of the node times the number of groups, plus the group
 
-Block B does not exist: it stands where a group has no block. A block belongs to the node and the group where the run
-lists it exactly if both columns say so. So an evicted block need not be looked for: it leaves `_run_of` at once, and
-runs are shortened later, in batches: at the latest when something is published after a node that may be gone. Until
-then the tree holds nodes that no lookup returns.
+Block B does not exist: it stands for a cell without a block. A block that a run lists belongs to that cell only if both
+columns agree. So an eviction need not search for its block: the block leaves `_run_of` at once, and runs are shortened
+later, in batches, at the latest when something is published after a node that may be gone. Until then the tree holds
+nodes that no lookup returns.
 
-How long does a node stay? With a group of full attention, the `anchor`, as long as that has a block there. Children are
-removed before their parents: a request that holds an anchor block of a node holds that of every node before it, and
-releases its table from the end, so of the free anchor blocks those of a child are always less recently used; a failed
-step removes its blocks newest first; and `prune` removes a node with everything after it. Blocks of other groups may
-be evicted in any order, and those of a node that is gone are not found any more; they leave the pool's queue like any.
-Where every group has a window, a node stays while any group has a block there, or a run continues after it.
+With a group of full attention (the `anchor`), a node stays as long as that group has a block there. Children are
+removed before their parents, for these reasons:
+
+- A request that holds an anchor block of a node holds that of every node before it, and releases its table from the
+  end. So the free anchor blocks of a child are less recently used than those of its parents.
+- A failed step removes its blocks newest first.
+- `remove_subtree` removes a node with everything after it.
+
+Blocks of other groups may be evicted in any order. Once a node is gone, lookups no longer find its other blocks; they
+leave the pool's queue like any. Where every group has a window, a node stays while any group has a block there, or a
+run continues after it.
 """
 
 from __future__ import annotations
@@ -64,12 +69,12 @@ from pointsman.core.state.sealed import new_tuple
 
 BoolArray = npt.NDArray[np.bool_]
 Int64Array = npt.NDArray[np.int64]
-_MAX_EVICTED = 4096  # blocks whose runs are shortened together, which bounds how long that takes
+_MAX_EVICTED = 4096  # maximum number of blocks whose runs are shortened together
 TOKEN_BYTES = np.dtype(np.int32).itemsize
 
 
 class Root(NamedTuple):
-    """What must be equal, apart from the tokens, for two requests to share KV."""
+    """The salt and adapter that must be equal, like the tokens, for two requests to share KV."""
 
     cache_salt: str | None = None
     adapter: Adapter | None = None
@@ -101,10 +106,10 @@ class Run:
         self.children: dict[tuple[int, bytes], Run] = {}
         """Runs that start after one of its nodes, by (that node's index, their first block's token bytes)."""
         self.duplicates: dict[int, list[int]] = {}
-        """Further blocks with the content of a node and group, by place."""
+        """Further blocks with the content of a cell, by cell."""
 
 
-class Place(NamedTuple):
+class RunNode(NamedTuple):
     """A node: its run, and its index in the run."""
 
     run: Run
@@ -115,7 +120,7 @@ class Place(NamedTuple):
         return bool(self.at < self.run.length)
 
 
-Node: TypeAlias = "Place | Root"
+Node: TypeAlias = "RunNode | Root"
 
 
 class Span(NamedTuple):
@@ -127,7 +132,7 @@ class Span(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The nodes of the beginning of a sequence."""
+    """The nodes found for the beginning of a sequence."""
 
     spans: list[Span]
     blocks: Int64Array
@@ -136,17 +141,17 @@ class Found(NamedTuple):
     """[groups, nodes] whether the group has the block; None: each has all."""
 
     @property
-    def last(self) -> Place:
-        """The last node; there is one."""
+    def last(self) -> RunNode:
+        """The last node; at least one was found."""
         run, first, count = self.spans[-1]
-        return new_tuple(Place, (run, first + count - 1))
+        return new_tuple(RunNode, (run, first + count - 1))
 
     def node(self, num_nodes: int, root: Root) -> Node:
-        """The last one of the first `num_nodes`."""
+        """The last of the first `num_nodes` nodes."""
         end = 0
         for run, first, count in self.spans:
             if num_nodes <= end + count:
-                return root if not num_nodes else Place(run, first + num_nodes - end - 1)
+                return root if not num_nodes else RunNode(run, first + num_nodes - end - 1)
             end += count
         return root
 
@@ -158,10 +163,10 @@ class RunListener(Protocol):
         """A request's blocks from `first` on entered the tree, as a run; `has`: [groups, nodes]."""
 
     def filled(self, run: Run, request: Request, offset: int, groups: Int64Array, indices: Int64Array) -> None:
-        """Nodes that were there got their first block of a group; node i is block `offset` + i of the request."""
+        """Existing nodes got their first block of a group; node i is block `offset` + i of the request."""
 
-    def left(self, run: Run, places: Int64Array) -> None:
-        """The last block of these places, of nodes that remain, is gone."""
+    def left(self, run: Run, cells: Int64Array) -> None:
+        """The last block of these cells is gone; their nodes remain."""
 
     def shrunk(self, run: Run, length: int) -> None:
         """Only the first `length` nodes of a run remain in the tree."""
@@ -183,12 +188,12 @@ class PrefixCache:
         self.num_groups = num_groups
         self.anchor = anchor
         self.no_block = num_blocks
-        """Stands where a group has no block."""
+        """Stands for a cell without a block."""
         self._roots: dict[tuple[Root, bytes], Run] = {}
         self._runs: dict[int, Run] = {}
         self._run_of: Int64Array = np.zeros(num_blocks + 1, dtype=np.int64)
-        self._place_of: Int64Array = np.zeros(num_blocks + 1, dtype=np.int64)
-        self._places = self._make_places(1024)
+        self._cell_of: Int64Array = np.zeros(num_blocks + 1, dtype=np.int64)
+        self._cells = self._make_cells(1024)
         self._nothing = Found([], np.zeros((num_groups, 0), dtype=np.int64), None)
         self._next_run_id = 1
         self.epoch = 0
@@ -198,7 +203,7 @@ class PrefixCache:
         self.num_replacements = 0
         """Changes whenever a lookup finds another block with the same content in place of one that is gone."""
         self.listener: RunListener | None = None
-        # Blocks whose runs are not shortened yet, with their runs and places.
+        # Blocks whose runs are not shortened yet, with their runs and cells.
         self._evicted: list[tuple[Int64Array, Int64Array, Int64Array]] = []
         self._num_evicted = 0
         self.num_duplicates = 0
@@ -209,22 +214,22 @@ class PrefixCache:
         self._settle()
         return sum(run.length for run in self._runs.values())
 
-    def _make_places(self, count: int) -> Int64Array:
-        """[groups, count] the places of the first nodes of any run."""
-        places: Int64Array = np.arange(count) * self.num_groups + np.arange(self.num_groups)[:, None]
-        return places
+    def _make_cells(self, count: int) -> Int64Array:
+        """[groups, count] the cells of the first nodes of any run."""
+        cells: Int64Array = np.arange(count) * self.num_groups + np.arange(self.num_groups)[:, None]
+        return cells
 
-    def _places_of(self, first: int, count: int) -> Int64Array:
-        """[groups, count] the places of nodes of a run."""
-        if first + count > self._places.shape[1]:
-            self._places = self._make_places(2 * (first + count))
-        return self._places[:, first : first + count]
+    def _cells_of(self, first: int, count: int) -> Int64Array:
+        """[groups, count] the cells of nodes of a run."""
+        if first + count > self._cells.shape[1]:
+            self._cells = self._make_cells(2 * (first + count))
+        return self._cells[:, first : first + count]
 
     # ------------------------------------------------------------------ finding
 
     def look_up(self, root: Root, token_bytes: bytes, max_blocks: int) -> Found:
         """The nodes of the longest cached prefix of a sequence, at most `max_blocks`, as far as the anchor has blocks.
-        Where there is only that group, it is all that can be reused."""
+        If the anchor is the only group, all of them can be reused."""
         if self.anchor is None:
             self._settle()
         spans: list[Span] = []
@@ -241,7 +246,7 @@ class PrefixCache:
             blocks = run.blocks[:, first : first + count]
             if is_tested:
                 has = self._has(run, first, count)
-                if self.anchor is not None:  # what follows an anchor block that is gone is gone, too
+                if self.anchor is not None:  # nodes after a missing anchor block are gone, too
                     count = int(np.count_nonzero(has[self.anchor]))
                     if count == 0:
                         break
@@ -250,7 +255,7 @@ class PrefixCache:
             spans.append(span)
             parts.append(blocks)
             num_found += count
-            node = new_tuple(Place, (run, first + count - 1))
+            node = new_tuple(RunNode, (run, first + count - 1))
         if not parts:
             return self._nothing
         blocks = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
@@ -260,7 +265,7 @@ class PrefixCache:
         """[groups, count] whether each group has the block that a run lists at these nodes."""
         blocks = run.blocks[:, first : first + count]
         has: BoolArray = self._run_of[blocks] == run.run_id
-        has &= self._place_of[blocks] == self._places_of(first, count)
+        has &= self._cell_of[blocks] == self._cells_of(first, count)
         return has
 
     def _successors(self, node: Node, token_bytes: bytes, start: int, end: int) -> Span | None:
@@ -296,7 +301,7 @@ class PrefixCache:
         """Add blocks `first`, `first` + 1, ... of a sequence after `node`, that of block `first` - 1.
 
         They are reported to the listener as blocks of `request`. `blocks`: [groups, nodes], `no_block` where a group
-        has none; the tree keeps it.
+        has none; the tree keeps the array.
 
         Returns their nodes; the next publication continues after the last one. Nodes that exist already get these
         blocks, as duplicates where the group has one; the remaining blocks become a run.
@@ -315,9 +320,9 @@ class PrefixCache:
                 break
             self._add_to(span, blocks[:, start - first : start - first + span.length], request, start)
             spans.append(span)
-            node = Place(span.run, span.first + span.length - 1)
+            node = RunNode(span.run, span.first + span.length - 1)
             start += span.length
-        if self.anchor is None:  # what the publisher has given back may be all that its last nodes had
+        if self.anchor is None:  # the publisher may have given back all blocks of its last nodes
             self._shorten(spans[-1].run)
         return spans
 
@@ -339,25 +344,25 @@ class PrefixCache:
         return new_tuple(Span, (run, 0, length))
 
     def _enter(self, run: Run, first: int, blocks: Int64Array) -> None:
-        """These blocks are at the nodes of a run from `first` on."""
+        """Record these blocks at the nodes of a run from `first` on."""
         end = first + blocks.shape[1]
-        places = self._places[:, first:end] if end <= self._places.shape[1] else self._places_of(first, end - first)
+        cells = self._cells[:, first:end] if end <= self._cells.shape[1] else self._cells_of(first, end - first)
         if self.num_groups == 1:  # an index of one dimension takes less time
-            blocks, places = blocks[0], places[0]
+            blocks, cells = blocks[0], cells[0]
         self._run_of[blocks] = run.run_id
-        self._place_of[blocks] = places
+        self._cell_of[blocks] = cells
         self._run_of[self.no_block] = ZERO
 
     def _add_to(self, span: Span, blocks: Int64Array, request: Request, start: int) -> None:
-        """Add blocks of a request, from its block `start` on, to nodes that exist. Those that were there already, found
-        before other blocks were loaded beside them, are struck from `blocks`."""
+        """Add blocks of a request, from its block `start` on, to existing nodes. Blocks that are there already (cache
+        hits beside loaded blocks) are replaced by `no_block` in `blocks`."""
         run, first, count = span
-        places = self._places_of(first, count)
-        blocks[(self._run_of[blocks] == run.run_id) & (self._place_of[blocks] == places)] = self.no_block
+        cells = self._cells_of(first, count)
+        blocks[(self._run_of[blocks] == run.run_id) & (self._cell_of[blocks] == cells)] = self.no_block
         given, has = blocks != self.no_block, self._has(run, first, count)
         for group, at in zip(*(where.tolist() for where in (given & has).nonzero()), strict=True):
-            place = (first + at) * self.num_groups + group
-            run.duplicates.setdefault(place, []).append(int(blocks[group, at]))
+            cell = (first + at) * self.num_groups + group
+            run.duplicates.setdefault(cell, []).append(int(blocks[group, at]))
             self.num_duplicates += 1
         fills = given & ~has
         if np.count_nonzero(fills):
@@ -368,14 +373,14 @@ class PrefixCache:
             groups, at = fills.nonzero()
             self.listener.filled(run, request, start - first, groups, first + at)
 
-    # ------------------------------------------------------------------ forgetting
+    # ------------------------------------------------------------------ removing
 
     def evict(self, blocks: Int64Array) -> None:
         """Remove blocks whose content is evicted, least recently used first."""
-        self._evicted.append((blocks, self._run_of[blocks], self._place_of[blocks]))
+        self._evicted.append((blocks, self._run_of[blocks], self._cell_of[blocks]))
         self._run_of[blocks] = ZERO
         self._num_evicted += len(blocks)
-        # A listener is called at once; and a lookup may find another block in place of a duplicate.
+        # Listeners are called at once. In place of a duplicate, a lookup may find another block.
         if self.num_duplicates or self.listener is not None or self._num_evicted > _MAX_EVICTED:
             self._settle()
 
@@ -383,69 +388,69 @@ class PrefixCache:
         """Shorten the runs of evicted blocks."""
         if not self._evicted:
             return
-        blocks, runs, places = self._evicted[0]
+        blocks, runs, cells = self._evicted[0]
         if len(self._evicted) > 1:
-            blocks, runs, places = (np.concatenate(column) for column in zip(*self._evicted, strict=True))
+            blocks, runs, cells = (np.concatenate(column) for column in zip(*self._evicted, strict=True))
         self._clear_evicted()
         ends = [*((runs[1:] != runs[:-1]).nonzero()[0] + 1).tolist(), len(blocks)]  # another run begins at each
         start = 0
         for end, run_id in zip(ends, runs[[end - 1 for end in ends]].tolist(), strict=True):
             run = self._runs.get(run_id)
             if run is not None:  # else its last anchor block was evicted before these
-                self._leave_together(run, blocks[start:end], places[start:end])
+                self._remove_evicted(run, blocks[start:end], cells[start:end])
             start = end
 
-    def _leave_together(self, run: Run, blocks: Int64Array, places: Int64Array) -> None:
-        """Blocks that were evicted leave a run."""
+    def _remove_evicted(self, run: Run, blocks: Int64Array, cells: Int64Array) -> None:
+        """Remove evicted blocks from their run."""
         if run.duplicates:
-            for block, place in zip(blocks.tolist(), places.tolist(), strict=True):
-                self._leave(run, place, block)
+            for block, cell in zip(blocks.tolist(), cells.tolist(), strict=True):
+                self._remove(run, cell, block)
             return
         if self.anchor is None:
             if self.listener is not None:
-                self.listener.left(run, places)
+                self.listener.left(run, cells)
             self._shorten(run)
             return
         if self.num_groups > 1:
-            is_anchor = places % self.num_groups == self.anchor
+            is_anchor = cells % self.num_groups == self.anchor
             if self.listener is not None:
-                self.listener.left(run, places[~is_anchor])
+                self.listener.left(run, cells[~is_anchor])
             blocks = blocks[is_anchor]
         if len(blocks):
             length = run.length - len(blocks)
-            assert run.blocks[self.anchor, length] == blocks[-1], "a block is evicted before what follows it"
+            assert run.blocks[self.anchor, length] == blocks[-1], "a block is evicted before the blocks behind it"
             self._shrink(run, length)
 
     def _clear_evicted(self) -> None:
         self._evicted.clear()
         self._num_evicted = 0
 
-    def forget(self, block: int) -> None:
-        """Remove one block. If it is the last anchor block of its node, so is the node: it must be the last of its
-        run."""
+    def remove_block(self, block: int) -> None:
+        """Remove one block. If it is the last anchor block of its node, the node is removed, too; it must be the last
+        node of its run."""
         self._settle()
-        run, place = self._runs.get(int(self._run_of[block])), int(self._place_of[block])
+        run, cell = self._runs.get(int(self._run_of[block])), int(self._cell_of[block])
         self._run_of[block] = 0
         if run is not None:
-            self._leave(run, place, block)
+            self._remove(run, cell, block)
 
-    def _leave(self, run: Run, place: int, block: int) -> None:
-        index, group = divmod(place, self.num_groups)
+    def _remove(self, run: Run, cell: int, block: int) -> None:
+        index, group = divmod(cell, self.num_groups)
         if index >= run.length:  # its node is gone
             return
-        if place in run.duplicates:
-            self._drop_one(run, place, block)
+        if cell in run.duplicates:
+            self._drop_one_of_several(run, cell, block)
             return
         if group == self.anchor:
-            assert index == run.length - 1, f"block {block} leaves the prefix tree before what follows it"
+            assert index == run.length - 1, f"block {block} leaves the prefix tree before the blocks behind it"
             self._shrink(run, index)
             return
         if self.listener is not None:
-            self.listener.left(run, np.array([place]))
+            self.listener.left(run, np.array([cell]))
         if self.anchor is None:
             self._shorten(run)
 
-    def prune(self, node: Place) -> list[int]:
+    def remove_subtree(self, node: RunNode) -> list[int]:
         """Remove a node, and everything after it. Requests that continue after a removed node must publish no more.
 
         Returns the removed blocks.
@@ -473,10 +478,10 @@ class PrefixCache:
             self.listener.cleared()
         self.num_publications += 1
 
-    def _drop_one(self, run: Run, place: int, block: int) -> None:
-        """Remove one of several blocks of a place. A lookup may then find one that is referenced."""
-        index, group = divmod(place, self.num_groups)
-        others = run.duplicates[place]
+    def _drop_one_of_several(self, run: Run, cell: int, block: int) -> None:
+        """Remove one of several blocks of a cell. A lookup may then find another one, which is referenced."""
+        index, group = divmod(cell, self.num_groups)
+        others = run.duplicates[cell]
         self.num_duplicates -= 1
         if run.blocks[group, index] == block:
             run.blocks = run.blocks.copy()
@@ -485,11 +490,11 @@ class PrefixCache:
         else:
             others.remove(block)
         if not others:
-            del run.duplicates[place]
+            del run.duplicates[cell]
         self.num_publications += 1
 
     def _shorten(self, run: Run) -> None:
-        """Without an anchor: remove the nodes at the end of a run at which nothing is left."""
+        """Without an anchor: remove the nodes at the end of a run that have no block and no child."""
         while True:
             held: Int64Array = np.flatnonzero(self._has(run, 0, run.length).any(axis=0))
             length = max([held.item(-1) if len(held) else -1, *(index for index, _ in run.children)]) + 1
@@ -523,13 +528,13 @@ class PrefixCache:
     def _drop_duplicates(self, run: Run, length: int) -> list[int]:
         """Take from a run its duplicates from node `length` on, and return them."""
         dropped: list[int] = []
-        for place in [place for place in run.duplicates if place >= length * self.num_groups]:
-            dropped += run.duplicates.pop(place)
+        for cell in [cell for cell in run.duplicates if cell >= length * self.num_groups]:
+            dropped += run.duplicates.pop(cell)
         self.num_duplicates -= len(dropped)
         return dropped
 
     def _blocks_behind(self, run: Run, index: int) -> Iterator[int]:
-        """All blocks of a run from a node on, and of the runs after those nodes, which are marked as gone."""
+        """All blocks of a run from a node on, and of the runs after those nodes; these runs are marked as gone."""
         count = run.length - index
         yield from run.blocks[:, index : run.length][self._has(run, index, count)].tolist()
         yield from self._drop_duplicates(run, index)
@@ -541,11 +546,11 @@ class PrefixCache:
             child.length = 0
             del self._runs[child.run_id]
 
-    # ------------------------------------------------------------------ questions
+    # ------------------------------------------------------------------ reading
 
     def num_lasting(self, found: Found, is_held: BoolArray, is_referenced: BoolArray) -> int:
-        """How many of these nodes stay where all blocks but some are evicted: `is_held` [groups, nodes] of these nodes,
-        `is_referenced` [blocks] of those after other nodes."""
+        """Number of these nodes that stay if all blocks are evicted except those of `is_held` [groups, nodes] at these
+        nodes, and of `is_referenced` [blocks] at others."""
         if self.anchor is not None:
             return int(np.count_nonzero(is_held[self.anchor]))
         last = np.flatnonzero(is_held.any(axis=0))
@@ -563,7 +568,7 @@ class PrefixCache:
     def _lasts(self, run: Run, start: int, is_referenced: BoolArray) -> bool:
         """Whether a run, from node `start` on, or one after it, has a block that is referenced."""
         blocks = run.blocks[:, start : run.length][self._has(run, start, run.length - start)].tolist()
-        others = [other for place, other in run.duplicates.items() if place >= start * self.num_groups]
+        others = [other for cell, other in run.duplicates.items() if cell >= start * self.num_groups]
         if np.count_nonzero(is_referenced[[*blocks, *chain(*others)]]):
             return True
         children = [child for (index, _), child in run.children.items() if index >= start]
@@ -578,21 +583,21 @@ class PrefixCache:
         """Whether a lookup can find the block."""
         self._settle()
         run = self._runs.get(int(self._run_of[block]))
-        return run is not None and int(self._place_of[block]) < run.length * self.num_groups
+        return run is not None and int(self._cell_of[block]) < run.length * self.num_groups
 
-    def place_of(self, block: int) -> tuple[Place, int]:
+    def node_of(self, block: int) -> tuple[RunNode, int]:
         """The node whose content a cached block holds, and the block's group."""
         self._settle()
-        index, group = divmod(int(self._place_of[block]), self.num_groups)
-        return Place(self._runs[int(self._run_of[block])], index), group
+        index, group = divmod(int(self._cell_of[block]), self.num_groups)
+        return RunNode(self._runs[int(self._run_of[block])], index), group
 
     def group_of(self, block: int) -> int:
         """The group of a block that is, or was, cached."""
-        return int(self._place_of[block]) % self.num_groups
+        return int(self._cell_of[block]) % self.num_groups
 
-    def holds(self, block: int, run: Run, place: int) -> bool:
-        """Whether a block (still) belongs to a place of a run."""
-        return bool(self._run_of[block] == run.run_id and self._place_of[block] == place)
+    def holds(self, block: int, run: Run, cell: int) -> bool:
+        """Whether a block (still) belongs to a cell of a run."""
+        return bool(self._run_of[block] == run.run_id and self._cell_of[block] == cell)
 
     def blocks(self) -> list[int]:
         """For checks: all blocks that are reachable from the roots, each as often as it is reached."""
@@ -602,14 +607,14 @@ class PrefixCache:
         while runs:
             run = runs.pop()
             found += run.blocks[:, : run.length][self._has(run, 0, run.length)].tolist()
-            for place, others in run.duplicates.items():
-                found += others if place < run.length * self.num_groups else [-1]
+            for cell, others in run.duplicates.items():
+                found += others if cell < run.length * self.num_groups else [-1]
             runs += [child for (index, _), child in run.children.items() if index < run.length]
         return found
 
     def content(self, block: int) -> tuple[Root, bytes]:
         """For checks: the root of a cached block and all tokens up to its end, as bytes."""
-        (run, index), _ = self.place_of(block)
+        (run, index), _ = self.node_of(block)
         parts = [run.token_bytes[: (index + 1) * self._block_bytes]]
         while not isinstance(run.parent, Root):
             run, index = run.parent

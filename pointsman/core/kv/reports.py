@@ -1,8 +1,8 @@
-"""Table reports: which blocks of the rows' tables have outputs not named yet? For tables in groups.
+"""Table reports: the blocks that outputs have not reported to the host yet, where rows have several tables.
 
-Where a row has one table, the parts of a step hand its new blocks on to the output as they allocate them. With groups a
-block belongs to a group and a place, and a row that is asked for one token may get none. So the output is made of what
-the tables have beyond `_reported`, [rows] blocks of each table that the host knows of.
+Where a row has one table, the parts of a step pass its new blocks to the output as they allocate them. With groups, a
+block belongs to a group and a place, and a row may advance by a token without a new block. So an output reports the
+blocks of each table beyond `_reported`: [rows] blocks of each table that the host knows.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ IntArray = npt.NDArray[np.integer]
 
 
 class TableReports:
-    """What the host does not know of the tables."""
+    """Tracks which blocks of the tables the host knows."""
 
     def __init__(self, tables: BlockTables) -> None:
         self._tables = tables
         self._reported: Int64Array = np.zeros(0, dtype=np.int64)
         self._has_grown = False
         self._one: tuple[IntArray, Int64Array] | None = None
-        """[rows, groups] what every row that grew by one block got in this step, and [rows] the place; None: nothing,
-        or it was not noted."""
+        """[rows, groups] the blocks of rows that grew by one block per table in this step, and [rows] their places;
+        None: there are none, or they were not noted."""
         self.add_rows(INITIAL_ROWS)
 
     def add_rows(self, count: int) -> None:
@@ -42,7 +42,7 @@ class TableReports:
         self._one = None
 
     def place(self, row: int) -> None:
-        """A row has got its tables."""
+        """A row was given its tables."""
         self._reported[row] = 0
         self._has_grown = True
 
@@ -51,7 +51,7 @@ class TableReports:
         self._has_grown = True
 
     def note_reported(self, rows: Int64Array, ends: Int64Array) -> None:
-        """The host knows of all blocks of these rows, before `ends`."""
+        """The host knows all blocks of these rows before `ends`."""
         self._reported[rows] = ends
 
     def note_one(self, rows: Int64Array, ids: IntArray, places: Int64Array, ends: Int64Array) -> None:
@@ -72,7 +72,7 @@ class TableReports:
         return new if more is None else _merged(new, more)
 
     def _more_blocks(self, rows: Int64Array) -> NewBlocks | None:
-        """What the rows got that is not reported."""
+        """The blocks of the rows that are not reported."""
         if not self._has_grown:
             return None
         self._has_grown = False
@@ -80,7 +80,7 @@ class TableReports:
         grown = (end > reported).nonzero()[0]
         if not len(grown):
             return None
-        is_new = reported[grown] == 0  # it may have begun with what is cached
+        is_new = reported[grown] == 0  # it may have begun with cached blocks
         parts = []
         if not is_new.all():
             parts.append(self._appended(rows, grown[~is_new], reported[grown[~is_new]]))
@@ -115,13 +115,13 @@ class TableReports:
 
 
 def _counting(num_groups: int, times: int) -> Int64Array:
-    """0 to the number of groups, so many times over; read-only."""
+    """The numbers 0 to `num_groups` - 1, repeated `times` times; read-only."""
     counting = np.resize(np.arange(num_groups), num_groups * times)
     counting.flags.writeable = False
     return counting
 
 
 def _merged(*parts: NewBlocks) -> NewBlocks:
-    """In the order of the rows."""
+    """All of these blocks, in the order of their rows."""
     order = np.concatenate([each.rows for each in parts]).argsort(kind="stable")
     return NewBlocks(*[np.concatenate(columns)[order] for columns in zip(*parts, strict=True)])

@@ -1,40 +1,40 @@
-"""Which free blocks are retained: evicted only where nothing else is free? A pool with a second queue.
+"""Retained blocks: a pool with a second queue of free blocks, which are evicted only if no other block is free.
 
 Layout beside that of `BlockPool`, with B = num_blocks:
 
     _until   float64 [B]   until when the block is retained, in seconds of `now`; -inf: it is not
     _owner   int64   [B]   of a marked block: the tenant that asked for it, or SHARED: several did
-    labels   int64   [B]   what the policy wrote on the block when it was last released; 0: nothing
+    labels   int64   [B]   the policy's label of the block when it was last released; 0: none
 
-    blank | cached free: least recently used first | retained: what expires first, first
-                         ^ here a retained block goes when its time is over, or its tenant has too many
+    blank | cached free: least recently used first | retained: earliest expiry first
+                         ^ a retained block moves here when it expires, or its tenant has too many
 
-A mark is set on the first blocks of a table, and outlasts references: a block that is reused meanwhile and released
-again returns to the retained ones until its time.
+The first blocks of a table are marked with a time and an owner. A mark outlasts references: a block that is reused and
+released again returns to the retained ones until its time.
 
 Children are evicted before their parents (`prefix_tree.py`), because along every released table
 
     a block's time is at least that of the blocks behind it        (`straighten` raises it)
     a block is SHARED where one behind it has another owner
 
-and blocks leave the queue by (time, order of release), all of them or those of one owner: no child of a block that
-leaves is retained for longer. What has expired leaves before anything is released, so that a block which is released
-after its time does not get ahead of its children.
+and blocks leave the queue of all owners, or that of one owner, by (time, order of release). So no child of a block that
+leaves is retained for longer. Expired blocks leave before anything is released, so that a block released after its time
+is not evicted before its children.
 
-With groups of layers the table is that of the anchor, the group of full attention which the prefix tree needs in that
-order. Blocks of other groups may leave in any order, as a lookup tests each, so they only keep their time and owner.
-Marked are those that a lookup of the retained prefix needs: of a window the last ones. Without an anchor no order is
-needed at all.
+With groups of layers this concerns the table of the anchor, the group of full attention that the prefix tree needs in
+that order. Blocks of other groups may leave in any order, because a lookup tests each; they keep their time and owner.
+Only blocks that a lookup of the retained prefix needs are marked: of a window, the last ones. Without an anchor no
+order is needed.
 
-Of the pool at most `capacity` blocks are retained. A block that several tenants asked for is SHARED and counts for none
-of them. At most half of `capacity` is SHARED: where a request would make it more, it is as if it had asked only for the
-blocks before. (That is decided when it asks, because a SHARED block cannot leave without the blocks behind it, which
-are others'.) Of one tenant at most
+At most `capacity` blocks of the pool are retained. A block that several tenants asked for is SHARED and counts for none
+of them. At most half of `capacity` is SHARED: a request that would exceed this retains only the blocks before. (This is
+decided when it asks, because a SHARED block cannot leave before the blocks behind it, which belong to other tenants.)
+One tenant has at most
 
     max(1, (capacity - SHARED ones) / number of tenants with retained blocks)
 
-are retained: at least capacity / 2n with n tenants, however few tenants share however much. What a tenant has beyond
-expires at once, and where there are more tenants than blocks, what expires first of all.
+retained blocks: with n tenants at least capacity / 2n, however much other tenants share. A tenant's blocks beyond that
+expire at once. With more tenants than blocks, the blocks with the earliest expiry leave.
 
 Equal content that was computed twice is two blocks, and both are retained if both were asked for.
 """
@@ -54,18 +54,18 @@ SHARED = 1
 """The owner of a block that several tenants asked for."""
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 _NEVER = -math.inf
-_SKIM = 1024  # entries of a segment that are tested together for stale ones
+_SKIM = 1024  # number of entries tested for staleness at a time
 _Queue: TypeAlias = list[tuple[float, int, _Segment]]  # a heap: (until, number of the segment, segment)
 
 
 class RetainingPool(BlockPool):
-    """A block pool of which free cached blocks may be retained, at most `share` of the usable ones."""
+    """A block pool that retains free cached blocks, at most `share` of the usable blocks."""
 
     def __init__(self, num_blocks: int, num_reserved_blocks: int, share: float) -> None:
         super().__init__(num_blocks, num_reserved_blocks)
         self.capacity = int(share * self.num_usable)
         """Maximum number of retained blocks."""
-        self.most_shared = self.capacity // 2
+        self.max_shared = self.capacity // 2
         """Maximum number of retained blocks that several tenants asked for."""
         self.labels: Int64Array = np.zeros(num_blocks, dtype=np.int64)
         self._until = np.full(num_blocks, _NEVER)
@@ -75,10 +75,10 @@ class RetainingPool(BlockPool):
         self._queue: _Queue = []
         self._queue_of: dict[int, _Queue] = {}  # the same segments, by owner
         self._num_of: dict[int, int] = {}  # retained blocks, by owner, above 0
-        self._largest: list[tuple[int, int]] = []  # a heap: of each tenant (-n, owner), n at least what it retains
+        self._largest: list[tuple[int, int]] = []  # a heap of (-n, owner), n at least what it retains
         self._num_retained = 0
         self._num_shared = 0  # SHARED marks, those of referenced blocks too
-        self._num_pushed = 0  # entries since the queues were rebuilt
+        self._num_pushed = 0  # entries added since the queues were rebuilt
         self._clock = _NEVER
 
     @property
@@ -94,8 +94,8 @@ class RetainingPool(BlockPool):
         """Free blocks that are retained."""
         return self._num_retained
 
-    def most_of_a_tenant(self, tenant: str | None = None) -> int:
-        """Retained blocks that each tenant may have now, with `tenant` among those that have some."""
+    def max_of_a_tenant(self, tenant: str | None = None) -> int:
+        """Maximum number of retained blocks of each tenant now, counting `tenant` among those that have some."""
         is_new = tenant is not None and self._owners.get(tenant, 0) not in self._num_of
         num_tenants = len(self._num_of) - (SHARED in self._num_of) + is_new
         part = (self.capacity - self._num_of.get(SHARED, 0)) // max(1, num_tenants)
@@ -106,17 +106,17 @@ class RetainingPool(BlockPool):
         return self._num_of.get(self._owners.get(tenant, 0), 0)
 
     def expire(self, now: float) -> None:
-        """Time has passed: blocks whose time is over count as used now."""
+        """Advance the clock to `now`: expired blocks count as used now."""
         self._clock = max(self._clock, now)
         if self._queue and self._queue[0][0] <= self._clock:
-            self._dismiss(self._queue, self._num_retained, self._clock)
+            self._end_retention(self._queue, self._num_retained, self._clock)
 
     def retain(self, blocks: Int64Array, until: float, tenant: str | None) -> int:
-        """Mark referenced blocks of a table as retained until then (seconds of `now`, maybe inf) for a tenant; None:
-        where tenants do not matter, one for all. A later time that a block already has stays. The cached ones must come
-        first: others are left out, and so are those from the first one on that would be SHARED beyond the bound.
+        """Mark referenced blocks of a table as retained until `until` (seconds of `now`, maybe inf) for a tenant; None:
+        one tenant for all. A block keeps a later time that it already has. Only the first, cached blocks are marked, up
+        to the first one that would exceed the bound of SHARED blocks.
 
-        Returns how many are marked.
+        Returns the number of marked blocks.
         """
         blocks = blocks[: np.count_nonzero(self.is_cached[blocks])]
         if until <= self._clock or not len(blocks):
@@ -143,7 +143,7 @@ class RetainingPool(BlockPool):
     def take(self, count: int) -> tuple[Int64Array, Int64Array]:
         missing = count - self._num_blank - self._num_cached
         if missing > 0:
-            self._dismiss(self._queue, missing)
+            self._end_retention(self._queue, missing)
         blocks, evicted = super().take(count)
         if len(evicted):
             self.labels[evicted] = 0
@@ -151,7 +151,7 @@ class RetainingPool(BlockPool):
 
     def acquire(self, blocks: Int64Array) -> None:
         if self._num_retained:
-            self._forget(blocks)
+            self._take_out(blocks)
         super().acquire(blocks)
 
     def release(self, blocks: Int64Array) -> None:
@@ -169,7 +169,7 @@ class RetainingPool(BlockPool):
 
     def uncache(self, blocks: list[int]) -> None:
         ids = np.array(blocks, dtype=np.int64)
-        self._forget(ids)
+        self._take_out(ids)
         super().uncache(blocks)
         self._num_shared -= self._num_marked_shared(ids)
         self._until[ids] = _NEVER
@@ -186,18 +186,18 @@ class RetainingPool(BlockPool):
 
     def retained_blocks(self) -> list[tuple[int, float]]:
         """For checks: each retained block, in the order in which they leave, and until when it is retained."""
-        waiting = [block for _, _, segment in sorted(self._queue) for block in self._waiting(segment).tolist()]
-        return list(zip(waiting, self._until[waiting].tolist(), strict=True))
+        retained = [block for _, _, segment in sorted(self._queue) for block in self._valid_ids(segment).tolist()]
+        return list(zip(retained, self._until[retained].tolist(), strict=True))
 
     # ------------------------------------------------------------------ entering
 
     def _num_shareable(self, until: FloatArray, owners: Int64Array, of_others: Int64Array) -> int:
-        """How many of these places of a table may become SHARED, with all blocks before each (`straighten`)."""
-        room = self.most_shared - self._num_shared
-        if len(until) <= room:
+        """Number of these places of a table that may become SHARED, with all blocks before each (`straighten`)."""
+        num_left = self.max_shared - self._num_shared
+        if len(until) <= num_left:
             return len(of_others)
         new = np.cumsum((owners != SHARED) | (until == _NEVER))[of_others]
-        return int(np.searchsorted(new, max(0, room), side="right"))
+        return int(np.searchsorted(new, max(0, num_left), side="right"))
 
     def _num_marked_shared(self, blocks: Int64Array) -> int:
         """How many of these blocks are marked as SHARED."""
@@ -206,7 +206,7 @@ class RetainingPool(BlockPool):
         return int(np.count_nonzero((self._owner[blocks] == SHARED) & (self._until[blocks] > _NEVER)))
 
     def straighten(self, blocks: Int64Array) -> None:
-        """Make the times and owners of a table such that its children leave first; called before its release."""
+        """Adjust the times and owners of a table so that children leave first; called before its release."""
         until = self._until[blocks]
         if not np.count_nonzero(until > _NEVER):
             return
@@ -238,13 +238,13 @@ class RetainingPool(BlockPool):
         self._push_retained(blocks[~is_over])
 
     def _without_marks(self, blocks: Int64Array) -> Int64Array:
-        """These blocks, whose time is over, without their marks."""
+        """Remove the marks of expired blocks, and return the blocks."""
         self._num_shared -= self._num_marked_shared(blocks)
         self._until[blocks] = _NEVER
         return blocks
 
     def _push_retained(self, blocks: Int64Array) -> None:
-        """Blocks that are free from now on, children first, and whose time is not over."""
+        """Add blocks that became free and have not expired to the retained ones, children first."""
         if not len(blocks):
             return
         until, owners = self._until[blocks], self._owner[blocks]
@@ -269,26 +269,27 @@ class RetainingPool(BlockPool):
             self._rebuild()
 
     def _keep_bounds(self) -> None:
-        # More than the bound only where content was computed twice, and one table has blocks of several tenants.
-        while (excess := self._num_of.get(SHARED, 0) - self.most_shared) > 0:
-            self._dismiss(self._queue, excess)
-        most = self.most_of_a_tenant()
-        while self._largest and (count := -self._largest[0][0]) > most:
+        # SHARED blocks exceed the bound only if content was computed twice and one table has blocks of several tenants.
+        while (excess := self._num_of.get(SHARED, 0) - self.max_shared) > 0:
+            self._end_retention(self._queue, excess)
+        limit = self.max_of_a_tenant()
+        while self._largest and (count := -self._largest[0][0]) > limit:
             owner = self._largest[0][1]
             num_now = self._num_of.get(owner, 0)
             if count == num_now:
-                self._dismiss(self._queue_of[owner], count - most)
+                self._end_retention(self._queue_of[owner], count - limit)
             elif num_now:
                 heapreplace(self._largest, (-num_now, owner))
             else:
                 heappop(self._largest)
         if self._num_retained > self.capacity:
-            self._dismiss(self._queue, self._num_retained - self.capacity)
+            self._end_retention(self._queue, self._num_retained - self.capacity)
 
     # ------------------------------------------------------------------ leaving
 
-    def _dismiss(self, queue: _Queue, count: int, until: float = math.inf) -> None:
-        """The first `count` blocks of a queue, of which time is at most `until`, count as used now."""
+    def _end_retention(self, queue: _Queue, count: int, until: float = math.inf) -> None:
+        """End the retention of the first `count` blocks of a queue whose time is at most `until`: they count as used
+        now."""
         while count and queue and queue[0][0] <= until:
             segment = queue[0][2]
             head = segment.ids[:_SKIM]
@@ -314,9 +315,9 @@ class RetainingPool(BlockPool):
         while queue and not len(queue[0][2].ids):
             heappop(queue)
 
-    def _forget(self, blocks: Int64Array) -> None:
-        """Those of these blocks that are in the queue of the retained ones leave it, and keep their marks: they count
-        as if they were in the other one, which they leave next."""
+    def _take_out(self, blocks: Int64Array) -> None:
+        """Take `blocks` out of the retained ones, if they are there, with their marks. They count as cached free
+        blocks, which the caller takes them out of next."""
         leaving = blocks[(self.num_references[blocks] == 0) & (self._until[blocks] > _NEVER)]
         if not len(leaving):
             return
@@ -345,12 +346,12 @@ class RetainingPool(BlockPool):
         return number
 
     def _rebuild(self) -> None:
-        """Make the queues anew without stale entries, and forget tenants that have no mark."""
+        """Rebuild the queues without stale entries, and drop tenants without a marked block."""
         entries = [(until, number, segment) for until, number, segment in self._queue]
         self._queue, self._queue_of = [], {}
         for entry in entries:
             segment = entry[2]
-            segment.ids = self._waiting(segment)
+            segment.ids = self._valid_ids(segment)
             if len(segment.ids):
                 self._queue.append(entry)
                 self._queue_of.setdefault(int(self._owner[segment.ids[0]]), []).append(entry)

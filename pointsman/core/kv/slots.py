@@ -1,12 +1,12 @@
-"""Which content is in which slot of host memory? A directory for hosts that keep evicted blocks there.
+"""`SlotDirectory`: which content is in which slot of host memory, for hosts that keep evicted blocks there.
 
-A slot holds the content of one block, found by its key (`content.py`). The directory plans what a step copies; the
-bytes are moved by the host, before the step computes and in the order of the steps: blocks to slots, then blocks to
-blocks, then slots to blocks.
+A slot holds the content of one block, found by its key (`digests.py`). The directory plans the copies of a step. The
+host moves the bytes before the step computes, in the order of the steps: blocks to slots, then blocks to blocks, then
+slots to blocks.
 
-    plan = directory.assign(saves, loads)     slots are taken, the least recently used first
+    plan = directory.assign(saves, loads)     takes slots, the least recently used first
     directory.withdraw(plan.saves)            the copies of a plan will not be made
-    directory.discard(keys)                   nothing will ask for this content again
+    directory.discard(keys)                   no request will need this content again
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class SlotLoad(NamedTuple):
     """Blocks of the pool that are filled from host memory."""
 
     keys: Sequence[bytes]
-    """What to fill them with; all of it is here, or saved by the same step."""
+    """Their contents, each in the directory or saved by the same step."""
     block_ids: Sequence[int]
 
 
@@ -33,15 +33,15 @@ class SlotSave(NamedTuple):
 
 
 class SlotPlan(NamedTuple):
-    """What one step copies."""
+    """The copies of one step."""
 
     saves: list[SlotSave]
     loaded_slots: list[int]
     loaded_blocks: list[int]
-    """As many: the block that each slot is copied to."""
+    """Parallel to `loaded_slots`: the block that each slot is copied to."""
     moves: list[tuple[int, int]]
-    """(from block, to block): content that the step saves and loads, copied within the pool, all of it read before any
-    is written."""
+    """(from block, to block): content that the step saves and loads, copied within the pool; all blocks are read before
+    any is written."""
 
     @property
     def num_blocks(self) -> int:
@@ -50,7 +50,7 @@ class SlotPlan(NamedTuple):
 
 
 class SlotDirectory:
-    """Slots 0 to `num_slots` - 1, and what is in them."""
+    """Slots 0 to `num_slots` - 1, and their contents."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -58,28 +58,28 @@ class SlotDirectory:
         self._free = list(range(num_slots - 1, -1, -1))
 
     def __len__(self) -> int:
-        """Contents that are here, or will be once the steps in flight are over."""
+        """Number of contents, including those that steps in flight save."""
         return len(self._slots)
 
     def has(self, key: bytes) -> bool:
-        """Whether this is here. Changes nothing."""
+        """Whether a content has a slot. Changes nothing."""
         return key in self._slots
 
     def num_found(self, keys: Sequence[bytes]) -> int:
-        """How many of these are here in a row, from the first one on. Changes nothing."""
+        """Number of consecutive contents, from the first one on, that have a slot. Changes nothing."""
         return next((index for index, key in enumerate(keys) if key not in self._slots), len(keys))
 
     def assign(self, saves: Sequence[tuple[int, bytes]], loads: Sequence[SlotLoad]) -> SlotPlan:
-        """Take slots for the content of blocks, given with their keys, and find those of what is to be loaded.
+        """Take slots for the blocks to save, given with their keys, and find the slots of the contents to load.
 
-        Content that is here already is not copied again. If loads need all slots, what would be saved is lost.
+        Content that has a slot is not copied again. If loads need all slots, the blocks to save are lost.
         """
         loaded_slots: list[int] = []
         loaded_blocks: list[int] = []
         moves: list[tuple[int, int]] = []
         block_of = {key: block for block, key in saves} if loads else {}
         for load in loads:
-            for key in reversed(load.keys):  # a prefix outlives what comes after it
+            for key in reversed(load.keys):  # a prefix outlives its suffix
                 if key in self._slots:
                     self._slots.move_to_end(key)
             for key, block in zip(load.keys, load.block_ids, strict=True):
@@ -97,7 +97,7 @@ class SlotDirectory:
             elif (slot := self._take_slot(needed)) is not None:
                 taken.append(SlotSave(key, block, slot))
                 self._slots[key] = slot
-        # If more was saved than fits, slots went to later ones.
+        # If more was saved than fits, later contents took slots of earlier ones.
         kept = [one for one in taken if self._slots.get(one.key) == one.slot]
         return SlotPlan(kept, loaded_slots, loaded_blocks, moves)
 
@@ -105,13 +105,13 @@ class SlotDirectory:
         if self._free:
             return self._free.pop()
         key, slot = next(iter(self._slots.items()))
-        if slot in needed:  # it is as recently used as anything
+        if slot in needed:  # then this step uses every slot
             return None
         del self._slots[key]
         return slot
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """Free the slots of these contents, where they are here."""
+        """Free the slots of these contents, if they have any."""
         for key in keys:
             slot = self._slots.pop(key, None)
             if slot is not None:
@@ -125,7 +125,7 @@ class SlotDirectory:
         self._free = sorted(set(range(self.num_slots)).difference(self._slots.values()), reverse=True)
 
     def clear(self) -> None:
-        """Forget everything. Copies that are planned may still run: slots are written in the order of the plans."""
+        """Free all slots. Copies that are planned may still run: slots are written in the order of the plans."""
         self._slots.clear()
         self._free = list(range(self.num_slots - 1, -1, -1))
 

@@ -1,18 +1,18 @@
-"""Block tables: which block does each row have at each place, in each group of layers?
+"""Block tables: the blocks of each row, in each group of layers. A block's index in its table is its place.
 
 Layout, with R rows, G groups and W blocks in the longest table:
 
-    ids     int32 [R, G, W]   block ids; the entry at place p is for the tokens from p times the block size on
+    ids     int32 [R, G, W]   block ids; place p is for the tokens from p times the block size on
     ends    int64 [R]         blocks in each table of a row, those that it gave back included
-    first   int64 [R]         for each kind of group: blocks at the beginning that it gave back, or never had
+    first   int64 [R]         for each kind of group: leading blocks that it gave back, or never had
 
     kind 0, full             [ b0 b1 b2 b3 b4 b5 ]      group 0
-    kind 1, window       first = 3   [ c3 c4 c5 ]       group 1      what lies before `first` is in the pool again
+    kind 1, window       first = 3   [ c3 c4 c5 ]       group 1      blocks before `first` are in the pool again
                                      [ d3 d4 d5 ]       group 2
                                              end = 6    of all groups
 
 Groups whose layers attend alike are of one kind: their tables are filled and given back alike. Entries before `first`
-and from `ends` on hold anything.
+and from `ends` on are meaningless.
 
 Block ids are int32 in the tables, as hosts and kernels read them, and int64 elsewhere (`block_pool.py`).
 """
@@ -33,8 +33,8 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 IntArray = npt.NDArray[np.integer]
 
-MAX_LOOP_ROWS = 3  # for which a loop takes less time than NumPy
-FIRST_LOOK = 16  # blocks that are compared at first; the number then doubles, so that short prefixes are cheap
+MAX_LOOP_ROWS = 3  # up to this number a loop takes less time than NumPy
+FIRST_LOOK = 16  # number of blocks compared first; it then doubles, so that short prefixes are cheap
 
 
 class Kind:
@@ -84,7 +84,8 @@ class BlockTables:
     # ------------------------------------------------------------------ writing
 
     def place(self, row: int, table: IntArray, first: Int64Array | None = None) -> None:
-        """Give a row its tables [groups, blocks], of which each has the blocks from `first` [groups] on; None: all."""
+        """Give a row its tables [groups, blocks]. Each table has the blocks from its element of `first` [groups] on;
+        None: all."""
         end = table.shape[1]
         if self.num_groups == 1:
             self.ids[row, 0, :end] = table[0]
@@ -96,7 +97,7 @@ class BlockTables:
                 kind.first[row] = first.item(kind.groups.item(0))
 
     def at(self, rows: Int64Array, places: Int64Array) -> Int64Array:
-        """[rows, groups] where a place of each row is in all tables, laid out flat."""
+        """[rows, groups] flat indices, in all tables, of a place of each row."""
         at = self.starts[rows]
         at += places
         flat: Int64Array = at[:, None] + self.offsets
@@ -112,7 +113,7 @@ class BlockTables:
         return ends
 
     def append_to_few(self, rows: Int64Array, blocks: IntArray, num_slots: Int64Array, block_size: int) -> None:
-        """As `append_one` for at most `MAX_LOOP_ROWS` with one group, and `num_slots` [R] with it."""
+        """As `append_one`, for at most `MAX_LOOP_ROWS` rows with one group. Also updates `num_slots` [R]."""
         flat, ends, width = self.flat, self.ends, self.width
         for index, row in enumerate(rows.tolist()):
             end = ends.item(row)
@@ -121,8 +122,8 @@ class BlockTables:
             num_slots[row] = end * block_size
 
     def append(self, rows: Int64Array, counts: Int64Array, blocks: Int32Array) -> Int64Array:
-        """Append `counts[i]` blocks to each table of `rows[i]`; `blocks` are row after row, place after place, group
-        after group. Returns the new `ends`."""
+        """Append `counts[i]` blocks to each table of `rows[i]`; `blocks` are sorted by row, place and group. Returns
+        the new `ends`."""
         ends = self.ends[rows]
         if len(rows) == 1:  # a prefill's next chunk, most often
             row, end = rows.item(0), ends.item(0)
@@ -137,8 +138,8 @@ class BlockTables:
         return ends
 
     def write(self, at: Int64Array, blocks: Int32Array) -> None:
-        """Write `blocks`, one for each group after another, at these places of the first group's tables, laid out
-        flat."""
+        """Write `blocks`, one per group, at these flat indices of the first group's tables, and those of the other
+        groups."""
         self.flat[at if self.num_groups == 1 else (at[:, None] + self.offsets).ravel()] = blocks
 
     # ------------------------------------------------------------------ reading
@@ -158,7 +159,7 @@ class BlockTables:
         return np.array([kind.first.item(row) for kind in self._kind_of], dtype=np.int64)
 
     def whole(self, row: int, start: int, end: int, hole: int) -> Int64Array:
-        """int64 [groups, end - start]: what a row has at the places from `start` to `end`; `hole` where it has none."""
+        """int64 [groups, end - start]: the blocks of a row at places `start` to `end` - 1; `hole` where it has none."""
         table: Int64Array = self.ids[row, :, start:end].astype(INT64)
         if self._has_holes:
             table[np.arange(start, end) < self.first(row)[:, None]] = hole
@@ -177,7 +178,7 @@ class BlockTables:
         return self.ids[row, groups, places].astype(INT64), places, groups
 
     def num_common(self, rows: IntArray, group: int) -> int:
-        """Blocks that the tables of these rows begin with in a group of full attention; 0 for no row."""
+        """Number of leading blocks that the tables of these rows share in a group of full attention; 0 for no row."""
         if len(rows) == 0:
             return 0
         width = int(self.ends[rows].min())
@@ -192,8 +193,8 @@ class BlockTables:
         return width
 
     def between(self, rows: Int64Array, groups: Int64Array, starts: Int64Array, ends: Int64Array) -> Int64Array:
-        """int64: the blocks of some groups at the places from `starts[i]` to `ends[i]` of `rows[i]`: row by row, place
-        by place, group by group."""
+        """int64: the blocks of some groups at places `starts[i]` to `ends[i]` - 1 of `rows[i]`, sorted by row, place
+        and group."""
         counts = ends - starts
         at = self.starts[rows] + starts
         total = int(counts.sum())
@@ -204,7 +205,7 @@ class BlockTables:
 
 
 def lengthened(column: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
-    """A column with `count` rows, the new ones 0."""
+    """A column with `count` rows; new rows are 0."""
     grown = np.zeros((count, *column.shape[1:]), dtype=column.dtype)
     grown[: len(column)] = column
     return grown

@@ -1,13 +1,13 @@
-"""Which blocks are held without a running row, for what, and until when?
+"""Transfers: blocks that are held without a running row, for loads and sends of a connector.
 
     loading    its request is parked until the host reports that the load has finished
     loaded     its request is back in the queue, and will continue after these blocks
     abandoned  its request no longer waits for the load, but the device may still write the blocks
     sending    its request has finished, but the blocks are still being read
 
-A holding is one reference to each of its blocks. All holdings together own at most the pool less one request of full
-length, so a running request, or the next to run, can always get its blocks: two partly loaded requests never wait for
-each other, and a transfer that never finishes costs its blocks and nothing else.
+A holding is one reference to each of its blocks. All holdings together have at most the blocks of the pool less those
+of one request of full length. So a running request, or the next to run, can always get its blocks. Two partly loaded
+requests never wait for each other, and a transfer that never finishes costs only its blocks.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class Holding:
     request_id: str
     """The request whose KV it is, or was."""
     blocks: Int64Array
-    """Those found in the prefix cache, then those to fill; each place by place of all tables."""
+    """Blocks found in the prefix cache, then blocks to fill; both place by place over all tables."""
     num_local_blocks: int
     request: Request | None
     """The request that will continue after them; None: they are held until the transfer finishes."""
     load: Load | None
     """None: a send."""
     table: Int64Array
-    """[groups, blocks] of a load: the beginning of the tables of its request; the number of blocks in the pool where it
-    has none."""
+    """[groups, blocks] for a load: the beginning of its request's tables. An entry without a block is the number of
+    blocks in the pool."""
     num_local_places: int = 0
     """Blocks of each table before those to fill."""
     since: float = 0.0
@@ -75,19 +75,19 @@ class Holding:
         return local
 
     def leave(self) -> None:
-        """Its request no longer waits for it, or runs."""
+        """Detach its request, which runs or no longer waits for it."""
         if self.request is not None:
             self.request._state.hold(None)
         self.request = None
 
     @property
     def num_external_blocks(self) -> int:
-        """Of each table."""
+        """Blocks of each table to fill."""
         return int(self.table.shape[1]) - self.num_local_places
 
 
 class External(NamedTuple):
-    """What to load for a request that is to be admitted."""
+    """The load for a request that is to be admitted."""
 
     num_tokens: int
     """A whole number of blocks."""
@@ -112,17 +112,17 @@ class Transfers:
         self._loaded: dict[int, Holding] = {}
         self._next_id = 0
         self.num_blocks = 0
-        """Blocks of all holdings; one that several hold counts for each."""
-        self._num_stuck = 0  # of these, those that no request waits for: it is not known when they are released
+        """Blocks of all holdings; a block in several holdings counts for each."""
+        self._num_stuck = 0  # of these, blocks that no request waits for; their release has no known time
         self._is_claimed = False
         self._preemptor: Request | None = None
         self._now = 0.0
         self.is_worth_loading: Callable[[int, int, int], bool] | None = None
-        """Whether to load, synchronously, from some token on that number of tokens, in that number of blocks, rather
-        than compute them; None: whatever can be loaded is."""
+        """(first token, number of tokens, number of blocks) -> whether to load these synchronously rather than compute
+        them. None: everything that can be loaded is."""
 
     def compare_with(self, is_worth_loading: Callable[[int, int, int], bool]) -> None:
-        """Load only where this says that it is worth it."""
+        """Load synchronously only if this returns True."""
         self.is_worth_loading = is_worth_loading
 
     @property
@@ -145,21 +145,21 @@ class Transfers:
     # ------------------------------------------------------------------ loads
 
     def open(self, preemptor: Request | None, now: float) -> None:
-        """A step begins to admit; others were preempted for `preemptor`, so it must not wait for a transfer."""
+        """Begin the admissions of a step. Others were preempted for `preemptor`, so it must not wait for a transfer."""
         self._is_claimed = False
         self._preemptor = preemptor
         self._now = now
 
     def ask(self, request: Request, match: Match) -> External | Deferral:
-        """What to load after the cached tokens of a request."""
+        """The load after the cached tokens of a request, or why the request waits."""
         if not (request._state.may_load and request.reads_prefix_cache) or request._state.holding is not None:
             return NOTHING
         size, num_local = self._kv.block_size, match.num_tokens
-        most = (request._state.num_tokens - 1) // size * size - num_local
-        if most <= 0:
+        max_tokens = (request._state.num_tokens - 1) // size * size - num_local
+        if max_tokens <= 0:
             return NOTHING
         is_saving = self._swaps and bool(self._kv.saves)
-        has = None if self._kv.has_tables else self._kv.in_pool(match, (num_local + most) // size)
+        has = None if self._kv.has_tables else self._kv.in_pool(match, (num_local + max_tokens) // size)
         saved = self._num_saved_tokens(request, num_local, has) if is_saving else 0
         if has is None:
             count, is_async = self.connector.num_external_tokens(request, num_local + saved)
@@ -168,11 +168,11 @@ class Transfers:
             count, is_async = self.connector.num_tokens_in_groups(request, num_local + saved, has)
         if count is None:
             return self._wait_for_answer(request)
-        if saved:  # what comes after them is loaded by this step too, or not at all
+        if saved:  # tokens after them are loaded by this step too, or not at all
             count, is_async = saved + (0 if is_async else count), False
-        if has is not None and count % size:  # windows have what the token after just so many attends to
+        if has is not None and count % size:  # windows have blocks only for the token after exactly `count`
             return NOTHING
-        count = min(count, most) // size * size
+        count = min(count, max_tokens) // size * size
         if count <= 0:
             return NOTHING
         if not is_async:
@@ -185,13 +185,13 @@ class Transfers:
         return self._fit(num_local // size, count // size)
 
     def _num_loaded(self, match: Match, num_tokens: int) -> int:
-        """How many blocks a load of so many tokens after a match fills."""
+        """Number of blocks that a load of `num_tokens` tokens after a match fills."""
         num_blocks = self._kv.num_blocks_to_hold((match.num_tokens + num_tokens) // self._kv.block_size)
         return num_blocks - len(self._kv.with_external(match, num_tokens).blocks)
 
     def _num_saved_tokens(self, request: Request, num_local_tokens: int, has: BoolArray | None) -> int:
-        """How many tokens after the local ones are in blocks that this step has evicted and saves: it can load them. Of
-        several groups, which of their blocks the pool `has`; those that are saved are added."""
+        """Number of tokens after the local ones in blocks that this step evicts and saves, so that it can load them.
+        With several groups, `has` says which blocks are in the pool; the saved ones are added to it."""
         saved, size = {save.key for save in self._kv.saves or ()}, self._kv.block_size
         start, end = num_local_tokens // size, (request.num_tokens - 1) // size
         if has is None:
@@ -213,10 +213,11 @@ class Transfers:
         return Deferral(Reason.KV_CONNECTOR, 0, blocks_queue=False)
 
     def _fit(self, num_local: int, num_external: int) -> External | Deferral:
-        """How many of `num_external` blocks may be loaded after `num_local` cached ones, between two steps.
+        """The asynchronous load of at most `num_external` blocks after `num_local` cached ones that fits beside other
+        holdings.
 
         A load that does not fit beside the others waits for them, and no later request starts a load in this step. A
-        load that might never fit is cut to the blocks that are left.
+        load that might never fit is cut to the remaining blocks.
         """
         total = self._kv.num_blocks_to_hold(num_local + num_external)
         left = self.max_blocks - self.num_blocks
@@ -224,12 +225,12 @@ class Transfers:
         if can_wait and (self._is_claimed or total > left):
             self._is_claimed = True
             return Deferral(Reason.KV_ROOM, max(1, total - left), blocks_queue=False)
-        if total > left:  # windows have what the token after the last one attends to, and no earlier one
+        if total > left:  # windows have blocks only for the token after the last one
             num_external = 0 if self._kv.gives_back else max(0, left // self._kv.num_groups - num_local)
         return External(num_external * self._kv.block_size, True) if num_external else NOTHING
 
     def start(self, request: Request, load: Load, table: Int64Array, now: float) -> Holding:
-        """Hold the blocks of a load, which are referenced already and in `table` [groups, blocks]."""
+        """Hold the blocks of a load. They are referenced already, and in `table` [groups, blocks]."""
         blocks = np.concatenate([load.local_blocks, load.block_ids])
         first = load.first_token // self._kv.block_size
         holding = Holding(
@@ -241,7 +242,7 @@ class Transfers:
         return holding
 
     def require(self, transfer_id: int) -> Holding:
-        """The transfer with this id, which is under way.
+        """The unfinished transfer with this id.
 
         Raises:
             UnknownTransfer: there is none, or it was reported as finished before.
@@ -253,7 +254,7 @@ class Transfers:
         return self._open[transfer_id]
 
     def end(self, holding: Holding) -> None:
-        """The device is done with it. If no request waits for it, `close` it next."""
+        """The device has finished a transfer. If no request waits for it, `close` it next."""
         del self._open[holding.transfer_id]
         holding.end()
         if holding.request is not None:
@@ -273,7 +274,7 @@ class Transfers:
         self._num_stuck -= len(holding.blocks)
 
     def hand_over(self, request: Request) -> None:
-        """The request runs now: its row holds the blocks."""
+        """End the holding of a request that runs now: its row holds the blocks."""
         holding = request._state.holding
         assert holding is not None and not holding.is_open
         del self._loaded[holding.transfer_id]
@@ -281,7 +282,7 @@ class Transfers:
         holding.leave()
 
     def let_go(self, request: Request) -> None:
-        """The request no longer waits. Blocks that the device may still write stay held."""
+        """Release the blocks of a request that no longer waits, except those that the device may still write."""
         holding = request._state.holding
         assert holding is not None
         holding.leave()
@@ -307,12 +308,12 @@ class Transfers:
     # ------------------------------------------------------------------ sends
 
     def hold_if_sending(self, request: Request, blocks: Int64Array, num_tokens: int) -> None:
-        """Ask the connector whether the blocks of a request that finishes are being sent, and if so hold them; of
-        several groups [groups, blocks], -1 where it has none.
+        """Ask the connector whether the blocks of a finishing request are being sent, and if so hold them. With several
+        groups, `blocks` is [groups, blocks], -1 where there is none.
 
-        They are in the request's row; a further reference keeps them when the row is released.
+        The request's row still holds them; a further reference keeps them when the row is released.
         """
-        table, blocks = blocks, blocks.T[blocks.T >= 0]  # of several groups, place by place
+        table, blocks = blocks, blocks.T[blocks.T >= 0]  # with several groups, place by place
         if not len(blocks) or self.num_blocks + len(blocks) > self.max_blocks:
             return
         transfer_id = self.next_id()

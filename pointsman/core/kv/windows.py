@@ -1,21 +1,22 @@
-"""Windows: gives back the blocks that lie behind the windows and chunks of the rows, in the groups that have them.
+"""Windows: gives back blocks that lie behind the windows and chunks of the rows.
 
 Layout beside the tables (`tables.py`), with R rows:
 
-    _public     int64 [R]      blocks of each table that others may hold too, or find: those of the prompt
-    _tails      int64 [R, 3]   places before which a window is likely to be looked up: the last one of the prompt, and
-                               those up to which it is like others, and was found
-    _due_at     int64 [R]      the place at which a row that lacks a block there has one to give back, or several
-    _moves_at   int64 [R]      the same where that one may move to the place; -1: it may be public
+    _public     int64 [R]      blocks of each table that other requests may hold or find: those of the prompt
+    _tails      int64 [R, 3]   places before which a window is likely to be looked up: the ends of the prompt, of its
+                               part that others have computed, and of its cache hit
+    _due_at     int64 [R]      the place at which a row that lacks a block there has one or more to give back
+    _moves_at   int64 [R]      as `_due_at`, if that one block may move to the place; -1: it may be public
 
-A row is asked only when it reaches its `num_slots`: it lacks a block then, or a chunk of its prompt has left some
-behind the window. It gives these back, and gets what it lacks. What steps in flight read stays, and so does what a
-lookup of its own full blocks needs, or a preempted request could not continue with what it has generated. So a block
-stays behind the window for a step if the window is a multiple of the block size, and otherwise until the row lacks
-one. Where blocks are short, or requests wait, every row is asked (`give_back`) and keeps nothing behind its window.
+A row is examined only when it reaches its `num_slots`. It then lacks a block, or a chunk of its prompt has left blocks
+behind the window. It gives these back, and gets the blocks that it lacks. Blocks that steps in flight read stay. So do
+blocks that a lookup of the row's own full blocks needs: without them, a preempted request could not reuse its generated
+tokens. So a block stays behind the window for a step if the window is a multiple of the block size, and otherwise until
+the row lacks a block. Where blocks are short, or requests wait, every row gives back all blocks behind its window
+(`give_back`).
 
-In steady decode a row whose window is full needs, in each group with a window, one block for the one that it gives
-back: it keeps it, in another place of its table. Then only blocks of full attention are taken from the pool.
+In steady decode, a row with a full window needs one new block for each block that it gives back. So it moves the old
+block to the new place in its table. Then only blocks of full attention are taken from the pool.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class Windows:
-    """What lies behind the windows of all rows.
+    """Gives back the blocks behind the windows of all rows.
 
     Args:
         take: allocates blocks.
@@ -61,19 +62,20 @@ class Windows:
         self._tables, self._pool, self._reports, self._take = tables, pool, reports, take
         self._note_return = note_return
         self.kinds = [kind for kind in tables.kinds if not kind.group.is_full]
-        """Those with windows or chunks."""
+        """The kinds of groups with windows or chunks."""
         self._moving = self.kinds[0] if len(self.kinds) == 1 and self.kinds[0].group.kind == "window" else None
-        """The kind whose blocks may move within a table: the only one of windows; None: there is none, or several."""
+        """The kind whose blocks may move within a table, if `kinds` is a single one with windows; None: otherwise."""
         self._lag = 0
-        """A row that lacks its block at place p needs those of this kind from p - `_lag` on."""
-        most_ahead = 0  # tokens of a row in flight with which that is so
+        """A row that lacks its block at place p needs its blocks of this kind from p - `_lag` on."""
+        max_ahead = 0  # maximum number of tokens of a row in flight for which this holds
         if self._moving is not None:
             self._lag = -(-self._moving.group.reach // size)
-            most_ahead = self._lag * size - self._moving.group.reach
-        self._moves_ahead = config.max_steps_in_flight - 1 <= most_ahead
+            max_ahead = self._lag * size - self._moving.group.reach
+        self._moves_ahead = config.max_steps_in_flight - 1 <= max_ahead
         self._lag_array = np.array(self._lag)
         self._back = np.array(self._lag + 1)
-        """How far before a new place the block is that moves to it; of rows with fewer blocks it is anywhere."""
+        """Distance from a new place back to the block that moves there. For rows with fewer blocks it leads to any
+        entry."""
         moving = [] if self._moving is None else self._moving.groups.tolist()
         staying = [group for group in range(tables.num_groups) if group not in moving]
         self._num_staying = len(staying)
@@ -83,9 +85,9 @@ class Windows:
         self._max_model_len = config.max_model_len
         self._is_ahead = False
         self._count_in_flight: Callable[[int], Int64Array] | None = None
-        self._in_flight: Int64Array | None = None  # [rows] tokens of each in this moment; None: not counted yet
+        self._in_flight: Int64Array | None = None  # [rows] tokens of each row now; None: not counted yet
         self.lagging: set[int] = set()
-        """Rows that are asked before they lack a block."""
+        """Rows that are examined before they lack a block."""
         self._public: Int64Array = np.zeros(0, dtype=np.int64)
         self._tails: Int64Array = np.zeros((0, 3), dtype=np.int64)
         self._due_at: Int64Array = np.zeros(0, dtype=np.int64)
@@ -104,12 +106,12 @@ class Windows:
     # ------------------------------------------------------------------ rows
 
     def num_slots(self, num_blocks: int, num_tokens: int, first: Int64Array) -> int:
-        """Tokens that a new row may hold before it is asked: fewer than fit its blocks, where some lie behind a window
-        after the step, up to whose end it has `num_tokens`.
+        """Tokens that a new row may hold before it is examined. These are fewer than fit its blocks, if some blocks lie
+        behind a window after the step, when the row has `num_tokens` tokens.
 
         Args:
-            num_blocks: in each of its tables, as if none were missing.
-            first: [groups] the first block that it has in each.
+            num_blocks: number of blocks in each of its tables, missing ones included.
+            first: [groups] the place of its first block in each table.
         """
         full = num_tokens // self.block_size * self.block_size
         for kind in self.kinds:
@@ -118,21 +120,21 @@ class Windows:
         return num_blocks * self.block_size
 
     def place(self, batch: Batch, row: int, tails: tuple[int, int, int]) -> None:
-        """A row has got its tables; `tails`: places before which a window is likely to be looked up."""
+        """A row was given its tables; `tails`: see `_tails`."""
         end = self._tables.ends.item(row)
         self._public[row], self._moves_at[row] = end, -1
         self._tails[row] = tails
-        self._note_first(np.array([row]))
+        self._update_due(np.array([row]))
         if batch.num_slots.item(row) < end * self.block_size:
             self.lagging.add(row)
 
     def publish(self, row: int) -> None:
-        """All blocks of a row may be held by others."""
+        """Mark all blocks of a row as public: others may hold them."""
         self._public[row], self._moves_at[row] = self._tables.ends.item(row), -1
 
-    def evicted_last(self, row: int, places: Int64Array, groups: Int64Array) -> BoolArray:
-        """Which blocks of a request that has finished are likely to be looked up: those of full attention, and of
-        windows the ones at the row's tails."""
+    def is_evicted_last(self, row: int, places: Int64Array, groups: Int64Array) -> BoolArray:
+        """Which blocks of a finished request are likely to be looked up: those of full attention, and those of windows
+        at the row's tails."""
         starts, ends = np.zeros((2, self._tables.num_groups, 3), dtype=np.int64)
         ends[:] = self._tails[row]
         for kind in self._tables.kinds:
@@ -146,12 +148,12 @@ class Windows:
     # ------------------------------------------------------------------ counting
 
     def num_blocks_of_whole(self, first: Int64Array, num_tokens: int) -> int:
-        """The most blocks that a request holds at a time until it has computed `num_tokens`; `first`: [groups] blocks
-        at the beginning that it does not take."""
+        """Maximum number of blocks that a request holds at a time until it has computed `num_tokens` tokens. `first`:
+        [groups] leading blocks that it does not need."""
         end, count = -(-num_tokens // self.block_size), 0
         for kind in self._tables.kinds:
-            most = kind.group.most_blocks(num_tokens, self._num_in_flight, self.block_size)
-            count += min(end - first.item(kind.groups.item(0)), most) * kind.num_groups
+            limit = kind.group.most_blocks(num_tokens, self._num_in_flight, self.block_size)
+            count += min(end - first.item(kind.groups.item(0)), limit) * kind.num_groups
         return count
 
     def num_owed(self, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
@@ -161,16 +163,16 @@ class Windows:
         owed = np.zeros(len(rows), dtype=np.int64)
         for kind in self._tables.kinds:
             first = kind.first[rows]
-            most = end - first
+            num_held = end - first
             if not kind.group.is_full:
                 cap = kind.group.most_blocks(self._max_model_len, self._num_in_flight, self.block_size)
-                most = np.minimum(most, cap)
-            owed += np.maximum(most - (has - first), 0) * kind.num_groups
+                num_held = np.minimum(num_held, cap)
+            owed += np.maximum(num_held - (has - first), 0) * kind.num_groups
         return owed
 
-    def ask(self, batch: Batch, rows: Int64Array, ends: Int64Array) -> Int64Array:
-        """[rows] blocks that each row needs to hold `ends` tokens, once it has given back what is behind its windows. A
-        row that needs none has slots for them then."""
+    def give_back_and_count(self, batch: Batch, rows: Int64Array, ends: Int64Array) -> Int64Array:
+        """[rows] blocks that each row needs to hold `ends` tokens, after it has given back those behind its windows. If
+        it needs none, its `num_slots` is raised."""
         short = (ends > batch.num_slots[rows]).nonzero()[0]
         needed = np.zeros(len(rows), dtype=np.int64)
         if not len(short):
@@ -190,14 +192,14 @@ class Windows:
     # ------------------------------------------------------------------ giving back
 
     def give_back(self, batch: Batch) -> None:
-        """Release what the rows hold that none of their next tokens reads."""
+        """Release the blocks that none of the rows' next tokens reads."""
         rows = batch.members.rows
         if len(rows):
             computed = np.minimum(batch.num_computed_tokens[rows], batch.num_tokens[rows])
             self._give_back(rows, computed - self._tokens_in_flight(batch, rows))
 
     def _final(self, batch: Batch, rows: Int64Array) -> Int64Array:
-        """[rows] tokens of full blocks that no step in flight computes, or may have to compute again."""
+        """[rows] tokens in full blocks that no step in flight computes or may have to recompute."""
         computed = batch.num_computed_tokens[rows]
         full: Int64Array = np.minimum(computed, batch.num_tokens[rows]) // self.block_size * self.block_size
         if not self._is_ahead:
@@ -214,7 +216,7 @@ class Windows:
         return self._in_flight[rows]
 
     def _give_back(self, rows: Int64Array, final: Int64Array) -> None:
-        """Release the blocks to which no token after these attends."""
+        """Release the blocks to which no token after the first `final` ones attends."""
         has_released = False
         for kind in self.kinds:
             first = kind.first[rows]
@@ -229,12 +231,12 @@ class Windows:
                 kind.first[those] = kept
                 has_released = True
         if has_released:
-            self._note_first(rows)
+            self._update_due(rows)
             self._note_return()
 
     def _release(self, kind: Kind, rows: Int64Array, places: Int64Array, blocks: Int64Array) -> None:
-        """Release blocks of a kind, for each row and place one of each of its groups. Those that are cached and not
-        likely to be looked up are evicted first, as they are many."""
+        """Release blocks of a kind: for each row and place, one of each of its groups. Cached blocks that are unlikely
+        to be looked up are evicted first, because they are many."""
         if not self._caches or not np.count_nonzero(self._pool.is_cached[blocks]):
             self._pool.release_any(blocks)
             return
@@ -244,8 +246,8 @@ class Windows:
         self._pool.release_any(blocks[~is_tail][::-1], evict_first=True)
         self._pool.release_any(blocks[is_tail][::-1])
 
-    def _note_first(self, rows: Int64Array) -> None:
-        """The first blocks of these rows have changed."""
+    def _update_due(self, rows: Int64Array) -> None:
+        """Update the columns of rows whose first blocks have changed."""
         due = np.full(len(rows), MAX_INT, dtype=np.int64)
         for kind in self.kinds:
             next_return = kind.group.least_with((kind.first[rows] + 1) * self.block_size)
@@ -256,14 +258,14 @@ class Windows:
             self._moves_at[rows] = np.where(is_private, due, -1)
 
     def set_slots(self, batch: Batch, rows: Int64Array, ends: Int64Array) -> None:
-        """Up to how many tokens the rows need not be asked, which have blocks for `ends` of them."""
-        most = self._tables.ends[rows] * self.block_size
-        slots, full = most, ends // self.block_size * self.block_size
+        """Set the number of tokens up to which rows with blocks for `ends` tokens need not be examined."""
+        capacity = self._tables.ends[rows] * self.block_size
+        slots, full = capacity, ends // self.block_size * self.block_size
         for kind in self.kinds:
             is_behind = kind.group.num_skipped(full) // self.block_size > kind.first[rows]
             slots = np.where(is_behind, ends, slots)
         batch.num_slots[rows] = slots
-        is_lagging = slots < most
+        is_lagging = slots < capacity
         self.lagging.difference_update(rows.tolist())
         if np.count_nonzero(is_lagging):
             self.lagging.update(rows[is_lagging].tolist())
@@ -271,8 +273,8 @@ class Windows:
     # ------------------------------------------------------------------ growing by one token, or a few
 
     def grow_steadily(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> bool:
-        """As `KVCache.grow_by_one`, where each row lacks a block of each table for its next token, and has at most one
-        in each to give back. False: it may be otherwise, and nothing has changed."""
+        """As `KVCache.grow_by_one`, if each row lacks one block of each table for its next token, and has at most one
+        in each to give back. False: this may not hold, and nothing has changed."""
         tables, kind, count = self._tables, self._moving, len(rows)
         if not isinstance(num_tokens, int) or self.lagging or count * tables.num_groups > self._pool.num_free:
             return False
@@ -303,8 +305,8 @@ class Windows:
         return True
 
     def _can_exchange(self, batch: Batch, kind: Kind, rows: Int64Array, places: Int64Array, due_at: Int64Array) -> bool:
-        """Whether each of these rows has exactly one block in each table to give back, and no step in flight reads it
-        that may have to be computed again."""
+        """Whether each of these rows has exactly one block in each table to give back, and no step that may have to be
+        recomputed reads it."""
         if due_at.tobytes() != places.tobytes():
             return False
         if not self._is_ahead:
@@ -313,7 +315,7 @@ class Windows:
         return bool((kept > kind.first[rows]).all())
 
     def _exchange(self, kind: Kind, rows: Int64Array, places: Int64Array, due: BoolArray, at: Int64Array) -> Int64Array:
-        """[rows, groups] the next blocks of rows; those that are `due` give one back in each table of a kind."""
+        """[rows, groups] the next blocks of rows; rows that are `due` give back one in each table of a kind."""
         moves = self._moves_at[rows] == places
         returns = due & ~moves
         ids: Int64Array = self._tables.flat[at - self._back].astype(INT64)
@@ -328,7 +330,7 @@ class Windows:
             old[takes] = self._take(taken).reshape(-1, kind.num_groups)
             ids[:, kind.groups] = old
         kind.first[rows[due]] = places[due] - self._lag_array
-        self._note_first(rows[due])
+        self._update_due(rows[due])
         return ids
 
 

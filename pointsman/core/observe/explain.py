@@ -403,7 +403,7 @@ def _retention(request: Request, parts: Parts) -> str:
     retained = pool.num_retained_of(request.tenant)
     return (
         f" Its prefix is retained for {request.retention:g} s after its end; its tenant retains {retained} KV blocks, "
-        f"of {pool.most_of_a_tenant(request.tenant)} at most now."
+        f"of {pool.max_of_a_tenant(request.tenant)} at most now."
     )
 
 

@@ -102,7 +102,7 @@ def _check_evictions(prefix: PrefixCache, cached: set[int], cached_free: list[in
     if anchor is None:
         return
     turn = {block: index for index, block in enumerate(cached_free)}
-    placed = {block: prefix.place_of(block) for block in cached}
+    placed = {block: prefix.node_of(block) for block in cached}
     places = {block: place for block, (place, group) in placed.items() if group == anchor}
     gone: dict[tuple[int, int], float] = {}  # by run and index: when, in evictions from now
     for block, (run, index) in places.items():
@@ -126,8 +126,8 @@ def _check_retained(pool: RetainingPool) -> None:
     _require(len(retained) <= pool.capacity, 1, "{} blocks are retained, of {}", len(retained), pool.capacity)
     shared = int(np.count_nonzero((pool._owner == SHARED) & (pool._until > -np.inf)))
     _require(shared == pool._num_shared, 1, "{} blocks are marked as shared, counted {}", shared, pool._num_shared)
-    _require(owners[SHARED] <= pool.most_shared, 1, "{} shared blocks are retained", owners[SHARED])
-    most = pool.most_of_a_tenant()
+    _require(owners[SHARED] <= pool.max_shared, 1, "{} shared blocks are retained", owners[SHARED])
+    most = pool.max_of_a_tenant()
     for owner, count in owners.items():
         _require(owner == SHARED or count <= most, 1, "a tenant has {} retained blocks, of {}", count, most)
 
@@ -239,7 +239,7 @@ def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCache, verifying
             _require(broken is None, 1, "{} {}", request, broken)
         _require(batch.token_limit[row] == request.token_limit, 2, "{} has another limit in its row", request)
         _require(
-            batch.least_left <= request.token_limit - tokens, 2, "{} is nearer to its limit than is known", request
+            batch.min_tokens_left <= request.token_limit - tokens, 2, "{} is nearer to its limit than is known", request
         )
         _require(batch.priority[row] == request.priority, 2, "{} has another priority in its row", request)
         _require(

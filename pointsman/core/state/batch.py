@@ -1,4 +1,4 @@
-"""What does every step read and write of the running requests? Columns, one row per request.
+"""The columns of the running requests, one row per request, which every step reads and writes.
 
 Layout, with R rows (grown by doubling); the block tables of the same rows are those of the KV cache:
 
@@ -11,19 +11,18 @@ Layout, with R rows (grown by doubling); the block tables of the same rows are t
     priority             int64 [R]     smaller is more urgent
     num_preemptions      int64 [R]     how often the request was preempted
     serial               int64 [R]     which admission the row belongs to; 0: none
-    flags                uint8 [R]     anything rare, see the constants
+    flags                uint8 [R]     rare properties, see the constants
     recent_tokens        int32 [R, S]  the newest tokens; S is `RECENT`, and more with drafts
-    recent_offset        int64 [R]     the token at position p of a row is at place recent_offset + p of all recent ones
-    recent_limit         int64 [R]     at that number of tokens, a further step's tokens might not fit
+    recent_offset        int64 [R]     the token at position p has index recent_offset + p in flat recent_tokens
+    recent_limit         int64 [R]     from this number of tokens on, the tokens of a further step might not fit
 
-A row keeps its number while its request runs; `members` lists the running rows in admission order, with constant
-columns gathered once, and is replaced, never changed, when the membership changes: an output may keep the arrays.
-Output tokens move to the request's own array when the space for recent ones is full and when the row is released, so
-memory grows with the tokens that were generated, not with the maximum.
+A row keeps its number while its request runs. `members` lists the running rows in admission order, with constant
+columns gathered once. It is replaced, never changed, when requests join or leave, so an output may keep its arrays.
+Output tokens move to the request's own array when the row's recent tokens are full, and when the row is released. So
+memory grows with the generated tokens, not with the maximum.
 
-A row is free for reuse once every step that names it has been updated (`fence`): until then it is set aside. The
-columns of a row that no running request has hold anything, but for `serial`, which is 0: what every running row gets is
-written to a slice that holds them all (`Members.span`).
+A released row is reused only when every step that names it has been updated (`fenced_rows`). Unused rows hold garbage,
+except `serial`, which is 0. Bulk writes may touch them (see `Members.span`).
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ NO_SAMPLE = 16  # it samples nothing, and finishes when its prompt is computed
 ENCODER_INPUTS = 32  # its prompt has placeholders
 
 NO_TOKEN = -1
-STOP_FILTER_SIZE = 1 << 16  # vocabularies have two to four times as many: a stop token shares its place with few others
-_STOP_MASK = np.array(STOP_FILTER_SIZE - 1)  # of int64: what is masked is a place, whatever its type
-# One flush per row and that number of tokens. In a step all rows write at about the same offset: if rows were a power
-# of two apart, these places would share a few sets of the processor's cache.
+STOP_FILTER_SIZE = 1 << 16  # vocabularies are two to four times as large: a stop token shares its index with few others
+_STOP_MASK = np.array(STOP_FILTER_SIZE - 1)  # int64, so that masked ids of any type are indices
+# A row is flushed once in this number of tokens. In a step all rows write at about the same offset: if rows were a
+# power of two apart, these addresses would share a few sets of the processor's cache.
 RECENT, RECENT_WITH_DRAFTS = 528, 4112
 INITIAL_ROWS = 64
-# A slice is faster than a list of rows from that number of running rows on, and up to that length for each of them.
+# A slice is faster than a list of rows if at least SPANNED_FROM rows run, and it has at most SPAN_PER_ROW rows each.
 SPANNED_FROM, SPAN_PER_ROW = 64, 4
 _COLUMNS = (
     "num_tokens",
@@ -81,14 +80,13 @@ _GATHERED = frozenset({"token_limit", "eos_token_id", "_stop_tokens", "ends", "o
 class Members:
     """The running rows at one moment, in admission order. Immutable: shared with the outputs.
 
-    What steps read that are scheduled is gathered when the first of them reads it. Columns that it is gathered from do
-    not change while a request has its row.
+    The constant columns are gathered when a step first reads them. They do not change while a request has its row.
     """
 
     __slots__ = (
         "_batch",
+        "_indices",
         "_num_flushes",
-        "_places",
         "_stop_tokens",
         "ends",
         "eos_token_id",
@@ -111,10 +109,10 @@ class Members:
         set_writeable(self.serials, False)
         self._batch = batch
         self._num_flushes = -1
-        self._places = rows  # see `places_behind`, since that number of flushes
+        self._indices = rows  # see `indices_behind`, after that number of flushes
         self.span: slice | None = None
-        """If these are all running rows: a slice of the columns that holds them, and others, which are free. None: they
-        are too few, or too few of the slice."""
+        """A slice of the columns with these rows and free ones, if these are all running rows. None: they are too few,
+        or too few for the length of the slice."""
         if count >= SPANNED_FROM:
             end = 1 + rows.item(rows.argmax())
             if end <= SPAN_PER_ROW * count:
@@ -129,7 +127,7 @@ class Members:
         self._stop_tokens: Int32Array | None = None
         self.ones = batch.ones[:count]
         self.ends = batch.count_up[1 : 1 + count]
-        """Of runs of one token each, see `Runs`."""
+        """`Runs.ends` of runs of one token each."""
         self.trues = batch.trues[:count]
         self.zeros = batch.zeros[:count]
         return getattr(self, name)
@@ -137,15 +135,15 @@ class Members:
     def __len__(self) -> int:
         return len(self.requests)
 
-    def places_behind(self, batch: Batch) -> Int64Array:
-        """[members] where the token behind position p of each row is among the recent ones, less p."""
+    def indices_behind(self, batch: Batch) -> Int64Array:
+        """[members] the index, in flat `recent_tokens`, of the token behind position p of each row, less p."""
         if self._num_flushes != batch.num_flushes:
-            self._num_flushes, self._places = batch.num_flushes, batch.recent_offset[self.rows] + ONE
-        return self._places
+            self._num_flushes, self._indices = batch.num_flushes, batch.recent_offset[self.rows] + ONE
+        return self._indices
 
     def without(self, batch: Batch, requests: list[Request]) -> Members:
-        """These without some whose rows have just been released, which need not be among them."""
-        if len(requests) == 1:  # most often; a third of the time
+        """The members without `requests`, whose rows have just been released; some need not be members."""
+        if len(requests) == 1:  # the usual case, in a third of the time
             index = self.serials.searchsorted(requests[0]._state.serial).item()  # serials ascend
             if index < len(self.requests) and self.requests[index] is requests[0]:
                 rows = np.concatenate([self.rows[:index], self.rows[index + 1 :]])
@@ -154,8 +152,8 @@ class Members:
         return Members(batch, self.rows[stays], tuple(compress(self.requests, stays.tolist())))
 
     def may_stop(self, runs: Runs) -> BoolArray | None:
-        """Which tokens of a run for each row may be the one stop token of their row; None: none of them."""
-        if self._stop_tokens is None:  # not by `unique`, whose first call loads a part of NumPy for seven milliseconds
+        """Which tokens of `runs`, one run for each row, may be the only stop token of their row; None: none."""
+        if self._stop_tokens is None:  # not `unique`, whose first call imports a part of NumPy in 7 ms
             self._stop_tokens = np.array(sorted({*self.eos_token_id.tolist()} - {NO_TOKEN}), dtype=np.int32)
         if not len(self._stop_tokens):
             return None
@@ -167,37 +165,37 @@ class Members:
 class StopFilter:
     """Which sampled tokens may be a stop token of the row that sampled them, for all rows at once.
 
-    A row with one stop token is compared with it (`Batch.eos_token_id`). Many models have two or three, and a request
-    may add hundreds. Those are counted here, over all rows together, by the low bits of their ids: a token whose count
-    is 0 stops no row, and the few others are tested one by one, exactly.
+    A row with one stop token is compared with it (`Batch.eos_token_id`). Many models have two or three stop tokens, and
+    a request may add hundreds. The filter counts these, over all rows together, by the low bits of their ids. A token
+    whose count is 0 stops no row; the few others are tested one by one, exactly.
 
         counts  int32 [65536]   stop tokens, of rows with several of them, whose low bits are the index
     """
 
     def __init__(self) -> None:
         self.num_rows = 0
-        """0: no row has several, and the filter need not be called."""
+        """Rows with several stop tokens; 0: the filter need not be called."""
         self.counts: npt.NDArray[np.int32] = np.zeros(STOP_FILTER_SIZE, dtype=np.int32)
 
     def add(self, stop_tokens: Collection[int]) -> None:
-        """A row has these stop tokens; they are counted if there are several."""
+        """Count the stop tokens of a row, if there are several."""
         if len(stop_tokens) > 1:
             self._count(stop_tokens, 1)
 
     def remove(self, stop_tokens: Collection[int]) -> None:
-        """A row with these stop tokens was released."""
+        """Remove the stop tokens of a released row."""
         if len(stop_tokens) > 1:
             self._count(stop_tokens, -1)
 
     def may_stop(self, token_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-        """[len(token_ids)] False: the token is none of them."""
+        """[len(token_ids)] False: the token is no counted stop token."""
         may: npt.NDArray[np.bool_] = self.counts[token_ids & _STOP_MASK] != 0
         return may
 
     def _count(self, stop_tokens: Collection[int], change: int) -> None:
         self.num_rows += change
-        places = np.fromiter(stop_tokens, dtype=np.int64, count=len(stop_tokens)) & _STOP_MASK
-        np.add.at(self.counts, places, change)
+        indices = np.fromiter(stop_tokens, dtype=np.int64, count=len(stop_tokens)) & _STOP_MASK
+        np.add.at(self.counts, indices, change)
 
 
 class Batch:
@@ -237,8 +235,8 @@ class Batch:
         self.num_no_sample = 0
         self.num_flushes = 0
         """Changes whenever `recent_offset` does."""
-        self.least_left = 0  # tokens that each row is known to be able to append before one reaches its token limit
-        self._least_room = 0  # appends that are known to be possible before a row's recent tokens must be flushed
+        self.min_tokens_left = 0  # at least so many tokens fit each row before its token limit
+        self._min_appends = 0  # at least so many tokens fit each row before it must be flushed
         self.members = Members(self, np.zeros(0, dtype=np.int64), ())
 
     def __len__(self) -> int:
@@ -279,12 +277,12 @@ class Batch:
         self.num_not_ahead += not request.runs_ahead
         self.num_no_sample += no_sample
         self._keep_recent(row, num_tokens, state.last_token_id)
-        room = self._num_recent - 1 - self.max_drafts  # as `_keep_recent` has made it
-        if room < self._least_room:
-            self._least_room = room
+        num_appends = self._num_recent - 1 - self.max_drafts  # as left by `_keep_recent`
+        if num_appends < self._min_appends:
+            self._min_appends = num_appends
         left = state.token_limit - num_tokens
-        if left < self.least_left:
-            self.least_left = left
+        if left < self.min_tokens_left:
+            self.min_tokens_left = left
         state.placed(self, row)
         return row
 
@@ -319,14 +317,14 @@ class Batch:
         self.members = self.members.without(self, requests)
 
     def fence_passed(self, step_id: int) -> None:
-        """Step `step_id` and all before it are over: rows that waited for them may be reused."""
+        """Step `step_id` and all earlier ones are over: rows that waited for them may be reused."""
         fenced = self.fenced_rows
         if fenced:
             self._free_rows.extend([row for step, row in fenced if step <= step_id])
             self.fenced_rows = [entry for entry in fenced if entry[0] > step_id]
 
     def lower_fences(self, newest_step: int | None) -> None:
-        """Steps after `newest_step` are void (None: all are): no row need wait for them any longer."""
+        """Steps after `newest_step` are void (None: all are): no row waits for them any longer."""
         if newest_step is None:
             self._free_rows.extend(row for _, row in self.fenced_rows)
             self.fenced_rows = []
@@ -376,7 +374,7 @@ class Batch:
     def schedule(
         self, rows: Int64Array, computed: Int64Array, counts: Int64Array, samples: BoolArray, is_first: bool
     ) -> None:
-        """Distinct running rows, which have computed so many tokens, compute `counts` more; those that are marked
+        """Schedule `counts` further tokens of distinct running rows with `computed` tokens; rows marked in `samples`
         sample. `is_first`: no other sample of them is in flight."""
         members = self.members
         span = members.span if rows is members.rows else None
@@ -395,28 +393,29 @@ class Batch:
             self.num_pending[where] += ONE
 
     @property
-    def room(self) -> int:
-        """Tokens, at least one, that every running row can append before its recent tokens must be flushed."""
-        return self._least_room
+    def num_appends(self) -> int:
+        """Number of tokens (at least 1) that every running row can append before its recent tokens must be flushed."""
+        return self._min_appends
 
     def append(self, live: Members, runs: Runs, newest: Int64Array, longest: int, is_last: bool) -> None:
-        """The tokens of run i for row i of `live`, some or all of the running rows, behind its token at `newest[i]`.
+        """Append the tokens of run i to row i of `live`, some or all of the running rows, behind its token at
+        `newest[i]`.
 
-        The longest run has at most `longest` tokens: those of one step, or `room`. `is_last`: no further sample of
-        these rows is in flight.
+        The longest run has at most `longest` tokens: those of one step, or `num_appends`. `is_last`: no further sample
+        of these rows is in flight.
         """
         rows, (counts, ends, token_ids) = live.rows, runs
         span = live.span if live is self.members else None
-        places = live.places_behind(self) + newest
+        indices = live.indices_behind(self) + newest
         is_single = len(token_ids) == len(rows)
         if not is_single and len(token_ids) == longest * len(rows):  # all are equally long
-            places = (places[:, None] + np.arange(longest)).ravel()
+            indices = (indices[:, None] + np.arange(longest)).ravel()
         elif not is_single:
-            places += counts
-            places -= ends
-            places = places.repeat(counts)
-            places += self.count_up[: len(places)]
-        self._flat_recent[places] = token_ids
+            indices += counts
+            indices -= ends
+            indices = indices.repeat(counts)
+            indices += self.count_up[: len(indices)]
+        self._flat_recent[indices] = token_ids
         if span is not None and is_single:
             column = self.num_tokens[span]
             column += ONE
@@ -427,30 +426,30 @@ class Batch:
             self.num_pending[where] = ZERO
         else:
             self.num_pending[where] -= ONE
-        self.least_left -= longest
-        self._least_room -= longest
-        if self._least_room <= 0:
-            self._make_room(live.requests, rows, self.num_tokens[rows])
+        self.min_tokens_left -= longest
+        self._min_appends -= longest
+        if self._min_appends <= 0:
+            self._flush_if_full(live.requests, rows, self.num_tokens[rows])
 
-    def may_end(self, most: int) -> bool:
-        """Whether `most` further tokens would bring a running row to its token limit."""
-        return self.ending(most) is not None
+    def may_end(self, num_tokens: int) -> bool:
+        """Whether `num_tokens` further tokens would bring a running row to its token limit."""
+        return self.ending_rows(num_tokens) is not None
 
-    def ending(self, most: int) -> BoolArray | None:
-        """[members] which running rows `most` further tokens would bring to their token limits; None: none. Measured
-        only if that number may have been appended since the last measurement."""
-        if self.least_left > most:
+    def ending_rows(self, num_tokens: int) -> BoolArray | None:
+        """[members] which running rows `num_tokens` further tokens would bring to their token limits; None: none.
+        Measured only if a row may be that near its limit."""
+        if self.min_tokens_left > num_tokens:
             return None
         left = self.members.token_limit - self.num_tokens[self.members.rows]
-        self.least_left = left.item(left.argmin()) if len(left) else MAX_INT
-        return left <= most if self.least_left <= most else None
+        self.min_tokens_left = left.item(left.argmin()) if len(left) else MAX_INT
+        return left <= num_tokens if self.min_tokens_left <= num_tokens else None
 
-    def _make_room(self, requests: Sequence[Request], rows: Int64Array, num_tokens: Int64Array) -> None:
-        """Flush what is full: tokens were appended to these rows, which now have `num_tokens`."""
+    def _flush_if_full(self, requests: Sequence[Request], rows: Int64Array, num_tokens: Int64Array) -> None:
+        """Flush rows with full recent tokens. Tokens were appended to `rows`, which now have `num_tokens`."""
         self._flush_full(requests, rows, num_tokens)
         running = self.members.rows
-        rooms = self.recent_limit[running] - self.num_tokens[running]
-        self._least_room = int(rooms.min(initial=self._num_recent))
+        num_appends = self.recent_limit[running] - self.num_tokens[running]
+        self._min_appends = int(num_appends.min(initial=self._num_recent))
 
     def _flush_full(self, requests: Sequence[Request], rows: Int64Array, num_tokens: Int64Array) -> None:
         # Rows that are nearly full are flushed too: then flushes are rare, for many rows at once.
@@ -466,7 +465,7 @@ class Batch:
         self._keep_recent(rows, num_tokens, tokens[offsets + num_tokens - 1])
 
     def _keep_recent(self, rows: Int64Array | int, num_tokens: Int64Array | int, newest: Int32Array | int) -> None:
-        """Keep only the newest token of each of these rows, which have `num_tokens`, here."""
+        """Keep only the newest recent token of each of these rows, which have `num_tokens`."""
         starts = rows * self._num_recent
         self._flat_recent[starts] = newest
         self.recent_offset[rows] = starts - (num_tokens - 1)
@@ -474,7 +473,8 @@ class Batch:
         self.recent_limit[rows] = num_tokens - 1 + self._num_recent - self.max_drafts
 
     def recent(self, row: int, start: int) -> Int32Array:
-        """Tokens `start` to the end of a row's sequence, which are not flushed; valid until the next append."""
+        """Tokens from `start` to the end of a row's sequence, which are not flushed yet; valid until the next
+        append."""
         offset = self.recent_offset.item(row)
         return self._flat_recent[offset + start : offset + self.num_tokens.item(row)]
 

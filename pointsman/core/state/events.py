@@ -1,10 +1,10 @@
-"""Which events does a scheduler report? One interface for recordings, statistics, request logs, policies and pages.
+"""Events that a scheduler reports to recordings, statistics, request logs, policies and pages.
 
-A `Listener` overrides the methods of the events that it wants. `Events` holds, for each kind of event, the methods to
-call: with no listener an event costs one test. An event is reported after what it describes has happened, in order, on
-the thread that owns the scheduler. A listener reads; it must not call the scheduler.
+A `Listener` overrides the methods of the events that it needs. `Events` holds, for each kind of event, the methods to
+call: with no listener an event costs one test. Events are reported after they have happened, in order, on the thread
+that owns the scheduler. A listener reads; it must not call the scheduler.
 
-    called      a call from outside that changed something, with its arguments: enough to repeat it
+    called      a call from outside that changed something, with the arguments to repeat it
     added, refused, queued, parked, deferred, admitted, preempted, rolled_back, finished
                 what happened to one request
     stepped     a step is decided: the columnar record of all its rows
@@ -68,12 +68,12 @@ class Admitted(NamedTuple):
 
 
 class Need(NamedTuple):
-    """For whom a running request is preempted, and why it is this one."""
+    """The request for which another one is preempted, and how the victim was chosen."""
 
     request: Request
-    """Which lacks blocks, in admission order the first that runs; or the more urgent one that takes the place."""
+    """The first running request in admission order that lacks blocks, or the more urgent request that is admitted."""
     num_missing_blocks: int
-    """That all running requests lack together; 0: a more urgent request takes the place."""
+    """Blocks that all running requests lack together; 0: a priority preemption."""
     chosen_by: str
     """The name of the victim policy; "": none was asked."""
 
@@ -86,12 +86,12 @@ class Preempted(NamedTuple):
     num_lost_tokens: int
     """Computed tokens whose KV it released."""
     num_cached_tokens: int
-    """Of these, tokens that a prefix cache lookup would still find now."""
+    """Of these, tokens that a prefix cache lookup would still find."""
     now: float
     recovery: Recovery | None = None
-    """How it gets back what is evicted of them; None: it computes it again (`preemption_mode`)."""
+    """How it gets back the evicted KV of these; None: it recomputes it (`preemption_mode`)."""
     need: Need | None = None
-    """None: no other request's, see `cause`."""
+    """None: it was preempted for no other request, see `cause`."""
 
 
 class LoadStarted(NamedTuple):
@@ -123,7 +123,8 @@ class StepDecision:
     blocked_by: Reason | None = None
     """Why the head of the queue was not admitted; None: the queue is empty, or its head was."""
     returned_blocks: Sequence[npt.NDArray[np.int64]] = ()
-    """Blocks that requests released since the step before, one array for each; only if a listener wants them."""
+    """Blocks that requests released since the step before, one array for each; only if a listener has
+    `wants_blocks`."""
 
 
 class StepRun(NamedTuple):
@@ -142,22 +143,22 @@ class StepRun(NamedTuple):
     block_ids: npt.NDArray[np.integer]
     """Blocks that the rows got, in the order in which they were allocated."""
     block_rows: npt.NDArray[np.integer]
-    """For each of them the index of its request."""
+    """Parallel to `block_ids`: the index of the block's request."""
     block_steps: npt.NDArray[np.integer]
-    """For each of them its step, from 0."""
+    """Parallel to `block_ids`: the block's step, from 0."""
     preempted: tuple[Request, ...]
-    """What the output of the first step would have reported."""
+    """The preempted requests that the output of the first step would have reported."""
     finished: tuple[Request, ...]
     blocked_by: Reason | None
     """Why the head of the queue was not admitted, in all of the steps; None: the queue is empty."""
     returned_blocks: Sequence[npt.NDArray[np.int64]]
     """Blocks that requests released since the step before, see `StepDecision`."""
     update: StepUpdate
-    """Of the last step."""
+    """The update of the last step."""
 
 
 class Listener:
-    """Follows a scheduler's decisions. Every method does nothing: override those that are wanted."""
+    """Follows a scheduler's decisions. Every method does nothing: override those that you need."""
 
     wants_blocks = False
     """Whether steps must record the released blocks."""
@@ -171,7 +172,7 @@ class Listener:
         """The request can never run."""
 
     def on_queued(self, request: Request, now: float) -> None:
-        """The request entered the queue: it was added, or what it was parked for is available."""
+        """The request entered the queue: it was added, or is no longer parked."""
 
     def on_parked(self, request: Request, now: float) -> None:
         """The request waits for something other than capacity, which its status names."""
@@ -195,8 +196,8 @@ class Listener:
         """The result of a step was applied."""
 
     def on_steps(self, run: StepRun) -> None:
-        """Several steps were decided and applied at once. Where a listener wants each step or update, and does not
-        override this, no step is skipped over."""
+        """Several steps were decided and applied at once. While a listener overrides `on_step` or `on_update` but not
+        this method, steps are decided one by one."""
 
     def on_failed(self, num_steps: int, now: float) -> None:
         """The newest `num_steps` steps in flight were rolled back."""
@@ -243,7 +244,8 @@ class Events:
 
     def __init__(self, find_holder: Callable[[Request, Reason], str | None]) -> None:
         self.find_holder = find_holder
-        """Which request holds what another one waits for; called only if a listener wants deferrals."""
+        """Finds the request that holds the resource for which another one waits; called only if a listener overrides
+        `on_deferred`."""
         self.set(())
 
     def set(self, listeners: Iterable[Listener]) -> None:
@@ -284,7 +286,7 @@ def send(methods: _Methods[_Event], event: _Event) -> None:
 
 
 def _overridden(listeners: Iterable[Listener], name: str) -> tuple[Any, ...]:
-    """The methods of that name, of the listeners whose class overrides it."""
+    """The methods of this name of the listeners whose class overrides it."""
     return tuple([getattr(listener, name) for listener in _following(listeners, name)])
 
 

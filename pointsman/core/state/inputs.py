@@ -1,4 +1,4 @@
-"""What does a request consist of beside its tokens? Its adapter, its encoder inputs, further parts of its prompt.
+"""Inputs of a request beside its tokens: its adapter, its encoder inputs, and further parts of its prompt.
 
 An encoder input (an image, audio) is a part of a prompt whose embeddings an encoder computes before the model needs
 them. It occupies placeholder tokens of the prompt.
@@ -20,7 +20,7 @@ class Adapter(NamedTuple):
 
     name: str
     version: int | str = 0
-    """What changes with the weights: a number that counts up, or a digest of them."""
+    """Changes with the weights: a number that counts up, or a digest of them."""
 
 
 class EncoderEntry(NamedTuple):
@@ -34,8 +34,8 @@ class EncoderInput(NamedTuple):
     """An input of the encoder, at placeholder tokens of a prompt."""
 
     key: str
-    """Identifies the content exactly, such as a digest of it and of all else that determines its embeddings. Requests
-    with equal keys share embeddings and cached prefixes."""
+    """Identifies the content exactly, such as a digest of it and of everything else that determines its embeddings.
+    Requests with equal keys share embeddings and cached prefixes."""
     start: int
     """The first placeholder's position in the prompt."""
     length: int
@@ -68,7 +68,7 @@ class EncoderInput(NamedTuple):
 def read_encoder_inputs(
     given: Sequence[EncoderInput | Sequence[Any]], num_tokens: int, of: str = "prompt"
 ) -> tuple[EncoderInput, ...]:
-    """The encoder inputs of a prompt, or of the text named by `of`, of `num_tokens` tokens.
+    """The checked encoder inputs of a prompt of `num_tokens` tokens; errors call it `of`.
 
     Raises:
         ValueError: one is malformed, out of order, out of range, or overlaps another one.
@@ -101,22 +101,22 @@ def read_encoder_inputs(
     return tuple(inputs)
 
 
-def _is_usual(item: EncoderInput, least: int, most: int) -> bool:
-    """Whether an input without a mask is well-formed, and from `least` to at most `most`."""
+def _is_usual(item: EncoderInput, minimum: int, maximum: int) -> bool:
+    """Whether an input without a mask is well-formed, and from `minimum` to at most `maximum`."""
     key, start, length, count, _ = item
     return (
         type(key) is str
         and key != ""
         and type(start) is type(length) is type(count) is int
-        and least <= start
+        and minimum <= start
         and length >= 1
-        and start + length <= most
+        and start + length <= maximum
         and 0 <= count <= MAX_INT
     )
 
 
 def _checked_mask(key: str, length: int, mask: Any) -> int:
-    """The number of embeddings that a mask says."""
+    """The number of embeddings in a mask."""
     if not isinstance(mask, str) or len(mask) != length or mask.count("0") + mask.count("1") != length:
         raise ValueError(f"encoder input {key!r} has the mask {mask!r}; give {length} characters, each 0 or 1")
     return mask.count("1")

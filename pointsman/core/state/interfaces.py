@@ -1,4 +1,5 @@
-"""What may a policy read, and which methods must a custom order or victim have? The protocols of the configuration."""
+"""The protocols of policies: the state that a policy may read, and the methods of custom orders, evictions and
+victims."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class View(Protocol):
-    """What a policy may read: the step so far, what runs, what waits, and what is free. It never tells how long an
-    output will be.
+    """The state that a policy may read: the step so far, running and waiting requests, and free blocks. It never
+    reveals the length of a future output.
 
-    Columns have an element for each running request, in admission order, and are copies. They are made when they are
-    read: a policy that reads one twice in a decision keeps it.
+    A column has an element for each running request, in admission order. Each read makes a copy: a policy that reads a
+    column twice in a decision should keep it.
     """
 
     @property
@@ -50,11 +51,11 @@ class View(Protocol):
         """Blocks that requests can hold."""
 
     def num_slots_for(self, num_tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Slots for a token's KV, of a block's each, that requests of so many tokens hold over all groups of KV: with
-        one group that many, with groups the sum over them, in which a window or a chunk holds at most its size."""
+        """Token slots of blocks that requests of `num_tokens` tokens hold over all groups of KV. With one group this is
+        `num_tokens`; with several, the sum over them, where a window or a chunk holds at most its size."""
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """The most blocks that a running request takes beside its own to generate so many tokens."""
+        """Maximum number of further blocks that a running request needs to generate `num_tokens` tokens."""
 
     @property
     def num_free_blocks(self) -> int:
@@ -62,7 +63,7 @@ class View(Protocol):
 
     @property
     def num_owed_blocks(self) -> int:
-        """Blocks that running requests still need for tokens that they already have (partial prefills)."""
+        """Blocks that running requests still need for their known tokens (partial prefills)."""
 
     @property
     def num_missing_blocks(self) -> int:
@@ -70,21 +71,21 @@ class View(Protocol):
 
     @property
     def num_shared_blocks(self) -> int:
-        """Blocks of the cached prefix of the checked request that other requests hold, which cost nothing."""
+        """Blocks of the checked request's cached prefix that other requests hold; they cost nothing."""
 
     @property
     def has_prefix_cache(self) -> bool:
         """Whether blocks stay cached after use."""
 
     def num_cached_tokens(self, request: Request) -> int:
-        """Tokens of a waiting request that the prefix cache has now: what it would not have to compute. Costs a lookup;
-        0 for one with encoder inputs."""
+        """Tokens of a waiting request that the prefix cache has now, so that it need not compute them. Costs a lookup;
+        0 for a request with encoder inputs."""
 
-    # What runs, in columns.
+    # The running requests, in columns.
 
     @property
     def requests(self) -> tuple[Request, ...]:
-        """The running requests, in admission order. Those admitted in this step come with the next one."""
+        """The running requests, in admission order. Requests admitted in this step appear in the next one."""
 
     @property
     def rows(self) -> Int64Array:
@@ -104,19 +105,19 @@ class View(Protocol):
 
     @property
     def num_own_blocks(self) -> Int64Array:
-        """[running] int64: of these, blocks that only it holds: what a preemption frees."""
+        """[running] int64: of these, blocks that no other request holds, which a preemption frees."""
 
     def own_blocks(self, index: int) -> int:
         """The element of `num_own_blocks` of one running request, in O(its blocks)."""
 
     @property
     def num_kept_tokens(self) -> Int64Array:
-        """[running] int64: of its computed tokens, those at its beginning that stay cached whatever happens to it,
-        because other running requests hold their blocks as well."""
+        """[running] int64: leading computed tokens of each that stay cached without it, because other running requests
+        hold their blocks, too."""
 
     @property
     def num_left_tokens(self) -> Int64Array:
-        """[running] int64: tokens until its limits (`max_tokens`, the model's length) end it."""
+        """[running] int64: remaining tokens until the limits of each (`max_tokens`, the model's length)."""
 
     @property
     def num_preemptions(self) -> Int64Array:
@@ -130,8 +131,8 @@ class View(Protocol):
 class Order(Protocol):
     """A queue of waiting requests. An object serves one scheduler.
 
-    Of `core/policy/policy.py` it may also have `attach` (to keep the view), `guaranteed_steps` (without it, steps are
-    decided one by one while requests wait), `reason` and the events of a listener.
+    Optional methods, as in `core/policy/policy.py`: `attach` (to keep the view), `guaranteed_steps` (without it, steps
+    are decided one by one while requests wait), `reason` and the events of a listener.
     """
 
     name: str
@@ -164,23 +165,23 @@ class Order(Protocol):
 
 
 class Eviction(Protocol):
-    """Chooses the cached blocks that are retained: evicted only where nothing else is free (`kv/retained.py`).
+    """Chooses the cached blocks that are retained: evicted only if no other block is free (`kv/retained.py`).
 
-    Of `core/policy/policy.py` it may also have `attach` and the events of a listener.
+    Optional methods, as in `core/policy/policy.py`: `attach` and the events of a listener.
     """
 
     name: str
     share: float
-    """Of the usable blocks at most that share is retained, 0 to 1; 0: none is, and the policy is not asked."""
+    """Maximum share of the usable blocks that is retained, 0 to 1; 0: none is, and the policy is not called."""
     per_tenant: bool
-    """Whether that is divided evenly among the tenants."""
+    """Whether this share is divided evenly among the tenants."""
 
     def started(self, request: Request, labels: Int64Array) -> None:
         """A request was admitted with cached blocks: the label of each ([blocks] int64), 0 for one that has none."""
 
     def retained(self, request: Request, num_blocks: int, now: float) -> tuple[int, float, int]:
-        """A request has finished with `num_blocks` cached blocks: how many of the first ones are retained, until when
-        (seconds of `now`; inf: until the bounds dismiss them), and the label of all, 0 to 2**31 - 1."""
+        """A request has finished with `num_blocks` cached blocks. Returns how many of the first ones are retained,
+        until when (seconds of `now`; inf: as long as the bounds allow), and the label of all, 0 to 2**31 - 1."""
 
 
 class Victim(Protocol):
@@ -189,5 +190,5 @@ class Victim(Protocol):
     name: str
 
     def choose(self, view: View, asking: int) -> int:
-        """Which running request is preempted for the one at index `asking`: an index into the columns of the view,
+        """Choose the request to preempt for the one at index `asking`. Returns an index into the columns of the view,
         maybe `asking` itself."""

@@ -1,4 +1,4 @@
-"""In which layout does a model keep its KV? Groups of layers, each with a block table of its own.
+"""The layout of a model's KV: groups of layers, each with a block table of its own.
 
 The layers of a group attend to the same positions before a token: to all of them, to a window, or to a chunk.
 """
@@ -33,11 +33,12 @@ class KVGroup(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """The most tokens before one that it attends to; 0 for "full", where there is no limit."""
+        """Maximum number of earlier tokens that a token attends to; 0 for "full", which has no limit."""
         return self.size - 1 if self.kind != "full" else 0
 
     def num_skipped(self, num_tokens: Tokens) -> Tokens:
-        """Of the first `num_tokens`, those to which no token after them attends. Never less for more tokens."""
+        """Number of the first `num_tokens` tokens to which no later token attends. It never decreases with
+        `num_tokens`."""
         if self.kind == "window":
             return (
                 np.maximum(num_tokens - self.reach, 0)
@@ -49,14 +50,15 @@ class KVGroup(NamedTuple):
         return num_tokens * 0
 
     def least_with(self, num_skipped: Tokens) -> Tokens:
-        """The least number of tokens of which so many are skipped, at least 1 of them; not for "full"."""
+        """Minimum number of tokens with `num_skipped` (at least 1) skipped ones; not for "full"."""
         if self.kind == "window":
             return num_skipped + self.reach
         return -(-num_skipped // self.size) * self.size
 
     def most_blocks(self, num_tokens: int, num_in_flight: int, block_size: int) -> int:
-        """The most blocks that a request holds at a time while it computes its first `num_tokens`, of which steps in
-        flight compute at most so many, if it gives back what no later token attends to."""
+        """Maximum number of blocks that a request holds at a time while it computes its first `num_tokens` tokens, if
+        it gives back blocks that no later token attends to. Steps in flight compute at most `num_in_flight` of its
+        tokens."""
         whole = -(-num_tokens // block_size)
         if self.kind == "full":
             return whole
@@ -69,11 +71,11 @@ FULL = KVGroup()
 
 
 class AttendedBlocks:
-    """Which blocks of a sequence the token after them attends to, for each group.
+    """For each group, the blocks of a sequence that the token after them attends to.
 
     Args:
         block_size: tokens per block.
-        max_blocks: of the longest sequence.
+        max_blocks: number of blocks of the longest sequence.
     """
 
     def __init__(self, groups: Sequence[KVGroup], block_size: int, max_blocks: int) -> None:
@@ -85,11 +87,12 @@ class AttendedBlocks:
         return self._first[:, num_blocks]
 
     def num_reusable(self, has: npt.NDArray[np.bool_], start: int = 0) -> int:
-        """The most blocks from `start` on after which every group has all blocks that the next token attends to.
+        """Maximum number of blocks from `start` on after which every group has all blocks that the next token attends
+        to.
 
         Args:
-            has: [groups, blocks] whether a group has the block, from `start` on. What the token after the first `start`
-                blocks attends to is there.
+            has: [groups, blocks] whether a group has the block, from `start` on. The groups have all blocks that the
+                token after the first `start` blocks attends to.
         """
         count: int = has.shape[1]
         if np.count_nonzero(has) == has.size:
@@ -112,20 +115,20 @@ def _words(group: KVGroup) -> str:
 
 
 def layers_per_group(kinds: Sequence[tuple[int, int]], max_groups: int) -> int:
-    """The number of layers in a group with which a request takes the least KV.
+    """The number of layers per group that minimizes the KV of a request.
 
-    The blocks of all groups are from one pool and have memory for the same number of layers; where the last group of a
-    kind has fewer layers, the rest of its blocks is wasted. Large groups waste more, small ones are many, and each
+    The blocks of all groups are from one pool and have memory for the same number of layers. If the last group of a
+    kind has fewer layers, the rest of its blocks is wasted. Large groups waste more; small groups are many, and each
     takes time in every step.
 
     Args:
-        kinds: of layers that attend alike, the blocks that a group of them takes, and the number of layers.
-        max_groups: how many groups there may be; where there are more kinds than that, one for each kind.
+        kinds: for each kind of layers that attend alike: the blocks that a group takes, and the number of layers.
+        max_groups: maximum number of groups; with more kinds than that, one group for each kind.
     """
-    best, least = 0, 0
+    best, min_cost = 0, 0
     for size in range(max(layers for _, layers in kinds), 0, -1):  # of sizes that cost the same, the largest
         counts = [-(-layers // size) for _, layers in kinds]
         cost = size * sum(count * blocks for count, (blocks, _) in zip(counts, kinds, strict=True))
-        if sum(counts) <= max(max_groups, len(kinds)) and (not best or cost < least):
-            best, least = size, cost
+        if sum(counts) <= max(max_groups, len(kinds)) and (not best or cost < min_cost):
+            best, min_cost = size, cost
     return best

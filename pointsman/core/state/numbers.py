@@ -1,7 +1,7 @@
-"""Which forms of numbers are fastest for NumPy, and is what a caller gives as an integer really one?
+"""Fast forms of numbers for NumPy, and checks of the integers that callers give.
 
-A step consists of NumPy calls whose time is mostly overhead: what is here takes at most half the time of the plain
-form.
+A step consists of NumPy calls whose time is mostly overhead. The forms here take at most half the time of the plain
+ones.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ set_writeable: Callable[[npt.NDArray[Any], bool], None] = cast(Any, np.ndarray.s
 
 
 def largest(values: Int64Array) -> int:
-    """The largest of one or more values; if one of them is negative, more than any int64: one comparison finds all
-    that are out of range.
+    """The largest of one or more values, or more than any int64 if one of them is negative. So one comparison finds any
+    value that is out of range.
 
     `argmax` takes a quarter of the time of a reduction.
     """
@@ -42,18 +42,18 @@ def largest(values: Int64Array) -> int:
     return unsigned.item(unsigned.argmax())
 
 
-def checked_integer(name: str, value: object, least: int, most: int = MAX_INT) -> int:
+def checked_integer(name: str, value: object, minimum: int, maximum: int = MAX_INT) -> int:
     """The value as a Python int.
 
     Raises:
-        ValueError: it is no integer, or not between `least` and `most`.
+        ValueError: it is no integer, or not between `minimum` and `maximum`.
     """
-    if type(value) is int and least <= value <= most:  # as nearly always
+    if type(value) is int and minimum <= value <= maximum:  # as nearly always
         return value
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
         raise ValueError(f"{name} is {value!r}; it must be an integer")
-    if not least <= value <= most:
-        raise ValueError(f"{name} is {value}; it must be between {least} and {most}")
+    if not minimum <= value <= maximum:
+        raise ValueError(f"{name} is {value}; it must be between {minimum} and {maximum}")
     return int(value)
 
 
@@ -103,7 +103,7 @@ def flat_tokens(
     # int32, or nearly. `in` and `is` compare identities first: that takes a fifth of the time of comparing types.
     if isinstance(values, np.ndarray) and (kind := values.dtype) in (INT32, UINT32):
         given: npt.NDArray[np.integer] = values if kind is INT32 else values.view(INT32)
-        fits = not given.size or given.item(given.argmin()) >= 0  # what is too large for int32 is negative as such
+        fits = not given.size or given.item(given.argmin()) >= 0  # ids too large for int32 are negative in it
     else:
         wide = flat_integers("token_ids", values, error)
         given, fits = wide, not wide.size or largest(wide) <= MAX_INT

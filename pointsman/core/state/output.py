@@ -1,4 +1,4 @@
-"""What is passed between the scheduler and its host? `SchedulerOutput` out, `StepResult` in, `StepUpdate` back.
+"""The data between a scheduler and its host: `SchedulerOutput` out, `StepResult` in, `StepUpdate` back.
 
 An output has n rows: continued requests first, in admission order, then the requests admitted in this step.
 
@@ -42,8 +42,8 @@ class Load:
     first_token: int
     """Position in the request of the first token of `block_ids[0]`, a multiple of the block size."""
     num_tokens: int
-    """A multiple of the block size: m blocks; with `kv_groups` as many in each group, of which it fills those that the
-    next token attends to and the pool does not have."""
+    """A multiple of the block size; without `kv_groups`, m blocks. With `kv_groups` the load fills the blocks of each
+    group that the next token attends to and the pool does not have."""
     is_async: bool
     block_groups: IntArray = field(default_factory=lambda: NO_INTS)
     """With `kv_groups`, [m] int64: the group of each block to fill."""
@@ -60,7 +60,7 @@ class Save(NamedTuple):
 
     block_id: int
     key: bytes
-    """The name of its content, see `kv/content.py`."""
+    """The name of its content, see `kv/digests.py`."""
     group: int = 0
     """The group of layers whose KV it is."""
 
@@ -92,7 +92,7 @@ class OutputFields:
     samples: BoolArray
     """[n] bool: whether the row's last position yields a token (False: a chunk that ends inside the known tokens)."""
     num_draft_tokens: IntArray
-    """[n] int64: how many of the row's scheduled tokens, the last ones, are drafts. Such a row computes one token
+    """[n] int64: number of the row's scheduled tokens, at their end, that are drafts. Such a row computes one token
     beside them, and each of its positions may yield a token: see `StepResult.counts`."""
     draft_token_ids: IntArray
     """Ragged int32: the drafts, in row order."""
@@ -129,22 +129,22 @@ class OutputFields:
     """With `count_common_prefix`: number of blocks that the tables of all rows begin with.
     Some may be written in this step: without a causal mask, read no further than the least `num_computed_tokens`."""
     loads: Sequence[Load] = ()
-    """What a connector loads, see `kv/connector.py`: before the step computes, or, if asynchronous, from now on."""
+    """Loads from a connector, see `kv/connector.py`: before the step computes or, if asynchronous, from now on."""
     saves: Sequence[Save] = ()
     """Evicted blocks: copy them out first, in this order, or their content is lost."""
     block_groups: IntArray = field(default_factory=lambda: NO_INTS)
     """With `kv_groups`, parallel to `block_ids`, int64: the index of the group that each block is for."""
     block_places: IntArray = field(default_factory=lambda: NO_INTS)
-    """With `kv_groups`, parallel to `block_ids`, int64: its index in the table of the row and the group, that of the
-    tokens from there times the block size on. Places that were never named, or whose block has fallen behind the
-    window, are not to be read: their blocks may be those of other requests."""
+    """With `kv_groups`, parallel to `block_ids`, int64: its index in the table of the row and the group; index i is for
+    the tokens from i times the block size on. Do not read places that were never named, or whose block is behind the
+    window: the block may be another request's."""
 
 
 class SchedulerOutput(Sealed, OutputFields):
     """What to run in one step. Read-only."""
 
     __slots__ = ()
-    _remedy: ClassVar[str] = "what a step runs is decided by `Scheduler.schedule`"
+    _remedy: ClassVar[str] = "`Scheduler.schedule` decides what a step runs"
 
     @property
     def num_rows(self) -> int:
@@ -194,7 +194,7 @@ class SchedulerOutput(Sealed, OutputFields):
 
     @property
     def num_attended_tokens(self) -> int:
-        """Over the tokens of the step: positions that each attends to, its own included."""
+        """Sum, over the tokens of the step, of the positions that each attends to, its own included."""
         computed, tokens = self.num_computed_tokens, self.num_scheduled_tokens
         return int(tokens.dot(computed)) + (int(tokens.dot(tokens)) + self.total_num_scheduled_tokens) // 2
 
@@ -218,7 +218,7 @@ class SchedulerOutput(Sealed, OutputFields):
 
 
 class Copies(NamedTuple):
-    """What a host copied between the pool and its memory before a step computed."""
+    """The copies of a host between the pool and its memory before a step computed."""
 
     num_blocks: int
     """In both directions."""
@@ -240,11 +240,11 @@ class StepResult:
     """Seconds that the step took on the host, if known."""
     unsampled: Collection[int] = ()
     """Row indices (0 to n - 1) with `samples` for which the host computed the KV and has no token. Such a request keeps
-    its tokens, is preempted if it still runs, and samples again once it is admitted again; what later steps in flight
-    sample for it is dropped."""
+    its tokens, is preempted if it still runs, and samples again once it is admitted again. Its samples of later steps
+    in flight are dropped."""
     copies: Copies | None = None
-    """The output's saves and synchronous loads, as far as the host copied them; None: it copied nothing. What a step
-    waits for them is part of its time. `preemption_mode` "cheaper" decides by it."""
+    """The output's saves and synchronous loads that the host copied; None: none. The time that a step waits for them is
+    part of its time. `preemption_mode` "cheaper" uses it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -260,11 +260,11 @@ class UpdateFields:
     finished: Sequence[Request] = ()
     """Requests that finished by this update, in row order."""
     completed_parts: Sequence[Request] = ()
-    """Requests whose present part it completed, in row order: they wait for the next, or continue with it."""
+    """Requests that completed their present part, in row order: they wait for the next part, or continue with it."""
 
 
 class StepUpdate(Sealed, UpdateFields):
-    """What `Scheduler.update` applied of a step result. Read-only.
+    """The part of a step result that `Scheduler.update` applied. Read-only.
 
     for request, token_ids in update.new_tokens(): ...
     """

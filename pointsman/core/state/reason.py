@@ -1,4 +1,4 @@
-"""Why does a request wait? The reasons for a deferral, kept per request and counted per step for the head.
+"""Reasons why a request waits, kept per request, and counted per step for the head of the queue.
 
 A waiting request gets its reason where it is checked: in `step/admission.py`, which asks the gates (`core/policy`) and
 the KV cache; while KV is loaded in `step/loading.py` and `kv/transfers.py`; parked in `step/request_table.py`.
@@ -15,17 +15,17 @@ class Reason(enum.Enum):
     """Why a request was not admitted in a step; or why a running one was left out (`why_left_out` in
     `observe/explain.py`).
 
-    The first six are the rungs of the graded response to memory pressure: the one counted is the rung whose removal
-    alone would have admitted the request.
+    The first six are the levels of the graded response to memory pressure: the level is counted whose removal alone
+    would have admitted the request.
     """
 
     WATERMARK = "watermark"
     FULL_SEQUENCE = "full_sequence"
     DECODE_RESERVE = "decode_reserve"
     RESERVE = "reserve"
-    """A reserve that is a policy of its own keeps these blocks free."""
+    """A custom reserve policy keeps these blocks free."""
     BYPASS = "bypass"
-    """These blocks are kept for a request before it, which it may only pass into others."""
+    """These blocks are kept for an earlier request, which it may bypass only with other blocks."""
     BLOCKS = "blocks"
     SEQUENCE_LIMIT = "sequence_limit"
     BUDGET = "budget"
@@ -36,17 +36,17 @@ class Reason(enum.Enum):
     STATIC_BATCH = "static_batch"
     """The static batch still runs."""
     PREFILL_FIRST = "prefill_first"
-    """The step is for prompts, and the request, which runs, decodes."""
+    """The step is for prompts, and this running request decodes."""
     PARTIAL_PREFILLS = "partial_prefills"
-    """The maximum number of prefills is partial, and its own would be another."""
+    """The maximum number of partial prefills runs, and its prefill would be another one."""
     ENCODER_BUDGET = "encoder_budget"
-    """The step's encoder budget does not hold the embeddings that the request needs for its next token."""
+    """The embeddings that the request needs for its next token exceed the step's encoder budget."""
     ENCODER_CACHE = "encoder_cache"
-    """The embeddings that the request needs for its next token do not fit beside those that others hold."""
+    """The embeddings that the request needs for its next token do not fit beside those of other requests."""
     ADAPTER_SLOTS = "adapter_slots"
     """`max_loras` other adapters run, or a request that waited longer has claimed the slot of this one."""
     STEP_TIME = "step_time"
-    """A limit holds the step within a time, and the request would make it longer."""
+    """A limit bounds the time of the step, and the request would exceed it."""
     PAUSED = "paused"
     """The operator has paused the scheduler, or its admissions."""
     IN_FLIGHT = "in_flight"
@@ -54,7 +54,7 @@ class Reason(enum.Enum):
     KV_CONNECTOR = "kv_connector"
     """The connector does not know yet what it can load."""
     KV_ROOM = "kv_room"
-    """Other transfers own the maximum number of blocks; it is next."""
+    """Other transfers hold the maximum number of blocks; it is next."""
     KV_LOAD = "kv_load"
     """Its KV is being loaded."""
     BEHIND = "behind"
@@ -62,7 +62,7 @@ class Reason(enum.Enum):
     PARKED = "parked"
     """It waits for something other than capacity."""
     STATE = "state"
-    """The state behind its cached prefix is computed in this step, and it can read it in the next one."""
+    """The layer state at the end of its cached prefix is computed in this step, and readable in the next one."""
 
     def __init__(self, _: str) -> None:
         self._position = len(self.__class__.__members__)
@@ -77,17 +77,17 @@ class Recovery(NamedTuple):
     """How a preempted request gets back the KV that the pool evicts before it resumes: see `preemption_mode`."""
 
     swaps: bool
-    """Whether it is copied to host memory, and back; otherwise it is computed again."""
+    """Whether it is copied to host memory, and back; otherwise it is recomputed."""
     num_cached_tokens: int
-    """Tokens that were cached when it was preempted: the most that this is about."""
+    """Tokens that were cached when it was preempted: the maximum to get back."""
     recompute_seconds: float | None
-    """What computing them again would take; None: not known, or not asked."""
+    """Estimated time to recompute them; None: not known, or not estimated."""
     swap_seconds: float | None
-    """What copying them out and back would take."""
+    """Estimated time to copy them out and back; None: as above."""
 
 
 class Deferral(NamedTuple):
-    """Why a request waits: the answer of a gate that does not admit it in this step."""
+    """Why a request waits: the result of a gate that does not admit it in this step."""
 
     reason: Reason
     missing: int
@@ -96,16 +96,16 @@ class Deferral(NamedTuple):
     blocks_queue: bool = True
     """Whether no request behind it is admitted in the same step. If not, it is skipped.
 
-    A gate that lets requests be skipped must bound `num_bypassed`: by `max_overtakes`, say."""
+    A gate that lets requests be skipped must bound `num_bypassed`, for example by `max_overtakes`."""
 
 
 class Holder(NamedTuple):
-    """A request that holds some of what another one waits for."""
+    """A request that holds some of the resource for which another one waits."""
 
     request_id: str
     amount: int
     """How much of the resource, in its unit; 0 where nothing is counted."""
     what: str = ""
-    """Of an adapter slot: the name of the adapter."""
+    """For an adapter slot: the name of the adapter."""
     transfer: int | None = None
-    """Of blocks that are held for a transfer, or since it finished: which one. Its request may have finished."""
+    """For blocks held during or after a transfer: its id. Its request may have finished."""

@@ -1,9 +1,9 @@
-"""Does the output repeat itself? A stop condition for models that repeat a phrase until their tokens run out.
+"""Repetition detection: a stop condition for models that repeat a phrase until their tokens run out.
 
 The definition is vLLM's: the output ends in `min_count` copies, one after the other, of some pattern of
-`min_pattern_size` to `max_pattern_size` tokens. That is so for a pattern of p tokens if each of the last
-p x (min_count - 1) tokens equals the one p places before it, so it is enough to count, for every p, how many tokens in
-a row do. A new token costs three array operations over p, however long the output and whatever its patterns.
+`min_pattern_size` to `max_pattern_size` tokens. This holds for a pattern of p tokens if each of the last p x (min_count
+- 1) tokens equals the token p positions before it. So it is enough to count, for every p, the consecutive tokens that
+do. A new token costs three array operations over p, for any output and pattern.
 """
 
 from __future__ import annotations
@@ -52,32 +52,32 @@ class RepetitionDetectionParams:
 
 
 class RepetitionWatch:
-    """Watches one output of at most `room` tokens: patterns that do not fit it need no counters."""
+    """Watches one output of at most `max_tokens` tokens: longer patterns need no counters."""
 
-    __slots__ = ("_end", "_first", "_most", "_needed", "_runs", "_tokens", "num_seen")
+    __slots__ = ("_end", "_first", "_max_size", "_needed", "_runs", "_tokens", "num_seen")
 
-    def __init__(self, params: RepetitionDetectionParams, room: int) -> None:
-        self._most = min(params.max_pattern_size, room // params.min_count)
+    def __init__(self, params: RepetitionDetectionParams, max_tokens: int) -> None:
+        self._max_size = min(params.max_pattern_size, max_tokens // params.min_count)
         self._first = max(params.min_pattern_size, 1)
-        sizes = np.arange(1, self._most + 1, dtype=np.int64)
+        sizes = np.arange(1, self._max_size + 1, dtype=np.int64)
         self._needed: npt.NDArray[np.int64] = sizes * (params.min_count - 1)
-        self._runs: npt.NDArray[np.int64] = np.zeros(self._most, dtype=np.int64)
-        # The newest `_most` tokens end at `_end`, so that those 1, 2, ... places back are one slice.
-        self._tokens: npt.NDArray[np.int64] = np.full(max(2 * self._most, 1), _NO_TOKEN, dtype=np.int64)
-        self._end = self._most
+        self._runs: npt.NDArray[np.int64] = np.zeros(self._max_size, dtype=np.int64)
+        # The newest `_max_size` tokens end at `_end`, so that the tokens 1, 2, ... positions back are one slice.
+        self._tokens: npt.NDArray[np.int64] = np.full(max(2 * self._max_size, 1), _NO_TOKEN, dtype=np.int64)
+        self._end = self._max_size
         self.num_seen = 0
 
     def observe(self, token_id: int) -> int | None:
         """The size of the shortest pattern that is repeated often enough at the end of the output, with this token;
         None: there is none."""
         self.num_seen += 1
-        most = self._most
-        if most == 0:
+        size = self._max_size
+        if size == 0:
             return None
         if self._end == len(self._tokens):
-            self._tokens[:most] = self._tokens[most:]
-            self._end = most
-        back = self._tokens[self._end - most : self._end][::-1]
+            self._tokens[:size] = self._tokens[size:]
+            self._end = size
+        back = self._tokens[self._end - size : self._end][::-1]
         self._runs += 1
         self._runs *= back == token_id
         self._tokens[self._end] = token_id

@@ -1,13 +1,13 @@
-"""What does a request ask for, and what is its state? The former never changes; the latter is read-only for hosts.
+"""Requests: their arguments, which never change, and their state, which is read-only for hosts.
 
-    Request         what a host creates, adds and finds in outputs. Its slots are what was asked, and cannot be assigned
-    Request._state  a `RequestState`: all that changes. The core writes it; a host reads it through properties
+    Request         a host creates and adds it, and finds it in outputs; its slots are the arguments, and read-only
+    Request._state  a `RequestState`: everything that changes; the core writes it, a host reads it through properties
 
-What a later call may change (`set_priority`, `extend`: the priority, the prompt and its encoder inputs, `max_tokens`)
-is in the state from the beginning.
+Fields that a later call may change (`set_priority`, `extend`: the priority, the prompt and its encoder inputs,
+`max_tokens`) are in the state from the beginning.
 
-What every step touches (`num_tokens`, `num_computed_tokens`, `num_pending`) are columns of the `Batch` while a request
-holds a row, and fields of its state otherwise. The properties here read the right one.
+Counts that every step changes (`num_tokens`, `num_computed_tokens`, `num_pending`) are columns of the `Batch` while a
+request holds a row, and fields of its state otherwise. The properties here read the right one.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from pointsman.core.state.tokens import Int32Array, IntArray, OutputTokens, shar
 Int64Array = npt.NDArray[np.int64]
 
 MAX_FLOAT = float_info.max
-"""A greater integer has no float."""
+"""A greater integer cannot become a float."""
 
 
 class Columns(Protocol):
-    """What a request reads of the `Batch` while it has a row there."""
+    """The part of the `Batch` that a request with a row reads."""
 
     num_tokens: Int64Array
     num_computed_tokens: Int64Array
@@ -146,11 +146,11 @@ class RequestState:
         self.deferral: Deferral | None = None  # why the newest step that checked it did not admit it
         self.deferred_since = 0.0  # when that reason began
         self.lost_tokens = 0  # computed before it last lost its row
-        self.recovery: Recovery | None = None  # of that KV; None: as `preemption_mode` "recompute" says
+        self.recovery: Recovery | None = None  # how it gets that KV back; None: it recomputes it
         self.loss_number = 0  # of that loss, in order over all requests
         self.holding: Any = None  # blocks that it holds without a row, see `kv/transfers.py`
         self.may_load = True  # until a load has failed or succeeded, and again once it is admitted
-        self.block_keys: tuple[bytes, ...] = ()  # see `kv/content.py`
+        self.block_keys: tuple[bytes, ...] = ()  # see `kv/digests.py`
         self.num_published_blocks = 0
         self.prefix_node: Any = None
         self.prefix_epoch = 0
@@ -216,7 +216,7 @@ class RequestState:
         return flushed.copy()
 
     def output_since(self, start: int) -> Int32Array:
-        """A copy of the output tokens from number `start` on, int32; for the newest ones without a copy of the whole
+        """A copy of the output tokens from number `start` on, int32; the newest ones without a copy of the whole
         output."""
         if self.batch is not None and self.row is not None and start >= self._output.length:
             return self.batch.recent(self.row, self.num_prompt_tokens + start).copy()
@@ -250,10 +250,10 @@ class RequestState:
                 self._output.add(self.batch.recent(self.row, start).copy())
         return self.prompt_bytes + self._output.array().tobytes() if self._output.length else self.prompt_bytes
 
-    # ------------------------------------------------------------------ moving between places
+    # ------------------------------------------------------------------ moving between queue and rows
 
-    def has_inputs(self, encoder_inputs: tuple[EncoderInput, ...]) -> None:
-        """The encoder inputs of its prompt."""
+    def set_encoder_inputs(self, encoder_inputs: tuple[EncoderInput, ...]) -> None:
+        """Set the encoder inputs of its prompt."""
         self.encoder_inputs = encoder_inputs
 
     def added(self, sequence_number: int) -> None:
@@ -261,11 +261,11 @@ class RequestState:
         self.sequence_number = sequence_number
 
     def limit(self, token_limit: int, detail: str) -> None:
-        """It finishes at that number of known tokens; `detail` is the name of the limit."""
+        """Set the number of known tokens at which it finishes; `detail` is the name of the limit."""
         self.token_limit, self.limit_detail = token_limit, detail
 
     def watch(self, watch: RepetitionWatch) -> None:
-        """Repetitions that this finds finish it."""
+        """Set its watch: a repetition that it finds finishes the request."""
         self.repetition_watch = watch
 
     def queued(self, now: float) -> None:
@@ -273,8 +273,8 @@ class RequestState:
         self.queued_at = now
 
     def defer(self, deferral: Deferral | None, now: float) -> bool:
-        """Why the newest step that checked it did not admit it. Returns whether that is another reason than before,
-        which holds since `now`."""
+        """Record why the newest step that checked it did not admit it. Returns whether the reason is a new one, which
+        holds since `now`."""
         before, self.deferral = self.deferral, deferral
         if before is not None and deferral is not None and before.reason is deferral.reason:
             return False
@@ -282,15 +282,15 @@ class RequestState:
         return True
 
     def undefer(self) -> None:
-        """It has no reason to wait yet."""
+        """Clear the reason why it waits."""
         self.deferral = None
 
     def was_bypassed(self, count: int) -> None:
-        """So many requests behind it were admitted."""
+        """`count` requests behind it were admitted."""
         self.num_bypassed += count
 
     def admitted(self, serial: int, num_cached_tokens: int) -> None:
-        """It runs, as the admission of that number, and need not compute so many tokens."""
+        """It runs, as admission `serial`, and need not compute `num_cached_tokens` tokens."""
         self.serial = serial
         self.transition(RequestStatus.RUNNING)
         self.deferral = None
@@ -310,8 +310,8 @@ class RequestState:
         self._num_pending = num_pending
 
     def lost_row(self, loss_number: int, cause: PreemptionCause | None) -> None:
-        """It has left its row and recomputes what it had; the losses of all requests are numbered. `cause` None: the
-        row had nothing more to do."""
+        """It has left its row, and recomputes its KV. `loss_number` counts over all requests. `cause` None: the row had
+        no more tokens to compute."""
         self.loss_number = loss_number
         self.lost_tokens = min(self._num_computed_tokens, self.num_tokens)
         self._num_computed_tokens = 0
@@ -321,7 +321,7 @@ class RequestState:
             self.preemption_causes += (cause,)
 
     def recover(self, recovery: Recovery | None) -> None:
-        """How it gets back the KV that it has lost; None: as `preemption_mode` "recompute" says."""
+        """Set how it gets back the KV that it has lost; None: it recomputes it."""
         self.recovery = recovery
 
     def rolled_back(self, status: RequestStatus, serial: int) -> None:
@@ -330,8 +330,8 @@ class RequestState:
         self.transition(status)
         self.serial = serial
 
-    def disowned(self, serial: int) -> None:
-        """What steps in flight still compute for it is dropped: it has another serial than they name."""
+    def drop_in_flight(self, serial: int) -> None:
+        """Drop results of steps in flight for it, by giving it another serial than they name."""
         self.serial = serial
         self._num_pending = 0
 
@@ -383,12 +383,12 @@ class RequestState:
         self._output.extend(token_ids)
 
     def take_recent(self, tokens: Int32Array, offset: int, end: int) -> None:
-        """Append a copy of what a row has beyond the request's own array: token i, up to `end`, is at `offset` + i."""
+        """Append a copy of a row's tokens beyond the request's own array: token i, up to `end`, is at `offset` + i."""
         own = self._output
         own.add(tokens[offset + self.num_prompt_tokens + own.length : offset + end].copy())
 
     def take(self, tokens: Int32Array) -> None:
-        """As `append_output`, of an array that nothing else holds."""
+        """As `append_output`, for an array that nothing else holds."""
         self._output.add(tokens)
 
     def truncate_output(self, num_output_tokens: int) -> None:
@@ -419,7 +419,7 @@ class RequestState:
         self._num_pending -= count
 
 
-class _Asked:
+class _RequestFields:
     """The slots of a `Request`, assignable while it is built."""
 
     __slots__ = (
@@ -469,13 +469,13 @@ class _Asked:
     metadata: Any
 
 
-class Request(Sealed, _Asked):
-    """One prompt and what is generated for it. Read-only: only its scheduler changes it.
+class Request(Sealed, _RequestFields):
+    """One prompt and its output. Read-only: only its scheduler changes it.
 
     Args:
         request_id: the caller's name for it, unique among requests that have not finished.
-        prompt_token_ids: int32, at least one; copied into one read-only array, which several requests may share if
-            their prompts are given as it.
+        prompt_token_ids: int32, at least one; copied into a read-only array. A request whose prompt is given as the
+            array of another one shares it.
         arrival_time: seconds on the caller's clock; the order "fcfs" sorts by it.
         max_tokens: maximum number of tokens to generate; 0: nothing is sampled (embeddings), and the request finishes
             when its prompt is computed.
@@ -496,13 +496,13 @@ class Request(Sealed, _Asked):
         runs_ahead: False: none of its steps is scheduled while a sample of it is in flight, because the host needs the
             newest token to prepare that step (a grammar, say).
         more_input: whether the prompt continues in later parts (`Scheduler.extend`).
-        tenant: whose request it is, for policies that are fair to tenants.
+        tenant: the owner of the request, for policies that are fair to tenants.
         ttft_target: seconds from its arrival within which its first token is wanted, for policies that order by it;
             None: the policy's own. It never ends the request.
         retention: seconds after it has finished for which its blocks are worth keeping in the prefix cache, at least 0,
             for eviction policies that read it; None: the policy's own. It reserves nothing.
-        output_token_ids: tokens that it has generated before, in another scheduler: it goes on behind them, as after
-            a preemption. They count as its output, so `max_tokens`, `min_tokens` and every stop condition include them.
+        output_token_ids: tokens that it has generated before, in another scheduler. It continues after them, as after a
+            preemption. They count as its output, so `max_tokens`, `min_tokens` and every stop condition include them.
         metadata: the caller's own; never read here.
 
     Raises:
@@ -510,9 +510,7 @@ class Request(Sealed, _Asked):
     """
 
     __slots__ = ()
-    _remedy: ClassVar[str] = (
-        "the scheduler changes a request when it is asked to: set_priority, extend, park, ready, finish"
-    )
+    _remedy: ClassVar[str] = "call the scheduler to change a request: set_priority, extend, park, ready, finish"
 
     def __new__(
         cls,
@@ -541,7 +539,7 @@ class Request(Sealed, _Asked):
         output_token_ids: IntArray | Sequence[int] = (),
         metadata: Any = None,
     ) -> Self:
-        # What is given in the usual type, and in range, is not handed to its check: a simulator makes many requests.
+        # Arguments of the usual type and in range skip their checks: a simulator makes many requests.
         checks = _Checks(request_id)
         is_usual = (
             type(max_tokens) is type(min_tokens) is type(priority) is int
@@ -549,43 +547,45 @@ class Request(Sealed, _Asked):
             and 0 <= min_tokens <= MAX_INT
             and 0 <= priority <= MAX_INT
         )
-        asked: Any = _Asked()
-        asked._state = state = RequestState(
+        fields: Any = _RequestFields()
+        fields._state = state = RequestState(
             request_id,
             prompt_token_ids,
             max_tokens if is_usual else checks.integer("max_tokens", max_tokens, 0),
             priority if is_usual else checks.priority(priority),
             more_input,
         )
-        asked.request_id = request_id
+        fields.request_id = request_id
         is_finite = type(arrival_time) is float and isfinite(arrival_time)
-        asked.arrival_time = arrival_time if is_finite else checks.seconds(arrival_time)
-        asked.max_total_tokens = None
+        fields.arrival_time = arrival_time if is_finite else checks.seconds(arrival_time)
+        fields.max_total_tokens = None
         if max_total_tokens is not None:
-            asked.max_total_tokens = checks.integer("max_total_tokens", max_total_tokens, 1)
-        asked.min_tokens = min_tokens if is_usual else checks.integer("min_tokens", min_tokens, 0)
-        asked.eos_token_ids = checks.token_ids(eos_token_ids) if len(eos_token_ids) else ()
-        asked.ignore_eos = ignore_eos
-        asked.stop_token_ids = checks.token_ids(stop_token_ids) if stop_token_ids else ()
-        asked.stop_set = frozenset(asked.stop_token_ids if ignore_eos else asked.eos_token_ids + asked.stop_token_ids)
-        asked.repetition_detection = None
+            fields.max_total_tokens = checks.integer("max_total_tokens", max_total_tokens, 1)
+        fields.min_tokens = min_tokens if is_usual else checks.integer("min_tokens", min_tokens, 0)
+        fields.eos_token_ids = checks.token_ids(eos_token_ids) if len(eos_token_ids) else ()
+        fields.ignore_eos = ignore_eos
+        fields.stop_token_ids = checks.token_ids(stop_token_ids) if stop_token_ids else ()
+        fields.stop_set = frozenset(
+            fields.stop_token_ids if ignore_eos else fields.eos_token_ids + fields.stop_token_ids
+        )
+        fields.repetition_detection = None
         if repetition_detection is not None:
-            asked.repetition_detection = checks.repetition(repetition_detection)
-        asked.cache_salt = None if cache_salt is None else checks.salt(cache_salt)
-        asked.adapter = None if adapter is None else checks.adapter(adapter)
+            fields.repetition_detection = checks.repetition(repetition_detection)
+        fields.cache_salt = None if cache_salt is None else checks.salt(cache_salt)
+        fields.adapter = None if adapter is None else checks.adapter(adapter)
         if encoder_inputs:
-            state.has_inputs(checks.encoder_inputs(encoder_inputs, state.num_prompt_tokens))
-        asked.use_prefix_cache = use_prefix_cache
-        asked.skip_reading_prefix_cache = skip_reading_prefix_cache
-        asked.reads_prefix_cache = use_prefix_cache and not skip_reading_prefix_cache
-        asked.runs_ahead = runs_ahead
-        asked.tenant = tenant if type(tenant) is str else checks.tenant(tenant)
-        asked.ttft_target = None if ttft_target is None else checks.ttft_target(ttft_target)
-        asked.retention = None if retention is None else checks.retention(retention)
-        asked.metadata = metadata
+            state.set_encoder_inputs(checks.encoder_inputs(encoder_inputs, state.num_prompt_tokens))
+        fields.use_prefix_cache = use_prefix_cache
+        fields.skip_reading_prefix_cache = skip_reading_prefix_cache
+        fields.reads_prefix_cache = use_prefix_cache and not skip_reading_prefix_cache
+        fields.runs_ahead = runs_ahead
+        fields.tenant = tenant if type(tenant) is str else checks.tenant(tenant)
+        fields.ttft_target = None if ttft_target is None else checks.ttft_target(ttft_target)
+        fields.retention = None if retention is None else checks.retention(retention)
+        fields.metadata = metadata
         if state.num_prompt_tokens == 0:
             checks.refuse("the prompt is empty; give at least one token")
-        if asked.min_tokens > state.max_tokens and not more_input:
+        if fields.min_tokens > state.max_tokens and not more_input:
             checks.refuse(f"min_tokens is {min_tokens}, more than max_tokens {max_tokens}; lower it")
         if len(output_token_ids):
             if more_input:
@@ -596,12 +596,12 @@ class Request(Sealed, _Asked):
                     "left to generate; raise max_tokens"
                 )
             state.append_output(token_array(request_id, output_token_ids))
-        return sealed_as(cls, asked)
+        return sealed_as(cls, fields)
 
     def __repr__(self) -> str:
         return f"Request({self.request_id!r}, {self.status.value}, {self.num_computed_tokens}/{self.num_tokens} tokens)"
 
-    # ------------------------------------------------------------------ what a call may change
+    # ------------------------------------------------------------------ fields that a call may change
 
     @property
     def prompt_token_ids(self) -> Int32Array:
@@ -637,7 +637,7 @@ class Request(Sealed, _Asked):
         """Smaller is more urgent."""
         return self._state.priority
 
-    # ------------------------------------------------------------------ where it stands
+    # ------------------------------------------------------------------ status
 
     @property
     def status(self) -> RequestStatus:
@@ -713,8 +713,8 @@ class Request(Sealed, _Asked):
 
     @property
     def loss_number(self) -> int:
-        """The number of its last row loss, counted over all requests; of several at once, the request that is to resume
-        first has the highest. 0 before the first."""
+        """The number of its last row loss, counted over all requests; 0 before the first. Of several at once, the
+        request that is to resume first has the highest."""
         return self._state.loss_number
 
     @property
@@ -761,7 +761,7 @@ class Request(Sealed, _Asked):
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens that its last admission found computed, including those that a connector loaded."""
+        """Tokens that were already computed at its last admission, including those that a connector loaded."""
         return self._state.num_cached_tokens
 
     @property
@@ -799,7 +799,7 @@ class Request(Sealed, _Asked):
 
 
 class _Checks:
-    """Whether what is asked can ever run: every method returns the value, or raises RequestRefused."""
+    """Checks of the arguments: every method returns the checked value, or raises RequestRefused."""
 
     __slots__ = ("_request_id",)
 
@@ -809,9 +809,9 @@ class _Checks:
     def refuse(self, why: str) -> NoReturn:
         raise RequestRefused(f"request {self._request_id!r} refused: {why}")
 
-    def integer(self, name: str, value: object, least: int) -> int:
+    def integer(self, name: str, value: object, minimum: int) -> int:
         try:
-            return checked_integer(name, value, least)
+            return checked_integer(name, value, minimum)
         except ValueError as error:
             raise RequestRefused(f"request {self._request_id!r} refused: {error}") from None
 

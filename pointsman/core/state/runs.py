@@ -1,4 +1,4 @@
-"""Which tokens did each row get? Runs: several per row, ragged, as the model returns them after verifying drafts."""
+"""Runs: the tokens of each row, several per row, ragged, as the model returns them after verifying drafts."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Runs(NamedTuple):
     """s runs of at least one token each."""
 
     counts: Int64Array
-    """[s] tokens of each."""
+    """[s] number of tokens of each run."""
     ends: Int64Array
-    """[s] the end of each in `token_ids`."""
+    """[s] the end of each run in `token_ids`."""
     token_ids: Int32Array
     """The tokens, run after run."""
 
@@ -42,7 +42,7 @@ class Runs(NamedTuple):
 
     @property
     def starts(self) -> Int64Array:
-        """[s] the start of each in `token_ids`."""
+        """[s] the start of each run in `token_ids`."""
         return self.ends - self.counts
 
     def run(self, index: int) -> list[int]:
@@ -56,6 +56,6 @@ class Runs(NamedTuple):
         return Runs.of(self.counts[which], self.token_ids[which.repeat(self.counts)])
 
     def cut(self, lengths: Int64Array) -> Runs:
-        """The first `lengths` [s] tokens of each (0 to its count)."""
+        """The first `lengths` [s] tokens of each run (0 to its count)."""
         within = np.arange(len(self.token_ids)) - self.starts.repeat(self.counts)
         return Runs.of(lengths, self.token_ids[within < lengths.repeat(self.counts)])

@@ -1,9 +1,9 @@
-"""How are objects that leave the core made read-only, at the cost of a plain object?
+"""Makes objects that leave the core read-only, at the cost of a plain object.
 
 A frozen dataclass assigns each field through `object.__setattr__`, which for an output of 25 fields takes a third of a
-step. Here an object is built as an instance of a plain class with slots, and when it is complete its class is changed
-to the sealed subclass, which only refuses assignments. Reading a field remains a plain read of a slot.
-What a host may write is said in `core/scheduler.py`.
+step. Here an object is built as an instance of a plain class with slots. When it is complete, its class is changed to
+the sealed subclass, which only refuses assignments. Reading a field remains a plain read of a slot. `core/scheduler.py`
+says what a host may write.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 new_tuple = tuple.__new__
 """`new_tuple(Kind, (value, ...))` is a named tuple of all its fields, in their order, in less than half the time of
-`Kind(...)`: for those of which a step makes several."""
+`Kind(...)`: for tuples that a step makes several times."""
 
 
 _Kind = TypeVar("_Kind")
 
 
 def sealed_as(kind: type[_Kind], complete: Any) -> _Kind:
-    """The object, whose fields are complete, as one of its sealed subclass."""
+    """The object, whose fields are complete, as an instance of its sealed subclass."""
     complete.__class__ = kind
     sealed: _Kind = complete
     return sealed

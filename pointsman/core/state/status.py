@@ -1,4 +1,4 @@
-"""Which states can a request be in, why is it parked, why does it finish? And how is a scheduler paused?
+"""The states of a request, the reasons for parking, preemption and finish, its events, and the pauses of a scheduler.
 
 The states of a request:
 
@@ -43,7 +43,7 @@ class RequestStatus(enum.Enum):
 
 
 class ParkReason(enum.Enum):
-    """What a parked request waits for: anything but capacity."""
+    """What a parked request waits for, other than capacity."""
 
     GRAMMAR = "grammar"
     REMOTE_KVS = "remote_kvs"
@@ -64,9 +64,9 @@ class PreemptionCause(enum.Enum):
     PARKED = "parked"
     """The host parked it."""
     RESET = "reset"
-    """A reset of the prefix cache that also recomputes what runs."""
+    """A reset of the prefix cache that also recomputes running requests."""
     UNSAMPLED = "unsampled"
-    """No token came for it from a step that samples, see `StepResult.unsampled`."""
+    """A step that samples returned no token for it, see `StepResult.unsampled`."""
 
     @property
     def exists_in_vllm(self) -> bool:
@@ -121,7 +121,7 @@ NEXT: dict[RequestStatus, frozenset[RequestStatus]] = {
 
 
 class RequestEventType(enum.IntEnum):
-    """What happened. The first three have the names and numbers of vLLM's `EngineCoreEventType`."""
+    """Kinds of events. The first three have the names and numbers of vLLM's `EngineCoreEventType`."""
 
     QUEUED = 1
     """It entered the queue: added, or ready after being parked."""
@@ -150,7 +150,7 @@ class RequestEvent(NamedTuple):
 
 
 class PauseMode(enum.Enum):
-    """What a paused scheduler does not do."""
+    """What a pause stops."""
 
     ALL = "all"
     """It schedules nothing. Running requests keep their blocks, and continue after the pause."""

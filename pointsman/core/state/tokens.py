@@ -1,4 +1,4 @@
-"""How are tokens stored? As arrays: those of a prompt, given in any form, and those of an output, which grows."""
+"""Tokens in arrays: those of a prompt, given in any form, and those of an output, which grows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OutputTokens:
         self.length += len(token_ids)
 
     def add(self, piece: Int32Array) -> None:
-        """As `extend`, of an array that nothing else holds."""
+        """As `extend`, for an array that nothing else holds."""
         self._pieces.append(piece)
         self.length += len(piece)
 
@@ -55,7 +55,7 @@ def shared_prompt(request_id: str, token_ids: IntArray | Sequence[int]) -> tuple
     """The prompt as a read-only int32 array over a bytes object: one copy serves the model and the prefix tree."""
     if isinstance(token_ids, np.ndarray) and (token_ids.dtype is INT32 or token_ids.dtype == INT32):
         base: object = token_ids.base
-        if isinstance(base, bytes) and token_ids.nbytes == len(base) and _least(token_ids) >= 0:
+        if isinstance(base, bytes) and token_ids.nbytes == len(base) and _smallest(token_ids) >= 0:
             return cast(Int32Array, token_ids), base
     plain = _packed(token_ids)
     if plain is not None:
@@ -74,11 +74,11 @@ def _packed(token_ids: IntArray | Sequence[int]) -> tuple[Int32Array, bytes] | N
     except (TypeError, OverflowError):  # the general path reports what is wrong
         return None
     plain = np.frombuffer(raw, INT32)
-    # What is too large for int32 is negative as such. `argmin` takes a quarter of the time of `min`.
+    # Ids too large for int32 are negative in it. `argmin` takes a quarter of the time of `min`.
     return (plain, raw) if plain.item(plain.argmin()) >= 0 else None
 
 
-def _least(tokens: IntArray) -> int:
+def _smallest(tokens: IntArray) -> int:
     """The least token; 0 if there is none. `argmin` takes a quarter of the time of `min`."""
     return tokens.item(tokens.argmin()) if tokens.size else 0
 

@@ -103,7 +103,7 @@ class FastForward:
         """The horizon, and why the queue is blocked until then; None: it is empty, or the horizon is 0."""
         limit, free, blocked = self._bound(limit)
         if limit > 0 and self._batch.may_end(limit):
-            limit = self._batch.least_left
+            limit = self._batch.min_tokens_left
         return self._within_blocks(limit, free), blocked
 
     def _look_again(self, num_steps: int) -> tuple[int, Standstill | None]:

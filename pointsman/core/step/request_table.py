@@ -288,7 +288,7 @@ class RequestTable:
 
     def disown_steps_in_flight(self, request: Request) -> None:
         """Drop what steps in flight still compute for a request without a row."""
-        request._state.disowned(self.next_serial)
+        request._state.drop_in_flight(self.next_serial)
         self.next_serial += 1
 
     # ------------------------------------------------------------------ finished, and reported

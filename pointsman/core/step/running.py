@@ -245,7 +245,7 @@ class Running:
         batch, members = self._batch, self._batch.members
         if batch.num_not_ahead:
             return False
-        if batch.least_left > self._most_in_flight:
+        if batch.min_tokens_left > self._most_in_flight:
             return True
         expected = batch.num_tokens[members.rows] + batch.num_pending[members.rows]
         return not (expected >= members.token_limit).any()

@@ -113,7 +113,7 @@ class Update:
         newest_runs: Runs = new_tuple(Runs, (members.ones, members.ends, sampled))
         ends = self._up_to_stops(members, newest_runs, newest + (num_steps - 1), num_steps)[1]
         while done < num_steps:
-            piece = min(num_steps - done, batch.room)
+            piece = min(num_steps - done, batch.num_appends)
             by_row = tokens.repeat(piece) if tokens.ndim == 1 else tokens[done : done + piece].T.ravel()
             counts = members.ones if piece == 1 else members.ones * piece
             runs: Runs = new_tuple(Runs, (counts, members.ends * piece, by_row))
@@ -219,7 +219,7 @@ class Update:
             done = several if done is None else done | several
         if not is_single and done is not None:
             done = np.logical_or.reduceat(done, runs.starts) if np.count_nonzero(done) else None
-        if batch.least_left <= most and batch.may_end(most):
+        if batch.min_tokens_left <= most and batch.may_end(most):
             at_limit = newest + runs.counts >= live.token_limit - ONE
             done = at_limit if done is None else done | at_limit
         if batch.num_watched:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from pointsman.core.kv.content import block_keys, block_name
+from pointsman.core.kv.digests import block_keys, block_name
 from pointsman.core.kv.slots import SlotLoad
 from pointsman.core.state.layout import FULL, AttendedBlocks
 from pointsman.core.state.output import Copies

@@ -3,7 +3,7 @@
 Each step's events are one message of three frames: the topic, a sequence number (8 bytes, big-endian, from 0) and a
 MessagePack array of [seconds since 1970, events, data parallel rank]. Events are maps with a "type": BlockStored,
 BlockRemoved, AllBlocksCleared (the interface is that of `vllm/distributed/kv_events.py` of vLLM 0.32; block hashes are
-SHA-256, see `pointsman/core/kv/content.py`). A subscriber that missed messages asks the replay socket: a DEALER socket
+SHA-256, see `pointsman/core/kv/digests.py`). A subscriber that missed messages asks the replay socket: a DEALER socket
 sends an empty frame and the first number that it wants, 8 bytes, big-endian. It gets the messages that are still kept,
 each behind an empty frame, then one with the number -1.
 

@@ -74,7 +74,7 @@ class HostCopies:
 
 
 class HostTier(SlotDirectory):
-    """Blocks in host memory, found by their content keys (`pointsman/core/kv/content.py`).
+    """Blocks in host memory, found by their content keys (`pointsman/core/kv/digests.py`).
 
     Args:
         pool: that they belong to.

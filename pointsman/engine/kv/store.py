@@ -1,6 +1,6 @@
 """KV in a directory: what one engine has computed, another one reads, now or after a restart.
 
-Each full block is a file, named by its content key (`pointsman/core/kv/content.py`) in a folder for everything that
+Each full block is a file, named by its content key (`pointsman/core/kv/digests.py`) in a folder for everything that
 must be equal, too: the model's configuration and weights, the type of the elements, the block size.
 
     DIR/3f0a52c8d1e94b67a0c2/7b/7b9e...safetensors        folder by fingerprint, first byte of the key, key

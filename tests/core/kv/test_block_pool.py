@@ -1,4 +1,4 @@
-"""Which blocks are handed out, and that none is lost, lent twice or forgotten: seen through the scheduler."""
+"""Allocation of blocks: their order, and that no block is lost or allocated twice, through the scheduler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pointsman.core.kv.block_pool import BlockPool
 from tests.core.helpers import Host, blocks_of, cached_of, names
 
 
-def test_a_new_pool_hands_out_low_ids_first() -> None:
+def test_a_new_pool_allocates_low_ids_first() -> None:
     host = Host()
     host.add("a", 5)
     host.add("b", 9)
@@ -19,7 +19,7 @@ def test_a_new_pool_hands_out_low_ids_first() -> None:
     assert (blocks_of(output, "a"), blocks_of(output, "b")) == ([0, 1], [2, 3, 4])
 
 
-def test_reserved_blocks_are_neither_free_nor_handed_out() -> None:
+def test_reserved_blocks_are_neither_free_nor_allocated() -> None:
     host = Host(num_blocks=6, num_reserved_blocks=2)
     assert (host.stats().num_blocks, host.stats().num_free_blocks) == (4, 4)
     host.add("a", 16)
@@ -27,7 +27,7 @@ def test_reserved_blocks_are_neither_free_nor_handed_out() -> None:
     assert host.stats().num_free_blocks == 0
 
 
-def test_no_two_requests_hold_a_block_that_they_do_not_share() -> None:
+def test_requests_without_a_common_prefix_hold_distinct_blocks() -> None:
     host = Host(num_blocks=10, max_model_len=40, max_num_seqs=4)
     for index in range(12):
         host.add(f"r{index}", 3 + index % 6, max_tokens=10, use_prefix_cache=index % 2 == 0)
@@ -46,7 +46,7 @@ def test_no_two_requests_hold_a_block_that_they_do_not_share() -> None:
             tables.pop(request.request_id, None)
 
 
-def test_blocks_without_content_worth_keeping_go_first_however_long_cached_ones_have_been_free() -> None:
+def test_blank_blocks_are_allocated_before_cached_ones() -> None:
     host = Host(num_blocks=6)
     kept = host.prompt(9)
     host.add("a", kept, max_tokens=1)
@@ -59,7 +59,7 @@ def test_blocks_without_content_worth_keeping_go_first_however_long_cached_ones_
     assert cached_of(host.step()) == {"b": 8}
 
 
-def test_a_shared_block_is_free_when_its_last_holder_lets_go() -> None:
+def test_a_shared_block_is_free_once_no_request_holds_it() -> None:
     host = Host()
     prompt = host.prompt(9)
     host.add("a", prompt)
@@ -72,7 +72,7 @@ def test_a_shared_block_is_free_when_its_last_holder_lets_go() -> None:
     assert host.stats().num_free_blocks == 16
 
 
-def test_blocks_that_a_reset_made_worthless_are_handed_out_without_an_eviction() -> None:
+def test_after_a_reset_blocks_are_allocated_without_evictions() -> None:
     host = Host(num_blocks=4, max_model_len=17)
     host.add("a", 13, max_tokens=1)
     host.run_to_end()
@@ -84,7 +84,7 @@ def test_blocks_that_a_reset_made_worthless_are_handed_out_without_an_eviction()
     assert host.stats().num_evictions == 0
 
 
-def test_an_evicted_block_has_a_new_content_and_its_old_one_is_gone() -> None:
+def test_the_content_of_an_evicted_block_is_not_found() -> None:
     host = Host(num_blocks=3, max_model_len=13)
     old, new = host.prompt(9), host.prompt(9)
     for request_id, prompt in [("a", old), ("b", new)]:
@@ -105,49 +105,49 @@ def test_a_request_may_take_the_whole_pool() -> None:
     assert names(output.requests) == ["a"]
     assert host.stats().kv_cache_usage == 1.0
     host.update(output)
-    assert host.stats().kv_cache_usage == 0.0, "it has ended: one token more than the slots is its limit"
+    assert host.stats().kv_cache_usage == 0.0, "it has finished: its limit is one token more than the slots"
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_cached_blocks_go_in_the_order_in_which_they_came_back_whatever_was_found_again(seed: int) -> None:
+def test_cached_blocks_are_evicted_in_order_of_release(seed: int) -> None:
     random = Random(seed)
     pool = BlockPool(3000)
-    waiting: list[int] = []  # free and cached, the next one to go first
+    cached: list[int] = []  # free and cached, the next one to be evicted first
     held = [pool.take(count)[0] for count in (1, 2, 1500, 40, 1457)]
     for table in held:
         pool.set_cached(table)
     for _ in range(400):
-        what = random.choice(["release", "take", "take", "find", "forget"])
-        if what == "release" and held:
+        action = random.choice(["release", "take", "take", "find", "remove"])
+        if action == "release" and held:
             table = held.pop(random.randrange(len(held)))
             pool.release(table)
-            waiting += table[::-1].tolist()
-        elif what == "take" and waiting and pool.num_free == len(waiting):
-            count = random.randint(1, min(len(waiting), random.choice([3, 3, 3, 1300])))
+            cached += table[::-1].tolist()
+        elif action == "take" and cached and pool.num_free == len(cached):
+            count = random.randint(1, min(len(cached), random.choice([3, 3, 3, 1300])))
             blocks, evicted = pool.take(count)
-            assert blocks.tolist() == evicted.tolist() == waiting[:count]
-            del waiting[:count]
+            assert blocks.tolist() == evicted.tolist() == cached[:count]
+            del cached[:count]
             pool.set_cached(blocks)
             held.append(blocks)
-        elif what == "find" and waiting:
-            found = random.sample(waiting, random.randint(1, max(1, len(waiting) // 4)))
-            waiting = [block for block in waiting if block not in set(found)]
+        elif action == "find" and cached:
+            found = random.sample(cached, random.randint(1, max(1, len(cached) // 4)))
+            cached = [block for block in cached if block not in set(found)]
             held.append(np.array(found))
             pool.acquire(held[-1])
-        elif what == "forget" and waiting and random.random() < 0.1:
-            gone = random.sample(waiting, 1)
-            waiting.remove(gone[0])
+        elif action == "remove" and cached and random.random() < 0.1:
+            gone = random.sample(cached, 1)
+            cached.remove(gone[0])
             pool.uncache(gone)
             blank, evicted = pool.take(1)
             assert (blank.tolist(), len(evicted)) == (gone, 0)
             pool.set_cached(blank)
             held.append(blank)
-        assert pool.cached_free_blocks() == waiting
-        assert pool.num_free == len(waiting)
+        assert pool.cached_free_blocks() == cached
+        assert pool.num_free == len(cached)
 
 
-def test_blocks_are_released_in_any_order_and_evicted_in_theirs() -> None:
-    """A block that two tables release at once is free once; what is to be evicted first comes before all others."""
+def test_release_any_takes_blocks_in_eviction_order() -> None:
+    """A block that two tables release at once is free once. `evict_first` blocks come before all others."""
     pool = BlockPool(8)
     blocks, _ = pool.take(6)
     pool.acquire(blocks[:2])
@@ -155,7 +155,7 @@ def test_blocks_are_released_in_any_order_and_evicted_in_theirs() -> None:
     pool.release_any(np.array([3, 0, 0, 5]))
     assert pool.cached_free_blocks() == [3, 0] and sorted(pool.blank_blocks()) == [5, 6, 7]
     pool.release_any(np.array([1, 2]))
-    assert pool.cached_free_blocks() == [3, 0, 2], "one table still names block 1"
+    assert pool.cached_free_blocks() == [3, 0, 2], "one table still has block 1"
     pool.release_any(np.array([1, 4]), evict_first=True)
     assert pool.cached_free_blocks() == [1, 3, 0, 2] and pool.num_free == 8
     taken, evicted = pool.take(6)

@@ -1,4 +1,4 @@
-"""What enters and leaves the prefix cache, told in chained hashes."""
+"""KV events: content that enters and leaves the prefix cache, reported by chained hashes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pointsman.core.state.inputs import Adapter
 from tests.core.helpers import Host
 
 
-def telling(**config: Any) -> Host:
+def with_events(**config: Any) -> Host:
     return Host(enable_kv_cache_events=True, **config)
 
 
@@ -28,8 +28,8 @@ def chain(root: str, tokens: list[int]) -> list[bytes]:
     return names
 
 
-def test_a_prompt_is_told_of_when_it_is_scheduled_with_chained_hashes() -> None:
-    host = telling()
+def test_a_scheduled_prompt_is_reported_with_chained_hashes() -> None:
+    host = with_events()
     prompt = host.prompt(9)
     host.add("a", prompt)
     host.schedule()
@@ -38,8 +38,8 @@ def test_a_prompt_is_told_of_when_it_is_scheduled_with_chained_hashes() -> None:
     assert host.scheduler.take_kv_events() == []
 
 
-def test_what_follows_names_what_it_follows_and_generated_blocks_come_with_the_end() -> None:
-    host = telling(max_num_batched_tokens=4)
+def test_events_name_the_parent_and_generated_blocks_come_at_the_end() -> None:
+    host = with_events(max_num_batched_tokens=4)
     prompt = host.prompt(6)
     request = host.add("a", prompt, max_tokens=4)
     host.run_to_end()
@@ -51,8 +51,8 @@ def test_what_follows_names_what_it_follows_and_generated_blocks_come_with_the_e
     assert second.token_ids == tuple(request.all_token_ids[4:8].tolist())
 
 
-def test_equal_content_is_told_of_once_and_goes_with_its_last_block() -> None:
-    host = telling(share_within_step=False, num_blocks=8, max_model_len=32, max_num_batched_tokens=32)
+def test_equal_content_is_stored_once_and_removed_with_its_last_block() -> None:
+    host = with_events(share_within_step=False, num_blocks=8, max_model_len=32, max_num_batched_tokens=32)
     prompt = host.prompt(8)
     host.add("a", [*prompt, 1], max_tokens=2)
     host.add("b", [*prompt, 2], max_tokens=2)
@@ -62,11 +62,11 @@ def test_equal_content_is_told_of_once_and_goes_with_its_last_block() -> None:
     host.step()
     removed = [event for event in host.scheduler.take_kv_events() if isinstance(event, BlockRemoved)]
     names = chain("[null,null,null]", prompt)
-    assert [name for event in removed for name in event.block_hashes] == names[::-1], "what is behind goes first"
+    assert [name for event in removed for name in event.block_hashes] == names[::-1], "the last block is removed first"
 
 
-def test_salts_and_adapters_have_names_of_their_own() -> None:
-    host = telling(max_loras=2)
+def test_hashes_depend_on_salt_and_adapter() -> None:
+    host = with_events(max_loras=2)
     prompt = host.prompt(5)
     host.add("plain", prompt)
     host.add("salted", prompt, cache_salt="s")
@@ -78,8 +78,8 @@ def test_salts_and_adapters_have_names_of_their_own() -> None:
     assert stored[2].root.adapter == Adapter("x", 3)
 
 
-def test_contents_of_encoder_inputs_are_told_with_the_tokens_and_are_in_the_names() -> None:
-    host = telling(encoder_budget=8, encoder_cache_size=16, max_num_batched_tokens=32)
+def test_events_and_hashes_include_encoder_inputs() -> None:
+    host = with_events(encoder_budget=8, encoder_cache_size=16, max_num_batched_tokens=32)
     prompt = host.prompt(12)
     for name in ("cat", "dog"):
         host.add(name, prompt, encoder_inputs=[EncoderInput(name, 3, 3)], max_tokens=1)
@@ -95,8 +95,8 @@ def test_contents_of_encoder_inputs_are_told_with_the_tokens_and_are_in_the_name
     assert cat.extra_keys() == [(("cat", 3),), (("cat", -1),), None]
 
 
-def test_a_failed_step_is_taken_back() -> None:
-    host = telling()
+def test_blocks_of_a_failed_step_are_removed() -> None:
+    host = with_events()
     host.add("a", 9)
     host.fail(host.schedule())
     stored, *removed = host.scheduler.take_kv_events()
@@ -106,14 +106,14 @@ def test_a_failed_step_is_taken_back() -> None:
 
 
 def test_a_reset_clears_everything() -> None:
-    host = telling()
+    host = with_events()
     host.add("a", 9)
     host.step()
     host.reset_prefix_cache()
     assert isinstance(host.scheduler.take_kv_events()[-1], AllBlocksCleared)
 
 
-def test_it_is_off_by_default() -> None:
+def test_events_are_off_by_default() -> None:
     host = Host()
     host.add("a", 9)
     host.step()

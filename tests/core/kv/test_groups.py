@@ -1,4 +1,4 @@
-"""KV in groups: what a request holds, gives back and finds again where layers attend to a window or a chunk."""
+"""KV in groups, with windows and chunks: the blocks that a request holds, gives back and finds again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PAIRS = seeds(1, 10)
 
 
 def tables(output: SchedulerOutput, index: int) -> dict[int, dict[int, int]]:
-    """What an output says of the blocks of a row: by group, the block at each place."""
+    """The blocks of a row in an output: by group, the block at each place."""
     found: dict[int, dict[int, int]] = {}
     mine = output.block_rows == index
     columns = (output.block_groups[mine], output.block_places[mine], output.block_ids[mine])
@@ -58,18 +58,18 @@ def tables(output: SchedulerOutput, index: int) -> dict[int, dict[int, int]]:
         ({"kv_groups": 3}, "kv_groups is 3; give pairs of a kind and a size"),
     ],
 )
-def test_what_does_not_fit_groups_is_refused_with_a_remedy(knobs: dict[str, Any], says: str) -> None:
+def test_bad_groups_are_refused_with_a_remedy(knobs: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says.replace("(", r"\(")):
         small_config(**knobs)
 
 
-def test_another_owner_of_the_blocks_is_refused() -> None:
+def test_groups_with_a_kv_cache_of_the_host_are_refused() -> None:
     config = small_config(kv_groups=TWO)
     with pytest.raises(ConfigError, match="kv_groups has 2 groups, and a kv_cache is given"):
         Scheduler(config, kv_cache=KVCacheManager(small_config()))
 
 
-def test_one_group_of_full_attention_is_as_without_groups() -> None:
+def test_one_group_of_full_attention_is_the_same_as_no_groups() -> None:
     host = Host(kv_groups=(FULL,))
     host.add("a", 5)
     output = host.schedule()
@@ -77,10 +77,10 @@ def test_one_group_of_full_attention_is_as_without_groups() -> None:
     assert host.scheduler.block_table[output.rows[0], :2].tolist() == output.block_ids.tolist()
 
 
-# ------------------------------------------------------------------ what is held
+# ------------------------------------------------------------------ held blocks
 
 
-def test_what_lies_behind_the_window_returns_to_the_pool() -> None:
+def test_blocks_behind_the_window_return_to_the_pool() -> None:
     """A block is behind the window for at most one step."""
     host = Host(kv_groups=(WINDOW,), num_blocks=5, enable_prefix_caching=False)
     host.add("a", 6, max_tokens=50)
@@ -95,7 +95,7 @@ def test_what_lies_behind_the_window_returns_to_the_pool() -> None:
 
 
 def test_a_long_prompt_runs_in_a_pool_that_holds_its_window() -> None:
-    """What is counted for its admission is the most that it holds at a time."""
+    """Its admission counts the maximum number of blocks that it holds at a time."""
     host = Host(kv_groups=(WINDOW,), num_blocks=8, max_model_len=400)
     assert host.config.num_usable_tokens == 400
     request = host.add("a", 300, max_tokens=20)
@@ -103,9 +103,9 @@ def test_a_long_prompt_runs_in_a_pool_that_holds_its_window() -> None:
     assert request.num_output_tokens == 20 and host.scheduler.stats().num_preemptions == 0
 
 
-def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
+def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers() -> None:
     host = Host(kv_groups=TWO, num_blocks=16)
-    assert host.config.num_usable_tokens == 36  # nine blocks of full attention, and seven that a window takes at most
+    assert host.config.num_usable_tokens == 36  # nine blocks of full attention, and at most seven of the window
     with pytest.raises(RequestRefused, match="the prompt has 37 tokens, and the pool of 16 KV blocks holds 36 of them"):
         host.add("a", 37)
     request = host.add("b", 36, max_tokens=10)
@@ -113,7 +113,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     assert request.finish_detail == "kv_capacity"
 
 
-def test_an_output_says_group_and_place_of_each_block() -> None:
+def test_an_output_has_the_group_and_place_of_each_block() -> None:
     host = Host(kv_groups=TWO)
     host.add("a", 7)
     output = host.schedule()
@@ -128,10 +128,10 @@ def test_an_output_says_group_and_place_of_each_block() -> None:
     assert {group: list(places) for group, places in third.items()} == {0: [2], 1: [2]}
 
 
-# ------------------------------------------------------------------ what is found again
+# ------------------------------------------------------------------ cache hits
 
 
-def test_a_hit_takes_of_each_group_what_its_next_token_attends_to() -> None:
+def test_a_hit_takes_only_blocks_that_the_next_token_attends_to() -> None:
     host = Host(kv_groups=TWO, num_blocks=40)
     prompt = host.prompt(17)
     host.add("a", prompt, max_tokens=1)
@@ -145,7 +145,7 @@ def test_a_hit_takes_of_each_group_what_its_next_token_attends_to() -> None:
 
 
 def test_a_hit_ends_where_every_group_has_its_window() -> None:
-    """Of the window's blocks those in the middle are evicted first here: a shorter prefix is still found whole."""
+    """A block in the middle of the window's blocks is evicted first here: a shorter prefix is still found."""
     host = Host(kv_groups=TWO, num_blocks=40)
     prompt = host.prompt(25)
     host.add("a", prompt, max_tokens=1)
@@ -162,8 +162,8 @@ def test_a_hit_ends_where_every_group_has_its_window() -> None:
     assert kv.prefix.is_cached(found.blocks[0, 4]), "full attention still has the block there"
 
 
-def test_a_chunk_begins_anew() -> None:
-    """At the border of a chunk nothing of a group of chunks is needed."""
+def test_a_hit_at_a_chunk_border_needs_no_block_of_a_chunk_group() -> None:
+    """At the border of a chunk no block of a group of chunks is needed."""
     host = Host(kv_groups=(FULL, KVGroup("chunk", 8)), num_blocks=40)
     prompt = host.prompt(17)
     host.add("a", prompt, max_tokens=1)
@@ -174,7 +174,7 @@ def test_a_chunk_begins_anew() -> None:
     assert sorted(tables(output, 0)[1]) == [4]
 
 
-def test_a_preempted_request_finds_what_it_has_generated() -> None:
+def test_a_preempted_request_finds_its_generated_blocks() -> None:
     host = Host(kv_groups=(FULL, KVGroup("window", 6)), num_blocks=60, max_num_seqs=1)
     for length in range(5, 30):
         request = host.add(f"r{length}", 3, max_tokens=30)
@@ -193,8 +193,8 @@ def test_a_preempted_request_finds_what_it_has_generated() -> None:
         host.scheduler.reset_prefix_cache(host.now)
 
 
-def test_a_prompt_returns_what_its_chunk_has_left_behind_the_window() -> None:
-    """In the step after the chunk, whatever is computed then."""
+def test_a_prompt_returns_blocks_that_a_chunk_left_behind_the_window() -> None:
+    """It does so in the step after the chunk, whatever that computes."""
     host = Host(kv_groups=(FULL, WINDOW), num_blocks=40, max_num_batched_tokens=30)
     host.add("a", 30, max_tokens=9)
     output = host.step()
@@ -205,20 +205,20 @@ def test_a_prompt_returns_what_its_chunk_has_left_behind_the_window() -> None:
 
 
 def test_windows_that_are_likely_to_be_looked_up_are_evicted_last() -> None:
-    """The window before the prompt's last full block, not those before it, survives others that take their blocks."""
+    """The window before the prompt's last full block survives other requests; earlier windows do not."""
     host = Host(kv_groups=TWO, num_blocks=30, max_model_len=100, max_num_batched_tokens=40)
     prompt = host.prompt(33)
     host.add("a", prompt, max_tokens=2)
     host.run_to_end()
     assert host.stats().num_cached_free_blocks == 16
-    host.add("b", 34, max_tokens=1)  # nine blocks of each kind: of them four are evicted
+    host.add("b", 34, max_tokens=1)  # nine blocks of each kind, for which four are evicted
     host.run_to_end()
     assert host.stats().num_evictions == 4
     host.add("c", [*prompt, 7], max_tokens=1)
     assert host.schedule().num_cached_tokens.tolist() == [32]
 
 
-def test_a_request_is_preempted_only_where_no_window_has_anything_to_return() -> None:
+def test_windows_give_back_blocks_before_a_request_is_preempted() -> None:
     """With windows alone the pool holds all requests for as long as they generate."""
     host = Host(kv_groups=(WINDOW, WINDOW), num_blocks=4 * 8 + 2, max_num_seqs=4, enable_prefix_caching=False)
     requests = [host.add(f"r{number}", 5 + number, max_tokens=45) for number in range(4)]
@@ -231,7 +231,7 @@ def test_a_request_is_preempted_only_where_no_window_has_anything_to_return() ->
 
 
 def _decisions(scheduler: Scheduler, output: SchedulerOutput) -> tuple[Any, ...]:
-    """All but which blocks these are."""
+    """The decisions of a step, without the block ids."""
     places = zip(output.block_rows.tolist(), output.block_groups.tolist(), output.block_places.tolist(), strict=True)
     names = [request.request_id for request in output.requests]
     return (
@@ -245,7 +245,7 @@ def _decisions(scheduler: Scheduler, output: SchedulerOutput) -> tuple[Any, ...]
 
 
 def _workload(seed: int, config: SchedulerConfig) -> Iterator[tuple[Any, ...]]:
-    """Requests with shared prefixes come and go; a step fails now and then."""
+    """Requests with shared prefixes arrive and finish; a step fails now and then."""
     chance = random.Random(seed)
     scheduler = Scheduler(config)
     flight: list[SchedulerOutput] = []
@@ -270,10 +270,10 @@ def _workload(seed: int, config: SchedulerConfig) -> Iterator[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("steps_in_flight", short_of([1, 2, 3], {1, 2}))
 @pytest.mark.parametrize("groups", [TWO, (FULL, *[KVGroup("window", 5)] * 3), (WINDOW,), (KVGroup("chunk", 8), FULL)])
-def test_steady_steps_decide_as_others(
+def test_steady_steps_decide_the_same_as_the_general_path(
     groups: tuple[KVGroup, ...], steps_in_flight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that exchange a block for the one behind their window, beside rows that are asked one part after another."""
+    """Rows that move the block behind their window take the same decisions as rows on the general path."""
     config = small_config(kv_groups=groups, num_blocks=30 + 20 * len(groups), max_steps_in_flight=steps_in_flight)
     counts = {True: 0, False: 0}
     steady = Windows.grow_steadily
@@ -337,8 +337,8 @@ def test_a_retained_prefix_outlives_others_in_every_group(groups: tuple[KVGroup,
 
 
 @LAYOUTS
-def test_what_a_lookup_of_a_retained_prefix_needs_is_retained(groups: tuple[KVGroup, ...]) -> None:
-    """With full attention all blocks of the prefix, with a window those of its end."""
+def test_blocks_that_a_lookup_of_a_retained_prefix_needs_are_retained(groups: tuple[KVGroup, ...]) -> None:
+    """These are all blocks with full attention, and the blocks of its end with a window."""
     host = Host(kv_groups=groups, num_blocks=24 * len(groups), max_model_len=64, eviction="retention:share=1")
     host.add("a", 33, max_tokens=1, retention=1000.0)
     host.run_to_end()
@@ -368,11 +368,11 @@ def test_events_name_the_group_of_their_blocks() -> None:
     assert again == BlockStored(full.block_hashes[3:4], full.block_hashes[2], tuple(prompt[12:16]), Root(), (), 1)
 
 
-def test_events_of_one_group_are_as_ever() -> None:
+def test_events_of_one_group_have_group_0() -> None:
     assert BlockStored((), None, (), Root()).group == BlockRemoved(()).group == 0
 
 
-def test_the_common_prefix_is_that_of_full_attention() -> None:
+def test_the_common_prefix_is_counted_in_full_attention() -> None:
     for groups, expected in ((GPT_OSS, 6), ((WINDOW,), 0), ((FULL, FULL), 6)):
         host = Host(kv_groups=groups, num_blocks=120, max_num_batched_tokens=64, count_common_prefix=True)
         prompt = host.prompt(24)
@@ -381,8 +381,8 @@ def test_the_common_prefix_is_that_of_full_attention() -> None:
         assert host.schedule().num_common_prefix_blocks == expected
 
 
-def test_steps_are_done_at_once_in_groups_of_full_attention() -> None:
-    """As one by one: the same blocks in the same tables."""
+def test_groups_of_full_attention_take_the_fast_path() -> None:
+    """The blocks and tables are the same as in single steps."""
     tables_of = []
     for at_once in (False, True):
         host = Host(kv_groups=(FULL, FULL), num_blocks=200)
@@ -400,7 +400,7 @@ def test_steps_are_done_at_once_in_groups_of_full_attention() -> None:
     assert tables_of[0] == tables_of[1] and len(tables_of[0][0][0]) > 6
 
 
-def test_with_windows_steps_are_not_done_at_once() -> None:
+def test_windows_do_not_take_the_fast_path() -> None:
     host = Host(kv_groups=TWO, num_blocks=200)
     host.add("a", 5, max_tokens=60)
     host.update(host.schedule())

@@ -1,4 +1,4 @@
-"""Prefix caching as a request sees it: what is found, what is not, what is evicted, and what is counted."""
+"""Prefix caching as a request sees it: hits, misses, evictions, and counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pointsman.core import EncoderInput, Reason
 from tests.core.helpers import Host, blocks_of, cached_of, names, reference_output, tokens_of
 
 
-def test_a_later_request_reuses_the_full_blocks_of_a_prompt_it_shares() -> None:
+def test_a_later_request_reuses_the_full_blocks_of_a_common_prefix() -> None:
     host = Host()
     first = host.add("a", 10, max_tokens=1)
     host.run_to_end()
@@ -21,7 +21,7 @@ def test_a_later_request_reuses_the_full_blocks_of_a_prompt_it_shares() -> None:
     assert blocks_of(output, "b")[:2] == [0, 1], "the very blocks that the first one wrote"
 
 
-def test_requests_of_one_step_share_the_prefix_that_the_first_of_them_computes() -> None:
+def test_requests_of_one_step_share_a_prefix() -> None:
     host = Host()
     prompt = host.prompt(9)
     host.add("a", prompt)
@@ -44,7 +44,7 @@ def test_a_continued_prompt_is_shared_in_the_step_that_computes_it() -> None:
     assert cached_of(output) == {"b": 12}, "8 tokens of the step before, 4 of this one"
 
 
-def test_a_host_that_cannot_share_within_a_step_says_so_and_shares_from_the_next_step_on() -> None:
+def test_without_share_within_step_blocks_are_found_from_the_next_step() -> None:
     host = Host(share_within_step=False)
     prompt = host.prompt(6)
     host.add("a", prompt)
@@ -55,7 +55,7 @@ def test_a_host_that_cannot_share_within_a_step_says_so_and_shares_from_the_next
     assert cached_of(host.step()) == {"c": 4}
 
 
-def test_a_request_that_comes_back_finds_its_own_blocks_prompt_and_output() -> None:
+def test_a_resumed_request_finds_its_own_prompt_and_output_blocks() -> None:
     host = Host()
     request = host.add("a", 6, max_tokens=12)
     for _ in range(4):
@@ -71,7 +71,7 @@ def test_a_request_that_comes_back_finds_its_own_blocks_prompt_and_output() -> N
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 12)
 
 
-def test_what_a_finished_request_generated_is_found_by_the_next_turn_of_a_conversation() -> None:
+def test_the_next_turn_of_a_conversation_finds_generated_blocks() -> None:
     host = Host()
     first = host.add("a", 4, max_tokens=9)
     host.run_to_end()
@@ -80,7 +80,7 @@ def test_what_a_finished_request_generated_is_found_by_the_next_turn_of_a_conver
     assert cached_of(host.step()) == {"b": 12}
 
 
-def test_the_newest_sampled_token_was_never_computed_so_its_block_is_not_published() -> None:
+def test_a_block_is_not_published_before_its_last_token_is_computed() -> None:
     host = Host()
     first = host.add("a", 4, max_tokens=4)
     host.run_to_end()
@@ -89,7 +89,7 @@ def test_the_newest_sampled_token_was_never_computed_so_its_block_is_not_publish
     assert cached_of(host.step()) == {"b": 4}
 
 
-def test_generated_blocks_are_published_when_the_request_ends_and_not_before() -> None:
+def test_generated_blocks_are_published_when_the_request_finishes() -> None:
     host = Host()
     first = host.add("a", 4, max_tokens=12)
     for _ in range(8):
@@ -103,7 +103,7 @@ def test_generated_blocks_are_published_when_the_request_ends_and_not_before() -
     assert cached_of(host.step()) == {"c": 8}
 
 
-def test_at_least_one_token_is_left_to_compute_so_there_is_a_logit() -> None:
+def test_a_hit_leaves_at_least_one_token_to_compute() -> None:
     host = Host()
     prompt = host.prompt(8)
     host.add("a", prompt, max_tokens=1)
@@ -131,7 +131,7 @@ def test_a_request_that_opts_out_neither_looks_up_nor_publishes() -> None:
     host.add("silent", prompt, use_prefix_cache=False, max_tokens=2)
     assert cached_of(host.step()) == {"quiet": 0, "a": 0, "silent": 0}
     host.run_to_end()
-    assert host.stats().prefix_queries == 5, "only the one that looked up is counted"
+    assert host.stats().prefix_queries == 5, "only the request that looked up is counted"
 
 
 @pytest.mark.parametrize("groups", [{}, {"kv_groups": [("full", 0), ("window", 4)]}], ids=["one group", "two"])
@@ -146,7 +146,7 @@ def test_a_request_that_reads_no_prefix_publishes_its_own(groups: dict[str, Any]
     host.add("b", prompt, max_tokens=2)
     assert cached_of(host.step()) == {"again": 0, "b": 8}
     host.run_to_end()
-    assert host.stats().prefix_queries == 18, "of those that looked up"
+    assert host.stats().prefix_queries == 18, "of the requests that looked up"
 
 
 @pytest.mark.parametrize("groups", [{}, {"kv_groups": [("full", 0), ("window", 4)]}], ids=["one group", "two"])
@@ -173,7 +173,7 @@ def test_without_prefix_caching_nothing_is_found_kept_or_counted() -> None:
     assert (stats.prefix_queries, stats.prefix_hits, stats.num_cached_free_blocks) == (0, 0, 0)
 
 
-def test_the_least_recently_used_prefix_is_evicted_first_and_its_suffix_before_its_prefix() -> None:
+def test_the_end_of_the_least_recently_used_prefix_is_evicted_first() -> None:
     host = Host(num_blocks=6, max_num_batched_tokens=32)
     old, recent = host.prompt(9), host.prompt(9)
     host.add("old", old, max_tokens=1)
@@ -185,7 +185,7 @@ def test_the_least_recently_used_prefix_is_evicted_first_and_its_suffix_before_i
     host.run_to_end()
     assert host.stats().num_evictions == 1
     host.add("old again", old, max_tokens=1)
-    assert cached_of(host.step()) == {"old again": 4}, "its second block went, its first stayed"
+    assert cached_of(host.step()) == {"old again": 4}, "its second block was evicted, its first stayed"
     host.run_to_end()
     host.add("recent again", recent, max_tokens=1)
     assert cached_of(host.step()) == {"recent again": 8}
@@ -205,7 +205,7 @@ def test_using_a_prefix_again_makes_it_recent() -> None:
     assert cached_of(host.step()) == {"first again": 4, "second again": 0}
 
 
-def test_a_prefix_that_somebody_holds_is_never_evicted() -> None:
+def test_a_referenced_prefix_is_never_evicted() -> None:
     host = Host(num_blocks=4, max_model_len=16, max_num_seqs=2)
     holder = host.add("holder", 6, max_tokens=2)
     host.step()
@@ -216,7 +216,7 @@ def test_a_prefix_that_somebody_holds_is_never_evicted() -> None:
     assert cached_of(host.step()) == {"b": 4}
 
 
-def test_after_a_reset_nothing_old_is_found_and_new_content_is_cached_again() -> None:
+def test_a_reset_removes_old_content_and_new_content_is_cached() -> None:
     host = Host()
     prompt = host.prompt(9)
     host.add("a", prompt, max_tokens=1)
@@ -229,11 +229,11 @@ def test_after_a_reset_nothing_old_is_found_and_new_content_is_cached_again() ->
     assert cached_of(host.step()) == {"c": 8}
 
 
-def test_a_row_that_runs_through_a_reset_goes_on_but_publishes_no_more() -> None:
+def test_a_row_that_runs_during_a_reset_publishes_no_more() -> None:
     host = Host(max_num_batched_tokens=8)
     request = host.add("a", 16, max_tokens=6)
     host.step()
-    host.reset_prefix_cache()  # half of its prompt was computed before, half is after
+    host.reset_prefix_cache()  # half of its prompt was computed before it, half is computed after it
     host.run_to_end()
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 6)
     assert host.stats().num_cached_free_blocks == 0
@@ -241,7 +241,7 @@ def test_a_row_that_runs_through_a_reset_goes_on_but_publishes_no_more() -> None
     assert cached_of(host.step()) == {"b": 0}
 
 
-def test_a_request_that_was_preempted_and_came_back_after_the_reset_publishes_again() -> None:
+def test_a_request_resumed_after_a_reset_publishes_again() -> None:
     host = Host()
     request = host.add("a", 9, max_tokens=3)
     host.step()
@@ -253,7 +253,7 @@ def test_a_request_that_was_preempted_and_came_back_after_the_reset_publishes_ag
     assert cached_of(host.step()) == {"b": 8}
 
 
-def test_a_reset_that_preempts_lets_what_runs_compute_everything_anew_and_publish_it() -> None:
+def test_a_preempting_reset_recomputes_and_republishes_running_requests() -> None:
     host = Host(max_num_seqs=2)
     first, second = host.add("a", 9, max_tokens=6), host.add("b", 9, max_tokens=6)
     host.add("c")
@@ -273,20 +273,20 @@ def test_a_reset_that_preempts_lets_what_runs_compute_everything_anew_and_publis
     assert cached_of(host.step()) == {"d": 8}
 
 
-def test_samples_in_flight_at_a_reset_that_preempts_are_kept_and_waited_for() -> None:
+def test_samples_in_flight_at_a_preempting_reset_are_kept() -> None:
     host = Host(max_steps_in_flight=2)
     request = host.add("a", 8, max_tokens=6)
     first, second = host.schedule(), host.schedule()
     host.reset_prefix_cache(preempt_running=True)
     host.update(first)
-    assert names(host.schedule().requests) == [], "its second sample has not come back"
+    assert names(host.schedule().requests) == [], "its second sample has not returned"
     assert request.num_pending == 1 and host.explain("a").reason is Reason.IN_FLIGHT
     host.update(second)
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 2)
     assert tokens_of(host.schedule()) == {"a": 10}
 
 
-def test_a_step_that_fails_after_a_reset_that_preempted_leaves_nothing_of_it_to_be_found() -> None:
+def test_a_step_that_fails_after_a_preempting_reset_caches_nothing() -> None:
     host = Host()
     request = host.add("a", 8, max_tokens=4)
     output = host.schedule()
@@ -300,7 +300,7 @@ def test_a_step_that_fails_after_a_reset_that_preempted_leaves_nothing_of_it_to_
 
 
 @pytest.mark.parametrize("order", ["fcfs", "fcfs-front", "priority", "priority-by-arrival"])
-def test_after_a_reset_that_preempts_requests_come_back_in_the_order_in_which_they_ran(order: str) -> None:
+def test_after_a_preempting_reset_requests_resume_in_running_order(order: str) -> None:
     host = Host(order=order, max_num_seqs=3, max_num_batched_tokens=32)
     for name in "abcd":
         host.add(name)
@@ -309,7 +309,7 @@ def test_after_a_reset_that_preempts_requests_come_back_in_the_order_in_which_th
     assert names(host.step().admitted) == ["a", "b", "c"]
 
 
-def test_queries_and_hits_are_counted_in_tokens_and_apart_for_fresh_and_resumed_requests() -> None:
+def test_queries_and_hits_count_tokens_of_new_and_resumed_requests() -> None:
     host = Host(max_num_batched_tokens=32)
     prompt = host.prompt(9)
     host.add("a", prompt, max_tokens=4)
@@ -331,14 +331,14 @@ def test_reserved_block_ids_never_appear_in_a_table(num_reserved_blocks: int) ->
     host = Host(num_blocks=num_reserved_blocks + 6, num_reserved_blocks=num_reserved_blocks, max_model_len=24)
     for index in range(6):
         host.add(f"r{index}", 7, max_tokens=8)
-    told: set[int] = set()
+    reported: set[int] = set()
     for output in host.run_to_end():
-        told.update(output.block_ids.tolist())
-    assert told == set(range(num_reserved_blocks, num_reserved_blocks + 6)), "all the others are used"
+        reported.update(output.block_ids.tolist())
+    assert reported == set(range(num_reserved_blocks, num_reserved_blocks + 6)), "all other blocks are used"
     assert host.stats().num_preemptions > 0, "even under pressure"
 
 
-def test_copies_that_were_computed_in_parallel_serve_until_the_last_one_is_gone() -> None:
+def test_duplicate_content_is_found_until_its_last_block_is_evicted() -> None:
     host = Host(share_within_step=False, num_blocks=6, max_num_batched_tokens=32)
     prompt = host.prompt(5)
     for request_id in ("a", "b", "c"):
@@ -353,7 +353,7 @@ def test_copies_that_were_computed_in_parallel_serve_until_the_last_one_is_gone(
         assert cached_of(host.step()) == {f"reader {num_evictions}": 4}
 
 
-def test_a_block_that_is_full_only_with_a_generated_token_is_found_by_prompt_and_output_alike() -> None:
+def test_a_block_of_prompt_and_output_tokens_is_found_by_a_prompt() -> None:
     host = Host()
     first = host.add("a", 3, max_tokens=4)
     host.run_to_end()

@@ -1,4 +1,4 @@
-"""What counts as the same prefix: all tokens from the first to the block's last, exactly, under the same root.
+"""Equal prefixes: all tokens from the first to the block's last must be equal, under the same root.
 
 Prompts here are written in blocks of four tokens: `block(1) + block(2)` and so on, and one more token, because at
 least one is always computed.
@@ -64,13 +64,13 @@ def test_tokens_that_differ_only_in_a_high_byte_differ(changed: int) -> None:
     assert library.run([4, 5, 6, 7]) == 1
 
 
-def test_equal_tokens_after_a_different_prefix_are_another_content() -> None:
+def test_equal_tokens_after_different_prefixes_are_different_contents() -> None:
     library = Library()
     library.run(sequence(1, 7, 8))
     library.run(sequence(2, 7, 8))
     assert library.run(sequence(1, 7, 8)) == 3
     assert library.run(sequence(2, 7, 8)) == 3
-    assert library.run(sequence(7, 8)) == 0, "nor are they one at the start"
+    assert library.run(sequence(7, 8)) == 0, "nor at the start"
     assert library.run(sequence(3, 7, 8)) == 0
 
 
@@ -94,28 +94,28 @@ def test_a_prefix_branches_and_every_branch_is_found() -> None:
     assert library.run(sequence(1, 2, 3, 6, 5)) == 4
 
 
-def test_a_prefix_of_a_cached_prompt_is_found_and_so_is_the_rest_afterwards() -> None:
+def test_a_prefix_of_a_cached_prompt_is_found() -> None:
     library = Library()
     library.run(sequence(1, 2, 3, 4))
     assert library.run(sequence(1, 2)) == 2
     assert library.run(sequence(1, 2, 3, 4)) == 4
 
 
-def test_a_long_prefix_found_in_pieces_of_several_requests_is_one_prefix() -> None:
+def test_a_prefix_published_by_several_requests_is_found_whole() -> None:
     library = Library()
     for length in range(1, 9):
         assert library.run(sequence(*range(length))) == length - 1
     assert library.run(sequence(*range(12))) == 8
 
 
-def test_a_prompt_computed_in_many_chunks_is_found_as_a_whole() -> None:
+def test_a_prompt_computed_in_many_chunks_is_found_whole() -> None:
     library = Library(max_num_batched_tokens=3, max_num_seqs=3)
     library.run(sequence(1, 2, 3, 4, 5))
     assert library.host.stats().num_steps > 4
     assert library.run(sequence(1, 2, 3, 4, 5)) == 5
 
 
-def test_salts_are_roots_of_their_own() -> None:
+def test_each_salt_has_its_own_root() -> None:
     library = Library()
     library.run(sequence(1, 2), cache_salt="alice")
     assert library.run(sequence(1, 2), cache_salt="bob") == 0
@@ -125,7 +125,7 @@ def test_salts_are_roots_of_their_own() -> None:
     assert library.run(sequence(1, 3), cache_salt="bob") == 1
 
 
-def test_eviction_takes_the_end_of_what_was_unused_longest_and_what_is_left_is_still_found() -> None:
+def test_eviction_takes_the_end_of_the_least_recently_used_prefix() -> None:
     library = Library(num_blocks=7)
     library.run(sequence(1, 2, 3))
     library.run(sequence(4, 5))
@@ -135,7 +135,7 @@ def test_eviction_takes_the_end_of_what_was_unused_longest_and_what_is_left_is_s
     assert library.run(sequence(1, 2, 3)) == 1
 
 
-def test_a_branch_that_is_evicted_leaves_the_trunk_and_the_other_branch() -> None:
+def test_evicting_a_branch_keeps_the_trunk_and_the_other_branch() -> None:
     library = Library(num_blocks=7)
     library.run(sequence(1, 2, 3))
     library.run(sequence(1, 2, 4))
@@ -146,7 +146,7 @@ def test_a_branch_that_is_evicted_leaves_the_trunk_and_the_other_branch() -> Non
     assert library.run(sequence(1, 2, 3)) == 2
 
 
-def test_what_was_evicted_can_be_computed_and_found_again() -> None:
+def test_evicted_content_can_be_computed_and_found_again() -> None:
     library = Library(num_blocks=4)
     for _ in range(3):
         assert library.run(sequence(1, 2, 3)) == 0
@@ -154,7 +154,7 @@ def test_what_was_evicted_can_be_computed_and_found_again() -> None:
     assert library.run(sequence(4, 5, 6)) == 3
 
 
-def test_of_a_prefix_in_use_nothing_is_evicted_though_its_suffix_is_free() -> None:
+def test_a_referenced_prefix_is_not_evicted_but_its_suffix_is() -> None:
     host = Host(num_blocks=8, max_num_batched_tokens=64)
     host.add("done", [*sequence(1, 2, 3), 99], max_tokens=1)
     host.run_to_end()
@@ -162,12 +162,12 @@ def test_of_a_prefix_in_use_nothing_is_evicted_though_its_suffix_is_free() -> No
     host.step()
     host.add("filler", 19, max_tokens=1, use_prefix_cache=False)
     host.step()
-    assert host.stats().num_evictions == 1, "the third block, which nobody holds"
+    assert host.stats().num_evictions == 1, "the third block, which no request holds"
     host.add("again", [*sequence(1, 2, 3), 97], max_tokens=1)
     assert cached_of(host.step()) == {"again": 8}
 
 
-def test_copies_made_in_parallel_are_one_content_and_what_follows_either_is_found() -> None:
+def test_blocks_after_a_duplicate_are_found() -> None:
     host = Host(share_within_step=False, num_blocks=8, max_num_batched_tokens=64)
     host.add("a", [*sequence(1), 99], max_tokens=1)
     host.add("b", [*sequence(1, 2), 98], max_tokens=1)
@@ -178,7 +178,7 @@ def test_copies_made_in_parallel_are_one_content_and_what_follows_either_is_foun
     assert cached_of(host.step()) == {"c": 8}
 
 
-def test_a_copy_that_is_evicted_does_not_take_what_follows_the_other_one_along() -> None:
+def test_evicting_a_duplicate_keeps_the_blocks_after_the_other_one() -> None:
     host = Host(share_within_step=False, num_blocks=8, max_num_batched_tokens=64)
     host.add("a", [*sequence(1), 99], max_tokens=1)
     host.add("b", [*sequence(1, 2), 98], max_tokens=20)

@@ -1,4 +1,4 @@
-"""Retained blocks: what is evicted last, for how long, and how many of them a tenant may have."""
+"""Retained blocks: they are evicted last, for a time, and a tenant may have a limited number of them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def cached_after(host: Host, prompt: list[int]) -> int:
     return cached_of(host.step())["again"]
 
 
-def test_a_retained_prefix_outlives_what_is_used_after_it() -> None:
+def test_a_retained_prefix_outlives_blocks_used_later() -> None:
     for retention, expected in ((None, 0), (1000.0, 8)):
         host = host_with()
         prompt = host.prompt(9)
@@ -57,13 +57,13 @@ def test_a_retained_prefix_outlives_what_is_used_after_it() -> None:
         assert cached_after(host, prompt) == expected
 
 
-def test_when_its_time_is_over_it_counts_as_used_then() -> None:
+def test_an_expired_prefix_counts_as_used_at_its_expiry() -> None:
     host = host_with(num_blocks=8)
     first, second = host.prompt(9), host.prompt(9)
     run(host, "first", first, retention=10.0)
     run(host, "second", second)
     host.now += 100.0
-    run(host, "other", 9)  # takes blank blocks; now the first one's time is over, and it was used after the second
+    run(host, "other", 9)  # takes blank blocks; the first one has expired, so it counts as used after the second
     assert host.stats().num_retained_blocks == 0
     run(host, "more", 15)
     host.add("a", first, max_tokens=1)
@@ -71,18 +71,18 @@ def test_when_its_time_is_over_it_counts_as_used_then() -> None:
     assert cached_of(host.step()) == {"a": 8, "b": 0}
 
 
-def test_retained_blocks_are_free_and_are_taken_where_nothing_else_is() -> None:
+def test_retained_blocks_are_free_and_allocated_last() -> None:
     host = host_with(num_blocks=8)
     prompt = host.prompt(25)
     run(host, "a", prompt, retention=1000.0)
     stats = host.stats()
     assert (stats.num_free_blocks, stats.num_cached_free_blocks, stats.num_retained_blocks) == (8, 6, 6)
-    host.add("b", 30, max_tokens=2)  # needs all
+    host.add("b", 30, max_tokens=2)  # needs all blocks
     assert [len(output.requests) for output in host.run_to_end()][:2] == [1, 1]
     assert cached_after(host, prompt) == 0
 
 
-def test_the_end_of_a_retained_prefix_is_taken_before_its_beginning() -> None:
+def test_the_end_of_a_retained_prefix_is_evicted_before_its_beginning() -> None:
     host = host_with(num_blocks=8)
     prompt = host.prompt(25)
     run(host, "a", prompt, retention=1000.0)
@@ -90,7 +90,7 @@ def test_the_end_of_a_retained_prefix_is_taken_before_its_beginning() -> None:
     assert cached_after(host, prompt) == 16
 
 
-def test_what_expires_first_is_taken_first() -> None:
+def test_the_earliest_expiry_is_evicted_first() -> None:
     host = host_with(num_blocks=6)
     long, short = host.prompt(9), host.prompt(9)
     run(host, "long", long, retention=1000.0)
@@ -101,7 +101,7 @@ def test_what_expires_first_is_taken_first() -> None:
     assert cached_of(host.step()) == {"a": 8, "c": 0}
 
 
-def test_a_block_that_is_reused_without_a_wish_keeps_its_time() -> None:
+def test_a_block_reused_without_retention_keeps_its_time() -> None:
     host = host_with()
     prompt = host.prompt(9)
     run(host, "a", prompt, retention=1000.0)
@@ -110,7 +110,7 @@ def test_a_block_that_is_reused_without_a_wish_keeps_its_time() -> None:
     assert cached_after(host, prompt) == 8
 
 
-def test_the_later_time_of_two_counts() -> None:
+def test_the_later_of_two_times_counts() -> None:
     host = host_with()
     prompt = host.prompt(9)
     run(host, "a", prompt, retention=1000.0)
@@ -129,14 +129,14 @@ def test_only_a_finished_request_retains_and_an_error_does_not() -> None:
     assert host.stats().num_retained_blocks == 0, "it holds nothing any more"
 
 
-def test_of_a_pool_at_most_the_share_is_retained() -> None:
+def test_at_most_the_share_of_the_pool_is_retained() -> None:
     host = host_with(share=0.25)
     for index in range(6):
         run(host, f"r{index}", 9, retention=1000.0)
         assert host.stats().num_retained_blocks == min(2 * (index + 1), 4)
 
 
-def test_a_tenant_that_wants_everything_for_ever_leaves_the_others_theirs() -> None:
+def test_a_greedy_tenant_leaves_other_tenants_their_part() -> None:
     host = host_with(share=0.5)  # 8 of 16
     mine = host.prompt(17)
     for index in range(4):
@@ -155,7 +155,7 @@ def by_tenant(pool: RetainingPool, tenants: Iterable[str]) -> dict[str, int]:
     return {tenant: count for tenant, count in counts.items() if count}
 
 
-def test_a_block_that_two_tenants_want_counts_for_neither() -> None:
+def test_a_block_that_two_tenants_retain_counts_for_neither() -> None:
     host = host_with(share=0.5)
     shared = host.prompt(16)
     for tenant in ("a", "b"):
@@ -164,18 +164,18 @@ def test_a_block_that_two_tenants_want_counts_for_neither() -> None:
     assert by_tenant(pool, "ab") == {"a": 2, "b": 2} and pool.num_retained == 8
 
 
-def test_more_tenants_than_blocks_lose_what_expires_first() -> None:
+def test_more_tenants_than_blocks_lose_the_earliest_expiry() -> None:
     host = host_with(share=0.25)  # 4 of 16
     prompts = [host.prompt(5) for _ in range(6)]
     for index, prompt in enumerate(prompts):
         run(host, f"r{index}", prompt, tenant=f"t{index}", retention=1000.0 - 100 * (index % 3))
     pool = retaining(host)
-    assert pool.num_retained == 4 and pool.most_of_a_tenant() == 1
+    assert pool.num_retained == 4 and pool.max_of_a_tenant() == 1
     assert by_tenant(pool, [f"t{index}" for index in range(6)]) == {"t0": 1, "t1": 1, "t3": 1, "t4": 1}
     assert "of 1 at most now" in explained(host)
 
 
-def test_tenants_who_share_a_prompt_leave_the_others_their_part() -> None:
+def test_tenants_that_share_a_prompt_leave_others_their_part() -> None:
     host = host_with(share=0.5)  # 8 of 16
     mine, theirs = host.prompt(17), host.prompt(33)
     run(host, "mine", mine, tenant="modest", retention=50.0)
@@ -188,8 +188,8 @@ def test_tenants_who_share_a_prompt_leave_the_others_their_part() -> None:
     assert cached_after(host, mine) == 8
 
 
-def test_what_is_shared_already_is_retained_though_no_more_can_be_shared() -> None:
-    host = host_with(share=0.5, num_blocks=32)  # 16 of 32, of which 8 may be shared
+def test_shared_blocks_stay_retained_when_no_more_can_be_shared() -> None:
+    host = host_with(share=0.5, num_blocks=32)  # 16 of 32 blocks; 8 of them may be shared
     system, full = host.prompt(8), host.prompt(33)
     for tenant in ("a", "b"):
         run(host, f"system of {tenant}", system + host.prompt(1), tenant=tenant, retention=1e6)
@@ -197,13 +197,13 @@ def test_what_is_shared_already_is_retained_though_no_more_can_be_shared() -> No
         run(host, f"full of {tenant}", full, tenant=tenant, retention=1e9)
     prompt = system + host.prompt(5)
     run(host, "mine", prompt, tenant="modest", retention=1e6)
-    assert retaining(host).num_retained == 2 + 6 + 2 + 1, "all that was asked for: 6 are shared, and 2 are of c alone"
+    assert retaining(host).num_retained == 2 + 6 + 2 + 1, "all of them: 6 are shared, and 2 belong to c alone"
     assert retaining(host).num_retained_of("modest") == 1
     flood(host, 60)
     assert cached_after(host, prompt) == 12
 
 
-def test_resetting_the_cache_forgets_what_was_retained() -> None:
+def test_a_reset_removes_retained_blocks() -> None:
     host = host_with()
     prompt = host.prompt(9)
     run(host, "a", prompt, retention=1000.0)
@@ -216,7 +216,7 @@ def test_resetting_the_cache_forgets_what_was_retained() -> None:
 
 
 def test_a_parent_that_was_computed_twice_outlives_its_child() -> None:
-    """The second table has another block for the same parent than the first one had, and the same child."""
+    """The second table has another block for the parent than the first table, and the same child."""
     pool = RetainingPool(4, 0, 1.0)
     parent, child = pool.take(2)[0]
     other = pool.take(1)[0][0]
@@ -227,7 +227,7 @@ def test_a_parent_that_was_computed_twice_outlives_its_child() -> None:
     pool.release(np.array([parent, child]))  # the child is still held
     pool.release(np.array([other, child]))
     order = pool.cached_free_blocks()
-    assert order.index(child) < order.index(other), "retained with its child, though no one asked for it"
+    assert order.index(child) < order.index(other), "retained with its child, though no request asked for it"
     assert dict(pool.retained_blocks())[int(other)] == 50.0
 
 
@@ -274,12 +274,12 @@ def test_random_tables_of_many_tenants_keep_the_bounds(seed: int, num_tenants: i
         num_shared = pool.num_retained - sum(counts.values())
         assert num_shared <= pool.capacity // 2
         most = max(1, (pool.capacity - num_shared) // max(1, len(counts)))
-        assert most == pool.most_of_a_tenant() and all(count <= most for count in counts.values())
+        assert most == pool.max_of_a_tenant() and all(count <= most for count in counts.values())
         assert pool.num_free == len(turn) + pool.num_blank == int((pool.num_references == 0).sum())
     assert pool.num_retained
 
 
-def test_the_queue_stays_as_small_as_the_pool_however_often_blocks_are_reused() -> None:
+def test_the_queue_is_no_larger_than_the_pool() -> None:
     pool = RetainingPool(64, 0, 1.0)
     blocks, _ = pool.take(32)
     pool.set_cached(blocks)
@@ -291,7 +291,7 @@ def test_the_queue_stays_as_small_as_the_pool_however_often_blocks_are_reused() 
     assert len(pool._queue) < 64 and len(pool._owners) < 64
 
 
-def test_tenants_without_a_block_of_their_own_are_forgotten() -> None:
+def test_tenants_without_a_block_of_their_own_are_dropped() -> None:
     pool = RetainingPool(64, 0, 1.0)
     blocks, _ = pool.take(4)
     pool.set_cached(blocks)
@@ -302,7 +302,7 @@ def test_tenants_without_a_block_of_their_own_are_forgotten() -> None:
     assert len(pool._owners) <= 2 * 64
 
 
-def test_a_finish_takes_as_long_with_many_tenants_as_with_few() -> None:
+def test_a_release_takes_no_longer_with_many_tenants() -> None:
     shortest = []
     for num_tenants in (10, 8000):
         pool, seconds = RetainingPool(16384, 0, 1.0), list[float]()

@@ -1,4 +1,4 @@
-"""The directory of host memory: what leaves it. `tests/engine/kv/test_kv_offload.py` has the copies."""
+"""The directory of host memory: which contents leave it. `tests/engine/kv/test_kv_offload.py` tests the copies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def filled(num_slots: int, count: int) -> SlotDirectory:
     return directory
 
 
-def test_what_is_discarded_gives_its_slots_to_others_first() -> None:
+def test_slots_of_discarded_contents_are_taken_first() -> None:
     directory = filled(4, 4)
     directory.discard([key_of(2), key_of(9)])
     directory.check()
@@ -24,7 +24,7 @@ def test_what_is_discarded_gives_its_slots_to_others_first() -> None:
     assert [directory.num_found([key_of(value)]) for value in (0, 1, 2, 3, 7)] == [1, 1, 0, 1, 1]
 
 
-def test_copies_that_were_not_made_are_not_found() -> None:
+def test_withdrawn_copies_are_not_found() -> None:
     directory = filled(4, 2)
     plan = directory.assign([(5, key_of(5)), (0, key_of(0))], [SlotLoad([key_of(1)], [8])])
     assert (plan.num_blocks, plan.loaded_slots, plan.loaded_blocks) == (2, [1], [8]), "0 is here already"
@@ -34,8 +34,8 @@ def test_copies_that_were_not_made_are_not_found() -> None:
     assert len(directory) == 2
 
 
-def test_what_a_step_saves_it_may_load() -> None:
-    """From the pool, as host memory may have no slot for it."""
+def test_a_step_may_load_blocks_that_it_saves() -> None:
+    """Copied within the pool, because host memory may have no slot for the block."""
     directory = filled(2, 2)
     load = SlotLoad([key_of(7), key_of(0), key_of(1)], [10, 11, 12])
     plan = directory.assign([(3, key_of(7))], [load])

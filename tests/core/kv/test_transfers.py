@@ -1,4 +1,4 @@
-"""KV that comes from a connector: loads before a step and between steps, what becomes of them, saves and sends."""
+"""KV from a connector: loads before a step and between steps, their outcomes, saves and sends."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pointsman.core import (
     Scheduler,
     UnknownTransfer,
 )
-from pointsman.core.kv.content import block_keys
+from pointsman.core.kv.digests import block_keys
 from tests.core.helpers import blocks_of, connected, names, reference_output, small_config, tokens_of
 
 
-def test_tokens_that_are_loaded_before_the_step_are_not_computed() -> None:
+def test_tokens_loaded_before_the_step_are_not_computed() -> None:
     host, connector = connected()
     connector.offers["a"] = (8, False)
     request = host.add("a", 12, max_tokens=3)
@@ -48,8 +48,8 @@ def test_an_asynchronous_load_parks_its_request_until_it_is_done() -> None:
     (load,) = output.loads
     assert names(output.requests) == ["b"], "others are admitted meanwhile"
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    told = host.explain("a")
-    assert (told.reason, told.transfer, told.since) == (Reason.KV_LOAD, load.transfer_id, host.now - 1)
+    explained = host.explain("a")
+    assert (explained.reason, explained.transfer, explained.since) == (Reason.KV_LOAD, load.transfer_id, host.now - 1)
     with pytest.raises(InvalidTransition, match="end it with transfer_done"):
         host.ready("a")
     assert host.transfer_done(load.transfer_id) is None
@@ -59,7 +59,7 @@ def test_an_asynchronous_load_parks_its_request_until_it_is_done() -> None:
     assert connector.asked.count("a") == 1, "it is not looked up again"
 
 
-def test_what_was_loaded_in_a_row_counts_and_the_rest_is_computed() -> None:
+def test_tokens_after_a_block_that_failed_to_load_are_computed() -> None:
     host, connector = connected()
     connector.offers["a"] = (12, True)
     request = host.add("a", 16, max_tokens=2)
@@ -71,7 +71,7 @@ def test_what_was_loaded_in_a_row_counts_and_the_rest_is_computed() -> None:
     assert host.stats().num_failed_loads == 1
 
 
-def test_a_failed_load_ends_its_request_if_the_policy_says_so() -> None:
+def test_a_failed_load_finishes_its_request_under_the_policy_fail() -> None:
     host, connector = connected(kv_load_failure_policy="fail")
     connector.offers["a"] = (8, True)
     request = host.add("a", 12)
@@ -81,7 +81,7 @@ def test_a_failed_load_ends_its_request_if_the_policy_says_so() -> None:
     assert host.stats().num_free_blocks == 16
 
 
-def test_the_blocks_of_an_aborted_load_stay_aside_until_the_device_is_done() -> None:
+def test_blocks_of_an_aborted_load_are_held_until_the_device_is_done() -> None:
     host, connector = connected()
     connector.offers["a"] = (8, True)
     host.add("a", 12)
@@ -95,7 +95,7 @@ def test_the_blocks_of_an_aborted_load_stay_aside_until_the_device_is_done() -> 
         host.transfer_done(load.transfer_id)
 
 
-def test_a_load_that_takes_too_long_is_given_up_and_its_blocks_are_not() -> None:
+def test_blocks_of_a_load_that_timed_out_stay_held() -> None:
     host, connector = connected(kv_load_timeout=5.0)
     connector.offers["a"] = (8, True)
     host.add("a", 12)
@@ -105,7 +105,7 @@ def test_a_load_that_takes_too_long_is_given_up_and_its_blocks_are_not() -> None
     assert host.stats().num_free_blocks == 16 - 2 - 3
 
 
-def test_loads_own_no_more_than_the_pool_less_one_request_of_full_length() -> None:
+def test_loads_leave_blocks_for_one_request_of_full_length() -> None:
     host, connector = connected()
     for name in ("a", "b", "c"):
         connector.offers[name] = (16, True)
@@ -119,7 +119,7 @@ def test_loads_own_no_more_than_the_pool_less_one_request_of_full_length() -> No
     assert names(load.request for load in output.loads) == ["c"]
 
 
-def test_a_request_without_an_answer_lets_others_pass() -> None:
+def test_a_request_without_an_answer_is_skipped() -> None:
     host, connector = connected()
     connector.offers["a"] = (None, False)
     host.add("a", 8)
@@ -130,7 +130,7 @@ def test_a_request_without_an_answer_lets_others_pass() -> None:
     assert names(host.step().admitted) == ["a"]
 
 
-def test_what_is_sent_stays_as_it_is_until_the_send_is_done() -> None:
+def test_blocks_being_sent_are_held_until_the_send_is_done() -> None:
     host, connector = connected()
     connector.sends.add("a")
     host.add("a", 8, max_tokens=1)
@@ -142,7 +142,7 @@ def test_what_is_sent_stays_as_it_is_until_the_send_is_done() -> None:
     assert host.stats().num_free_blocks == 16
 
 
-def test_evicted_blocks_are_told_with_their_keys_before_they_are_overwritten() -> None:
+def test_evicted_blocks_are_reported_with_their_keys() -> None:
     host, _ = connected()
     first = host.add("a", 28, max_tokens=1)
     host.run_to_end()
@@ -153,7 +153,7 @@ def test_evicted_blocks_are_told_with_their_keys_before_they_are_overwritten() -
     assert saves and {save.key for save in saves} <= set(keys)
 
 
-def test_a_step_that_fails_gives_its_loads_up() -> None:
+def test_loads_of_a_failed_step_are_abandoned() -> None:
     host, connector = connected()
     connector.offers["a"] = (8, True)
     request = host.add("a", 12)
@@ -165,7 +165,7 @@ def test_a_step_that_fails_gives_its_loads_up() -> None:
     assert host.stats().num_free_blocks == 16
 
 
-def test_knobs_about_a_connector_want_one() -> None:
+def test_knobs_about_a_connector_need_one() -> None:
     with pytest.raises(ConfigError, match="the scheduler has no connector"):
         Scheduler(small_config(kv_load_timeout=1.0))
     with pytest.raises(ConfigError, match="give seconds above 0"):

@@ -22,7 +22,7 @@ from pointsman.core import (
     StepResult,
     replay,
 )
-from pointsman.core.kv.content import block_keys
+from pointsman.core.kv.digests import block_keys
 from pointsman.core.kv.slots import SlotDirectory, SlotLoad
 from pointsman.core.policy import swap
 from pointsman.core.replay import RecordingError, ReplayDifference

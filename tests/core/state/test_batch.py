@@ -1,4 +1,4 @@
-"""Several stop tokens per request: tested for all rows at once, and exactly where a token may be one of them."""
+"""The batch: the filter for several stop tokens per request, and bulk writes to a slice of all running rows."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pointsman.core.state.batch import STOP_FILTER_SIZE, Batch, StopFilter
 from ..helpers import Host
 
 
-def test_it_misses_no_stop_token_and_lets_others_pass() -> None:
+def test_the_filter_finds_every_stop_token() -> None:
     stops = StopFilter()
     stops.add({5, STOP_FILTER_SIZE + 7, 3})
     assert stops.may_stop(np.array([5, STOP_FILTER_SIZE + 7, 3, 4, 8])).tolist() == [True, True, True, False, False]
-    assert stops.may_stop(np.array([7, STOP_FILTER_SIZE + 5])).all(), "the same low bits: to be looked at, no more"
+    assert stops.may_stop(np.array([7, STOP_FILTER_SIZE + 5])).all(), "the same low bits: to be tested exactly"
 
 
-def test_tokens_that_share_a_place_are_counted_apart() -> None:
+def test_tokens_with_the_same_low_bits_are_counted_separately() -> None:
     stops = StopFilter()
     stops.add({5, STOP_FILTER_SIZE + 5})
     stops.add({5, 6})
@@ -33,14 +33,14 @@ def test_tokens_that_share_a_place_are_counted_apart() -> None:
     assert not stops.counts.any() and stops.num_rows == 0
 
 
-def test_a_single_stop_token_is_not_its_business() -> None:
+def test_the_filter_ignores_a_single_stop_token() -> None:
     stops = StopFilter()
     stops.add({5})
     stops.add(())
     assert stops.num_rows == 0 and not stops.counts.any()
 
 
-def test_a_token_ends_the_requests_whose_stop_token_it_is_and_no_other() -> None:
+def test_a_stop_token_finishes_only_requests_that_have_it() -> None:
     host = Host()
     first = host.add("a", eos_token_ids=(7, 8))
     second = host.add("b", eos_token_ids=(9, STOP_FILTER_SIZE + 7))
@@ -52,7 +52,7 @@ def test_a_token_ends_the_requests_whose_stop_token_it_is_and_no_other() -> None
     host.scheduler.check_invariants()
 
 
-def test_what_ended_or_was_preempted_takes_its_stop_tokens_along() -> None:
+def test_a_released_row_removes_its_stop_tokens() -> None:
     host = Host()
     host.add("a", eos_token_ids=(7, 8))
     kept = host.add("b", eos_token_ids=(7, 6))
@@ -66,7 +66,7 @@ def test_what_ended_or_was_preempted_takes_its_stop_tokens_along() -> None:
     host.scheduler.check_invariants()
 
 
-def test_only_rows_whose_token_may_be_a_stop_token_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rows_whose_token_may_be_a_stop_token_are_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(max_num_seqs=8)
     for number in range(8):
         host.add(f"r{number}", [number], eos_token_ids=(100, 101, 102), max_tokens=50)
@@ -90,9 +90,9 @@ def test_only_rows_whose_token_may_be_a_stop_token_are_looked_at(monkeypatch: py
 
 
 def decided(monkeypatch: pytest.MonkeyPatch, max_steps_in_flight: int, **constants: int) -> list[object]:
-    """Outputs and updates while requests of different lengths come, are preempted, are aborted and finish."""
+    """Outputs and updates while requests of different lengths arrive, are preempted, aborted and finished."""
     monkeypatch.setattr(batch, "SPANNED_FROM", constants["spanned_from"])
-    monkeypatch.setattr(tables, "MAX_LOOP_ROWS", constants["few_rows"])
+    monkeypatch.setattr(tables, "MAX_LOOP_ROWS", constants["max_loop_rows"])
     sizes = {"num_blocks": 40, "max_num_seqs": 12, "max_num_batched_tokens": 40}
     host = Host(**sizes, max_steps_in_flight=max_steps_in_flight)
     found: list[object] = []
@@ -123,14 +123,14 @@ def decided(monkeypatch: pytest.MonkeyPatch, max_steps_in_flight: int, **constan
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
-def test_many_rows_at_once_get_what_they_get_one_by_one(
+def test_bulk_writes_and_loops_over_rows_decide_the_same(
     monkeypatch: pytest.MonkeyPatch, max_steps_in_flight: int
 ) -> None:
-    at_once = decided(monkeypatch, max_steps_in_flight, spanned_from=1, few_rows=0)
-    assert at_once == decided(monkeypatch, max_steps_in_flight, spanned_from=1000, few_rows=1000)
+    at_once = decided(monkeypatch, max_steps_in_flight, spanned_from=1, max_loop_rows=0)
+    assert at_once == decided(monkeypatch, max_steps_in_flight, spanned_from=1000, max_loop_rows=1000)
 
 
-def test_the_slice_holds_every_running_row_unless_most_of_it_would_be_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slice_holds_all_running_rows_unless_it_is_mostly_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "SPANNED_FROM", 2)
     host = Host(num_blocks=64, max_num_seqs=12, max_num_batched_tokens=64)
     for number in range(12):

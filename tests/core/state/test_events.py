@@ -1,4 +1,4 @@
-"""What a listener is told: every decision, once, in its order, and what a step took and gave back."""
+"""Events: a listener gets every decision once, in order, and the blocks that a step takes and gives back."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ..helpers import Host
 
 
 class Notes(Listener):
-    """Keeps what it is told as (kind, request, detail)."""
+    """Keeps the events that it gets as (kind, request, detail)."""
 
     wants_blocks = True
 
     def __init__(self) -> None:
-        self.told: list[tuple[Any, ...]] = []
+        self.seen: list[tuple[Any, ...]] = []
         self.calls: list[str] = []
         self.steps: list[StepDecision] = []
         self.num_updates = 0
@@ -38,32 +38,32 @@ class Notes(Listener):
         self.calls.append(event.name)
 
     def on_added(self, request: Request, now: float) -> None:
-        self.told.append(("added", request.request_id))
+        self.seen.append(("added", request.request_id))
 
     def on_refused(self, request: Request, why: str, now: float) -> None:
-        self.told.append(("refused", request.request_id, why))
+        self.seen.append(("refused", request.request_id, why))
 
     def on_queued(self, request: Request, now: float) -> None:
-        self.told.append(("queued", request.request_id))
+        self.seen.append(("queued", request.request_id))
 
     def on_parked(self, request: Request, now: float) -> None:
-        self.told.append(("parked", request.request_id, request.status.value))
+        self.seen.append(("parked", request.request_id, request.status.value))
 
     def on_deferred(self, event: Deferred) -> None:
-        self.told.append(("deferred", event.request.request_id, event.reason, event.missing, event.holder))
+        self.seen.append(("deferred", event.request.request_id, event.reason, event.missing, event.holder))
 
     def on_admitted(self, event: Admitted) -> None:
-        self.told.append(("admitted", event.request.request_id, event.resumed, event.num_cached_tokens))
+        self.seen.append(("admitted", event.request.request_id, event.resumed, event.num_cached_tokens))
 
     def on_preempted(self, event: Preempted) -> None:
-        told = ("preempted", event.request.request_id, event.cause, event.num_lost_tokens, event.num_cached_tokens)
-        self.told.append(told)
+        seen = ("preempted", event.request.request_id, event.cause, event.num_lost_tokens, event.num_cached_tokens)
+        self.seen.append(seen)
 
     def on_rolled_back(self, request: Request, now: float) -> None:
-        self.told.append(("rolled back", request.request_id))
+        self.seen.append(("rolled back", request.request_id))
 
     def on_finished(self, request: Request, now: float) -> None:
-        self.told.append(("finished", request.request_id, request.finish_reason))
+        self.seen.append(("finished", request.request_id, request.finish_reason))
 
     def on_step(self, step: StepDecision) -> None:
         self.steps.append(step)
@@ -78,7 +78,7 @@ def listened(**config: Any) -> tuple[Host, Notes]:
     return host, notes
 
 
-def test_a_request_is_followed_from_its_arrival_to_its_end() -> None:
+def test_a_request_is_reported_from_arrival_to_finish() -> None:
     host, notes = listened(max_num_seqs=1)
     host.add("a", 4, max_tokens=2)
     host.add("b", 4, max_tokens=1, park=ParkReason.GRAMMAR)
@@ -86,7 +86,7 @@ def test_a_request_is_followed_from_its_arrival_to_its_end() -> None:
         host.add("c", 100)
     host.ready("b")
     host.run_to_end()
-    assert [entry[:2] for entry in notes.told] == [
+    assert [entry[:2] for entry in notes.seen] == [
         ("added", "a"),
         ("queued", "a"),
         ("added", "b"),
@@ -99,24 +99,24 @@ def test_a_request_is_followed_from_its_arrival_to_its_end() -> None:
         ("admitted", "b"),
         ("finished", "b"),
     ]
-    assert ("deferred", "b", Reason.SEQUENCE_LIMIT, 1, "a") in notes.told, "once, though it waited for two steps"
+    assert ("deferred", "b", Reason.SEQUENCE_LIMIT, 1, "a") in notes.seen, "once, though it waited for two steps"
     assert notes.calls[:4] == ["add", "add", "ready", "schedule"] and notes.num_updates == notes.calls.count("update")
 
 
-def test_a_preemption_names_its_cause_what_is_lost_and_what_is_still_cached() -> None:
+def test_a_preemption_reports_its_cause_and_lost_and_cached_tokens() -> None:
     host, notes = listened(num_blocks=6, full_sequence_must_fit=False, max_model_len=24)
     host.add("a", 8, max_tokens=9)
     host.add("b", 8, max_tokens=9)
     host.run_to_end()
-    lost = [entry for entry in notes.told if entry[0] == "preempted"]
+    lost = [entry for entry in notes.seen if entry[0] == "preempted"]
     assert len(lost) == host.stats().num_preemptions > 0
     for _, name, cause, num_lost, num_cached in lost:
         assert (name, cause) == ("b", PreemptionCause.MEMORY)
         assert 0 < num_cached <= num_lost and num_cached % 4 == 0, "its full blocks are found until they are evicted"
-    assert ("admitted", "b", True) in [entry[:3] for entry in notes.told]
+    assert ("admitted", "b", True) in [entry[:3] for entry in notes.seen]
 
 
-def test_causes_of_preemption_are_told_apart() -> None:
+def test_each_cause_of_preemption_is_reported() -> None:
     host, notes = listened(max_num_seqs=1, order="priority")
     host.add("a", 4, priority=5)
     host.step()
@@ -125,20 +125,20 @@ def test_causes_of_preemption_are_told_apart() -> None:
     host.park("urgent")
     host.step()
     host.reset_prefix_cache(preempt_running=True)
-    causes = [(entry[1], entry[2]) for entry in notes.told if entry[0] == "preempted"]
+    causes = [(entry[1], entry[2]) for entry in notes.seen if entry[0] == "preempted"]
     expected = [("a", PreemptionCause.DISPLACED), ("urgent", PreemptionCause.PARKED), ("a", PreemptionCause.RESET)]
     assert causes == expected
 
 
-def test_a_failed_step_rolls_admissions_back() -> None:
+def test_a_failed_step_reports_rolled_back_admissions() -> None:
     host, notes = listened()
     host.add("a")
     host.fail(host.schedule())
-    assert [entry[0] for entry in notes.told] == ["added", "queued", "admitted", "rolled back"]
+    assert [entry[0] for entry in notes.seen] == ["added", "queued", "admitted", "rolled back"]
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_steps_take_less_what_they_give_back_is_what_is_held(seed: int) -> None:
+def test_blocks_taken_less_blocks_returned_are_blocks_held(seed: int) -> None:
     """Over a random run with preemptions, aborts and shared prefixes, in references to blocks."""
     random = Random(seed)
     host, notes = listened(num_blocks=12, max_model_len=32, full_sequence_must_fit=False)
@@ -159,25 +159,25 @@ def test_what_steps_take_less_what_they_give_back_is_what_is_held(seed: int) -> 
     assert host.stats().num_preemptions > 0
 
 
-def test_a_listener_that_is_removed_hears_nothing() -> None:
+def test_a_removed_listener_gets_no_events() -> None:
     host, notes = listened()
     host.scheduler.remove_listener(notes)
     host.add("a", max_tokens=1)
     host.run_to_end()
-    assert not notes.told and not notes.calls and not notes.steps
+    assert not notes.seen and not notes.calls and not notes.steps
     assert host.scheduler._kv.returned is None
 
 
-def test_who_overrides_nothing_is_not_called() -> None:
+def test_a_listener_that_overrides_nothing_is_not_called() -> None:
     host = Host()
     before = host.scheduler._events.finished
     host.scheduler.add_listener(Listener())
     assert host.scheduler._events.finished == before
 
 
-def test_a_listener_that_is_added_twice_is_told_once() -> None:
+def test_a_listener_that_is_added_twice_gets_each_event_once() -> None:
     host, notes = listened()
     host.scheduler.add_listener(notes)
     host.add("a", max_tokens=1)
     host.run_to_end()
-    assert [entry[0] for entry in notes.told] == ["added", "queued", "admitted", "finished"]
+    assert [entry[0] for entry in notes.seen] == ["added", "queued", "admitted", "finished"]

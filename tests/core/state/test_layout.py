@@ -1,4 +1,4 @@
-"""How layers are divided into groups of equal size, and how groups are named."""
+"""Division of layers into groups of equal size, and the names of groups."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ WINDOW = KVGroup("window", 1024)
     [
         ("five to one", 8, 40, 8),  # Gemma 3 12B
         ("one layer is wasted", 5, 29, 5),  # Gemma 3 4B
-        ("two are", 4, 22, 4),  # Gemma 3 1B
-        ("as many of both", 12, 12, 12),  # gpt-oss 20B
+        ("two layers are wasted", 4, 22, 4),  # Gemma 3 1B
+        ("equal numbers", 12, 12, 12),  # gpt-oss 20B
         ("three to one", 8, 24, 8),
         ("one more with a window", 12, 13, 4),
         ("windows alone", 0, 32, 32),
     ],
 )
-def test_groups_have_as_many_layers_as_waste_least(name: str, full: int, windowed: int, size: int) -> None:
+def test_groups_have_the_number_of_layers_that_wastes_least(name: str, full: int, windowed: int, size: int) -> None:
     """At 32,768 tokens in blocks of 16, of which a window takes 65."""
     kinds = [(blocks, layers) for blocks, layers in ((2048, full), (65, windowed)) if layers]
     assert layers_per_group(kinds, 8) == size
 
 
-def test_no_other_size_takes_less() -> None:
+def test_no_other_group_size_takes_less_memory() -> None:
     choose = random.Random(1)
     for _ in range(200):
         kinds = [(choose.randint(1, 100), choose.randint(1, 40)) for _ in range(choose.randint(1, 3))]
-        costs: dict[int, tuple[int, int]] = {}  # of each size, the KV and the number of groups
+        costs: dict[int, tuple[int, int]] = {}  # for each size, the KV and the number of groups
         for size in range(1, 41):
             counts = [-(-layers // size) for _, layers in kinds]
             if sum(counts) <= 8:
@@ -45,11 +45,11 @@ def test_no_other_size_takes_less() -> None:
         assert costs[layers_per_group(kinds, 8)] == min(costs.values()), kinds
 
 
-def test_more_kinds_than_groups_get_one_each() -> None:
+def test_more_kinds_than_groups_get_one_group_each() -> None:
     assert layers_per_group([(10 + size, 3) for size in range(5)], 4) == 3
 
 
-def test_groups_in_words() -> None:
+def test_groups_are_named_in_words() -> None:
     assert text_of(()) == "1 group of full attention"
     assert text_of((WINDOW, FULL, WINDOW)) == "2 groups of a window of 1024, 1 of full attention"
     assert text_of((KVGroup("chunk", 8),)) == "1 group of a chunk of 8"

@@ -1,4 +1,4 @@
-"""What an output tells its host, and that it stays what it was when the scheduler goes on."""
+"""The fields of an output, and that a later step does not change them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def busy() -> Host:
     return host
 
 
-def test_rows_are_continued_requests_first_then_resumed_and_new_ones_as_they_were_admitted() -> None:
+def test_rows_are_continued_requests_then_admitted_ones_in_order() -> None:
     output = busy().schedule()
     assert tokens_of(output) == {"old": 1, "long": 4, "back": 4, "new": 3}
     assert output.num_rows == 4
@@ -35,13 +35,13 @@ def test_rows_are_continued_requests_first_then_resumed_and_new_ones_as_they_wer
     assert output.total_num_scheduled_tokens == 12
 
 
-def test_decode_is_just_the_token_sampled_last_and_everything_else_is_prefill() -> None:
+def test_decode_rows_compute_only_the_newest_sampled_token() -> None:
     output = busy().schedule()
     assert names(output.decode) == ["old"]
     assert names(output.prefill) == ["long", "back", "new"]
 
 
-def test_a_resumed_request_of_which_only_the_newest_token_is_not_cached_decodes() -> None:
+def test_a_resumed_request_with_all_but_its_newest_token_cached_decodes() -> None:
     host = Host()
     host.add("a", 4)
     host.step()
@@ -60,7 +60,7 @@ def test_a_chunk_of_the_last_token_of_a_prompt_is_prefill() -> None:
     assert names(host.step().decode) == ["a"]
 
 
-def test_computing_a_lost_token_again_is_prefill_even_if_it_was_generated_and_the_chunk_is_one_token() -> None:
+def test_recomputing_a_generated_token_is_prefill() -> None:
     host = Host(enable_prefix_caching=False, long_prefill_token_threshold=1, max_num_seqs=1)
     host.add("a", 1)
     for _ in range(3):
@@ -90,7 +90,7 @@ def test_arrays_have_the_types_and_shapes_that_the_fields_say() -> None:
         assert np.array_equal(output.blocks(index), output.block_ids[output.block_rows == index])
 
 
-def test_a_resumed_request_is_told_its_whole_table_cached_blocks_included() -> None:
+def test_a_resumed_request_gets_its_whole_table_with_cached_blocks() -> None:
     host = Host()
     host.add("a", 9)
     host.step()
@@ -124,7 +124,7 @@ def test_a_row_keeps_its_number_while_it_runs() -> None:
     assert (now["b"], now["c"]) == (rows["b"], rows["c"])
 
 
-def test_an_output_does_not_change_when_the_scheduler_goes_on() -> None:
+def test_an_output_does_not_change_in_later_steps() -> None:
     host = Host(num_blocks=8, max_model_len=32)
     for index in range(6):
         host.add(f"r{index}", 5, max_tokens=12)
@@ -147,7 +147,7 @@ def copied(output: object) -> dict[str, object]:
     }
 
 
-def test_ends_that_come_later_do_not_appear_in_an_output_handed_out_before() -> None:
+def test_requests_finished_later_do_not_appear_in_an_earlier_output() -> None:
     host = Host()
     host.add("a", 4)
     output = host.schedule()
@@ -166,7 +166,7 @@ def test_an_empty_step_is_legal_and_is_updated_like_any_other() -> None:
     assert host.schedule().step_id == output.step_id + 1
 
 
-def test_the_host_cannot_write_into_what_the_scheduler_shares_with_it() -> None:
+def test_the_host_cannot_write_into_arrays_of_an_output() -> None:
     host = Host()
     host.add("a", 4)
     host.step()

@@ -1,4 +1,4 @@
-"""Outputs that go round in circles: against the definition by brute force, and in the life of a request."""
+"""Repetition detection: compared with the definition by brute force, and in the life of a request."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_the_watch_agrees_with_the_definition_after_every_token(
     case: tuple[RepetitionDetectionParams, list[int]], spare: int
 ) -> None:
     params, output = case
-    watch = RepetitionWatch(params, room=len(output) + spare)
+    watch = RepetitionWatch(params, max_tokens=len(output) + spare)
     for length, token in enumerate(output, start=1):
         assert watch.observe(token) == shortest_pattern(output[:length], params)
 
 
-def test_a_watch_is_no_larger_than_the_output_may_be() -> None:
-    watch = RepetitionWatch(RepetitionDetectionParams(max_pattern_size=2**31 - 1, min_count=2), room=7)
+def test_a_watch_is_no_larger_than_the_longest_output() -> None:
+    watch = RepetitionWatch(RepetitionDetectionParams(max_pattern_size=2**31 - 1, min_count=2), max_tokens=7)
     assert [watch.observe(token) for token in (1, 2, 3, 1, 2, 3)] == [None] * 5 + [3]
 
 
@@ -75,7 +75,7 @@ def test_impossible_parameters_are_refused(values: dict[str, int], message: str)
 
 
 @pytest.mark.parametrize("given", [[3, 1, 2], {"max_pattern": 3}])
-def test_what_is_no_such_parameters_is_refused(given: object) -> None:
+def test_parameters_of_another_type_are_refused(given: object) -> None:
     with pytest.raises(RequestRefused):
         Request("a", [1], arrival_time=0.0, max_tokens=1, repetition_detection=given)  # type: ignore[arg-type]
 
@@ -89,7 +89,7 @@ def run_with(host: Host, request: Request, tokens: list[int]) -> None:
             host.step({request.request_id: token})
 
 
-def test_a_request_that_goes_round_in_circles_ends() -> None:
+def test_a_request_that_repeats_itself_finishes() -> None:
     host = Host()
     request = host.add("a", repetition_detection=TWICE)
     other = host.add("b")
@@ -111,7 +111,7 @@ def test_the_prompt_is_no_part_of_the_repetition() -> None:
     assert request.status is RequestStatus.RUNNING
 
 
-def test_before_min_tokens_a_repetition_ends_nothing_and_is_remembered() -> None:
+def test_a_repetition_before_min_tokens_finishes_the_request_later() -> None:
     host = Host()
     request = host.add("a", repetition_detection=TWICE, min_tokens=6)
     run_with(host, request, [1, 2, 1, 2, 1])
@@ -120,7 +120,7 @@ def test_before_min_tokens_a_repetition_ends_nothing_and_is_remembered() -> None
     assert request.status is RequestStatus.FINISHED_REPETITION
 
 
-def test_a_stop_token_and_the_length_go_before_a_repetition() -> None:
+def test_a_stop_token_and_the_length_take_precedence() -> None:
     host = Host()
     stopped = host.add("a", repetition_detection=TWICE, eos_token_ids=(EOS,))
     run_with(host, stopped, [1, EOS, 1, EOS])
@@ -137,19 +137,19 @@ def test_a_repetition_is_found_across_a_preemption_with_samples_in_flight() -> N
     first = host.schedule()
     host.park("a")
     host.update(first, {"a": 1})
-    assert request.num_output_tokens == 3, "what was in flight is delivered"
+    assert request.num_output_tokens == 3, "the sample in flight is delivered"
     host.ready("a")
     run_with(host, request, [2])
     assert (request.status, request.num_preemptions) == (RequestStatus.FINISHED_REPETITION, 1)
 
 
-def test_parameters_that_ask_for_nothing_cost_nothing() -> None:
+def test_default_parameters_make_no_watch() -> None:
     host = Host()
     request = host.add("a", repetition_detection=RepetitionDetectionParams())
     assert request.repetition_detection is None and request._state.repetition_watch is None
 
 
-def test_it_is_recorded_and_replayed() -> None:
+def test_repetition_detection_is_recorded_and_replayed() -> None:
     file = io.StringIO()
     host = Host(recorder=Recorder(file))
     run_with(host, host.add("a", repetition_detection=TWICE), [1, 2, 1, 2])

@@ -1,4 +1,4 @@
-"""What a request may ask for, what it is made of, and the life it leads."""
+"""Requests: their arguments, their fields, and the transitions of their states."""
 
 from __future__ import annotations
 
@@ -52,9 +52,7 @@ def make(prompt: Any = (1, 2, 3), **fields: Any) -> Request:
     ],
     ids=str,
 )
-def test_arguments_that_can_never_run_are_refused_with_the_value_and_the_limit(
-    fields: dict[str, Any], message: str
-) -> None:
+def test_bad_arguments_are_refused_with_the_value_and_the_limit(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestRefused, match=f"request 'r' refused: .*({message})"):
         make(**fields)
 
@@ -85,14 +83,14 @@ def test_samples_of_one_prompt_share_its_memory() -> None:
     assert second._state.prompt_bytes is first._state.prompt_bytes
 
 
-def test_a_slice_of_another_prompt_is_a_prompt_of_its_own_length() -> None:
+def test_a_slice_of_another_prompt_has_its_own_length() -> None:
     first = make(list(range(8)))
     second = make(first.prompt_token_ids[2:5])
     assert second.prompt_token_ids.tolist() == [2, 3, 4]
     assert second._state.prompt_bytes == np.array([2, 3, 4], dtype=np.int32).tobytes()
 
 
-def test_metadata_is_the_callers_own_and_comes_back_as_it_was() -> None:
+def test_metadata_is_kept_unchanged() -> None:
     marker = object()
     assert make(metadata=marker).metadata is marker
 
@@ -107,7 +105,7 @@ ALLOWED = {
 
 
 @pytest.mark.parametrize("status", list(S), ids=lambda status: status.name)
-def test_the_life_of_a_request_allows_these_steps_and_no_other(status: RequestStatus) -> None:
+def test_a_request_allows_these_transitions_and_no_others(status: RequestStatus) -> None:
     for following in S:
         request = make()
         request._state.status = status
@@ -137,7 +135,7 @@ def test_phase_is_prefill_until_the_first_sample_since_admission() -> None:
     assert request.phase == "waiting"
     host.ready("a")
     output = host.schedule()
-    assert request.phase == "prefill", "it computes again what it lost"
+    assert request.phase == "prefill", "it recomputes its lost tokens"
     host.update(output)
     assert request.phase == "decoding"
     host.run_to_end()

@@ -14,7 +14,7 @@ import pytest
 import zmq
 from _server_process import free_port
 
-from pointsman.core.kv.content import block_key, root_key
+from pointsman.core.kv.digests import block_key, root_key
 from pointsman.core.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
 from pointsman.core.kv.prefix_tree import Root
 from pointsman.engine import Engine, SamplingParams

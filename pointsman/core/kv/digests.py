@@ -1,4 +1,4 @@
-"""Which names of KV block contents mean the same in every process? Chained SHA-256 digests.
+"""Digests of KV blocks (chained SHA-256): names of their contents that mean the same in every process.
 
     key of a root   = SHA-256(canonical JSON of [cache salt, adapter name, adapter version])
     key of a block  = SHA-256(key of the block before it, or of the root; its tokens as little-endian int32;
@@ -7,11 +7,11 @@
 An encoder input is given as [its key, the offset of its first placeholder from the block's first token, its number of
 placeholders, SHA-256 of their tokens in hex].
 
-    name of a block = its key; of several groups of layers, its key and the number of the group as two bytes, big-endian
+    name of a block = its key; with several groups of layers, then the number of its group as two bytes, big-endian
 
-The prefix tree is exact and needs no digest. Keys are for KV events (`events.py`) and connectors (`connector.py`), and
-are computed only if one of these is in use. What is constant in one pool (model, weights, element type, block size) is
-not in a key: a store that several engines share must separate them by it.
+The prefix tree compares tokens and needs no digest. Keys are for KV events (`events.py`) and connectors
+(`connector.py`), and are computed only if one of these is in use. A key leaves out the constants of a pool (model,
+weights, element type, block size). A store that several engines share must separate pools that differ in one of them.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Placed(NamedTuple):
 
 
 def root_key(root: Root) -> bytes:
-    """The key used as that of the block before the first one of a sequence."""
+    """The key that stands before the first block of a sequence."""
     name, version = root.adapter if root.adapter is not None else (None, None)
     return hashlib.sha256(_json([root.cache_salt, name, version])).digest()
 
 
 def block_key(before: bytes, token_bytes: bytes, inputs: Sequence[Placed] = ()) -> bytes:
-    """The key of a block: `before` is that of the block before it, or of the root."""
+    """The key of a block. `before`: the key of the block before it, or of the root."""
     return hashlib.sha256(before + token_bytes + (_json(inputs) if inputs else b"")).digest()
 
 
@@ -71,12 +71,12 @@ def block_keys(request: Request, block_size: int) -> tuple[bytes, ...]:
 
 
 def block_name(key: bytes, group: int, num_groups: int) -> bytes:
-    """What a block is called where it is kept outside the pool, as one of `num_groups` groups of layers."""
+    """The name of a block outside the pool, in one of `num_groups` groups of layers."""
     return key if num_groups == 1 else key + group.to_bytes(2, "big")
 
 
 def placed_inputs(request: Request, first: int, end: int, block_size: int) -> dict[int, list[Placed]]:
-    """The encoder inputs in those of blocks `first` to `end` - 1 that have any, each in the order of the prompt."""
+    """The encoder inputs of each of the blocks `first` to `end` - 1 that has any, in the order of the prompt."""
     placed: dict[int, list[Placed]] = {}
     for item in request._state.encoder_inputs:
         blocks = range(max(first, item.start // block_size), min(end, -(-item.end // block_size)))
@@ -88,7 +88,7 @@ def placed_inputs(request: Request, first: int, end: int, block_size: int) -> di
 
 
 def tokens_digest(token_bytes: bytes) -> str:
-    """Identifies the tokens of an input's placeholders."""
+    """The digest of the tokens of an input's placeholders."""
     return hashlib.sha256(token_bytes).hexdigest()
 
 

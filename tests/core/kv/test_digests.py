@@ -1,4 +1,4 @@
-"""Names of blocks that mean the same in every process."""
+"""Digests of blocks: names that mean the same in every process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pointsman.core import Adapter, EncoderInput, Request
-from pointsman.core.kv.content import block_keys
+from pointsman.core.kv.digests import block_keys
 
 
 def request(*prompt: int, **fields: Any) -> Request:
@@ -17,7 +17,7 @@ def request(*prompt: int, **fields: Any) -> Request:
 
 
 def keys(*prompt: int, **fields: Any) -> list[bytes]:
-    """Of blocks of two tokens."""
+    """The keys of blocks of two tokens."""
     return list(block_keys(request(*prompt, **fields), 2))
 
 
@@ -25,7 +25,7 @@ def pictures(*inputs: EncoderInput, prompt: tuple[int, ...] = (7, 0, 0, 0, 7, 7)
     return keys(*prompt, encoder_inputs=inputs)
 
 
-def test_they_are_as_documented() -> None:
+def test_keys_are_as_documented() -> None:
     def digest(*parts: bytes) -> bytes:
         return hashlib.sha256(b"".join(parts)).digest()
 
@@ -35,20 +35,20 @@ def test_they_are_as_documented() -> None:
     first = digest(digest(b'["s","x",3]'), block(1, 2))
     assert keys(1, 2, 3, 4, 5, cache_salt="s", adapter=Adapter("x", 3)) == [first, digest(first, block(3, 4))]
     tokens = hashlib.sha256(block(0, 0, 0)).hexdigest()
-    told = [json.dumps([["cat", offset, 3, tokens]], separators=(",", ":")).encode() for offset in (1, -1)]
-    first = digest(digest(b"[null,null,null]"), block(7, 0), told[0])
-    second = digest(first, block(0, 0), told[1])
+    inputs = [json.dumps([["cat", offset, 3, tokens]], separators=(",", ":")).encode() for offset in (1, -1)]
+    first = digest(digest(b"[null,null,null]"), block(7, 0), inputs[0])
+    second = digest(first, block(0, 0), inputs[1])
     assert pictures(EncoderInput("cat", 1, 3)) == [first, second, digest(second, block(7, 7))]
 
 
-def test_they_are_equal_for_equal_content_and_chained() -> None:
+def test_keys_are_equal_for_equal_content_and_chained() -> None:
     assert keys(1, 2, 3, 4, 5) == keys(1, 2, 3, 4)
     assert keys(1, 2, 3, 4)[0] == keys(1, 2, 7, 8)[0]
     assert keys(9, 9, 3, 4)[1] != keys(1, 2, 3, 4)[1]
     assert not set(keys(1, 2, 3, 4, cache_salt="a")) & set(keys(1, 2, 3, 4, cache_salt="b"))
 
 
-def test_blocks_with_another_input_or_with_it_elsewhere_have_other_names() -> None:
+def test_keys_depend_on_encoder_inputs_and_their_positions() -> None:
     plain, cat = pictures(), pictures(EncoderInput("cat", 1, 3))
     assert cat == pictures(EncoderInput("cat", 1, 3))
     others = [
@@ -63,14 +63,14 @@ def test_blocks_with_another_input_or_with_it_elsewhere_have_other_names() -> No
     assert late[0] == plain[0] and not set(late[1:]) & {*plain, *cat}
 
 
-def test_an_input_says_what_it_is_in_each_of_its_blocks_wherever_they_begin() -> None:
+def test_two_halves_of_an_input_have_other_keys_than_the_whole() -> None:
     """Two halves of one picture are not two equal ones."""
     whole = keys(0, 0, 0, 0, encoder_inputs=[EncoderInput("cat", 0, 4)])
     halves = keys(0, 0, 0, 0, encoder_inputs=[EncoderInput("cat", 0, 2), EncoderInput("cat", 2, 2)])
     assert not set(whole) & set(halves)
 
 
-def test_what_is_generated_is_named_when_it_is_there_and_nothing_is_named_twice() -> None:
+def test_generated_blocks_get_keys_and_each_block_is_hashed_once() -> None:
     grows = request(1, 2, 3)
     assert len(block_keys(grows, 2)) == 1
     first = block_keys(grows, 2)[0]
