@@ -35,7 +35,7 @@ from pointsman.core.observe.stats import SchedulerStats
 from pointsman.core.policy.fcfs import FirstComeFirstServed
 from pointsman.core.policy.gate import Limit
 from pointsman.core.policy.policy import Parameter, Policy
-from pointsman.core.policy.reserve import Reserve
+from pointsman.core.policy.reserve import Demand, Reserve
 from pointsman.core.recording import Recorder, RecordingError
 from pointsman.core.replay import ReplayDifference, ReplayReport, replay
 from pointsman.core.scheduler import Scheduler
@@ -63,6 +63,7 @@ __all__ = [
     "ClockError",
     "ConfigError",
     "Copies",
+    "Demand",
     "DuplicateRequest",
     "EncoderEntry",
     "EncoderInput",

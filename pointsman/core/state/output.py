@@ -264,10 +264,7 @@ class UpdateFields:
 
 
 class StepUpdate(Sealed, UpdateFields):
-    """The part of a step result that `Scheduler.update` applied. Read-only.
-
-    for request, token_ids in update.new_tokens(): ...
-    """
+    """The part of a step result that `Scheduler.update` applied. Read-only. `new_tokens` has it by request."""
 
     __slots__ = ()
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+import re
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
-from pointsman.core import KVGroup
+from pointsman.core import Demand, KVGroup, PauseMode, Request, Reserve
 from pointsman.core.kv.manager import KVCacheManager
 from pointsman.core.state.interfaces import View
 from tests.core.helpers import Host
@@ -158,3 +160,103 @@ def test_columns_are_copies() -> None:
     assert view.num_tokens.tolist() == [5]
     with pytest.raises(ValueError, match="read-only"):
         view.rows[0] = 5
+
+
+class Spy(Reader):
+    """A victim policy, and a limit of the same scheduler, that note what the view says while they decide."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def choose(self, view: View, asking: int) -> int:
+        self.seen.append({"now": view.now, "missing": view.num_missing_blocks, "budget": view.budget})
+        return super().choose(view, asking)
+
+
+def test_a_victim_policy_reads_the_time_and_the_missing_blocks() -> None:
+    spy = Spy()
+    host = Host(victim=spy, num_blocks=4, enable_prefix_caching=False)
+    for name in "ab":
+        host.add(name, 7, max_tokens=9)
+    host.step()
+    host.step()
+    now = host.now
+    host.step()
+    assert [(each["now"] > now, each["missing"]) for each in spy.seen] == [(True, 2)]
+
+
+def test_the_view_counts_the_budget_and_partial_prefills() -> None:
+    host, view = reading(num_blocks=64, max_num_batched_tokens=16)
+    host.add("long", 30, max_tokens=2)
+    host.step()
+    assert (view.num_prefilling, view.now) == (1, host.now - 1)
+    host.step()
+    assert view.num_prefilling == 0
+    assert view.budget <= 16
+
+
+def test_owed_blocks_are_those_of_the_rest_of_a_prompt() -> None:
+    class Owed(Reserve):
+        name = "owed"
+        seen: ClassVar[list[int]] = []
+
+        def blocks(self, request: Request, demand: Demand, view: View) -> int:
+            self.seen.append(view.num_owed_blocks)
+            return 0
+
+    host = Host(reserves=(Owed(),), num_blocks=64, long_prefill_token_threshold=8, full_sequence_must_fit=False)
+    host.add("long", 40, max_tokens=2)
+    host.step()
+    host.add("b", 2)
+    host.step()
+    assert Owed.seen == [0, 6], "24 tokens of the long prompt, in blocks of 4"
+
+
+def test_cached_tokens_of_a_waiting_request_are_looked_up() -> None:
+    host, view = reading(num_blocks=32)
+    shared = host.prompt(8)
+    host.add("a", [*shared, 1], max_tokens=1)
+    host.step()
+    host.scheduler.pause(host.now, PauseMode.ADMISSIONS)
+    waiting = host.add("b", [*shared, 2, 3])
+    assert view.num_cached_tokens(waiting) == 8
+    assert view.num_waiting == 1
+
+
+def test_own_blocks_of_one_request_are_those_of_the_column() -> None:
+    host, view = reading(num_blocks=32)
+    shared = host.prompt(8)
+    host.add("a", [*shared, 1], max_tokens=9)
+    host.step()
+    host.add("b", [*shared, 2, 3], max_tokens=9)
+    host.step()
+    assert [view.own_blocks(index) for index in range(2)] == view.num_own_blocks.tolist() == [1, 1]
+
+
+def test_blocks_for_more_tokens_are_whole_blocks() -> None:
+    _, view = reading(num_blocks=32)
+    assert [view.num_blocks_for(count) for count in (1, 4, 5, 9)] == [1, 1, 2, 3]
+
+
+def test_shared_blocks_of_a_checked_request_are_those_that_run() -> None:
+    class Shared(Reserve):
+        name = "shared"
+        seen: ClassVar[list[int]] = []
+
+        def blocks(self, request: Request, demand: Demand, view: View) -> int:
+            self.seen.append(view.num_shared_blocks)
+            return 0
+
+    host = Host(reserves=(Shared(),), num_blocks=64)
+    shared = host.prompt(8)
+    host.add("a", [*shared, 1], max_tokens=9)
+    host.step()
+    host.add("b", [*shared, 2], max_tokens=9)
+    host.step()
+    assert Shared.seen == [0, 2]
+
+
+def test_every_property_of_the_view_is_in_the_documentation() -> None:
+    names = [name for name in vars(View) if not name.startswith("_")]
+    page = (Path(__file__).parents[3] / "docs" / "policies.md").read_text()
+    assert [name for name in names if not re.search(rf"`{name}\b", page)] == []
