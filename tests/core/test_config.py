@@ -87,14 +87,14 @@ def test_the_watermark_is_a_share_of_the_pool(value: float) -> None:
         ({"keep_embeddings": 1, "encoder_budget": 8}, "keep_embeddings is 1; it must be True or False"),
         ({"admission_charge": "half"}, 'admission_charge is \'half\'; choose "uncached", "whole-fits" or "whole"'),
         ({"shortage": "panic"}, 'shortage is \'panic\'; choose "replan", "in-order" or "look-ahead"'),
-        ({"batching": "prefill-first"}, 'batching "prefill-first" goes row by row .*; set shortage to "in-order"'),
+        ({"batching": "prefill-first"}, 'batching "prefill-first" allocates row by row .*; set shortage to "in-order"'),
         (
             {"max_num_active_seqs": 5},
             'max_num_active_seqs is 5, more than max_num_seqs 4; lower it, or use batching="pre',
         ),
         ({"count_common_prefix": True, "enable_prefix_caching": False}, "no block is common to two requests"),
         ({"max_num_partial_prefills": 0}, "max_num_partial_prefills is 0; it must be between 1"),
-        ({"max_num_partial_prefills": 2, "enable_chunked_prefill": False}, "where none is partial"),
+        ({"max_num_partial_prefills": 2, "enable_chunked_prefill": False}, "off: there are none"),
         ({"max_long_partial_prefills": 1}, "long_prefill_token_threshold is 0, so no prompt is long"),
         (
             {"max_long_partial_prefills": 2, "max_num_partial_prefills": 2},

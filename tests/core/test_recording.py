@@ -341,7 +341,7 @@ def test_a_recording_begins_only_when_nobody_is_here() -> None:
     output = host.schedule()
     refused("1 running")
     host.update(output)
-    refused("ends to tell of")
+    refused("unreported finishes")
     output = host.schedule()
     refused(r"1 step\(s\) in flight")
     host.update(output)
