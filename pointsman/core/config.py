@@ -636,8 +636,8 @@ def _written(knob: Knob, value: Any) -> Any:
 
 
 def _named(policy: Any) -> Any:
-    """A policy's name for JSON. The parameters of an object are unknown, so a name that takes parameters gets "
-    (object)": it would not recreate it."""
+    """A policy's name for JSON. The parameters of an object are unknown, so the name alone would not recreate it: if
+    the policy takes parameters, the name gets a suffix."""
     if policy is None or isinstance(policy, str):
         return policy
     return f"{policy.name} (object)" if getattr(policy, "parameters", ()) else policy.name

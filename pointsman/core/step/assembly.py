@@ -40,7 +40,8 @@ from pointsman.core.step.update import Update
 
 
 class Start(NamedTuple):
-    """Where a scheduler starts: with these numbers and defaults it continues when a recording starts later."""
+    """Initial numbers of a scheduler, and replaced policies: a scheduler that is reset for a recording continues them.
+    """
 
     step_id: int = 0
     serial: int = 1
@@ -49,7 +50,7 @@ class Start(NamedTuple):
 
 
 NEW = Start()
-"""Of a new scheduler."""
+"""The start of a new scheduler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Parts:
     batch: Batch
     kv: KVCache
     transfers: Transfers | None
-    """Blocks that are held without a row; None: there is no connector."""
+    """Blocks held without a row; None: there is no connector."""
     swap: Swap | None
     """Which preempted requests swap; None: none does."""
     table: RequestTable
@@ -77,7 +78,7 @@ class Parts:
     update: Update
     fast_forward: FastForward
     view: SchedulerView
-    """What the policies read."""
+    """The policies' view of the scheduler."""
     budget: StepBudget
     policies: tuple[Any, ...]
     """The order, the victim policy, the reserves, the limits and the eviction policy."""
@@ -97,12 +98,12 @@ def assemble(
     """New parts for a configuration.
 
     Args:
-        kv_cache: who owns the KV blocks; None: a new `KVCacheManager`.
-        accepted_drafts: where acceptance is counted, see `Acceptance`.
+        kv_cache: owner of the KV blocks; None: a new `KVCacheManager`.
+        accepted_drafts: the list that counts accepted drafts, see `Acceptance`.
         checks_guaranteed_steps: see `Scheduler`.
 
     Raises:
-        ConfigError: the configuration names a policy that does not exist, or is about a connector that is not there.
+        ConfigError: the configuration names a policy that does not exist, or needs a connector and there is none.
     """
     made = partial(make, replaced=start.replaced)
     eviction = made("eviction", config.eviction)
@@ -112,8 +113,8 @@ def assemble(
     own: KVCacheManager | None = None
     if config.has_kv_groups and kv_cache is not None:
         raise ConfigError(
-            f"kv_groups has {len(config.kv_groups)} groups, and a kv_cache is given, which keeps groups of its own; "
-            "leave one of the two out"
+            f"kv_groups has {len(config.kv_groups)} groups, and a kv_cache is given, which has its own groups; "
+            "leave out one of them"
         )
     if kv_cache is None:
         kv = own = KVCacheManager(config, eviction)
