@@ -40,8 +40,8 @@ from pointsman.core.step.update import Update
 
 
 class Start(NamedTuple):
-    """Initial numbers of a scheduler, and replaced policies: a scheduler that is reset for a recording continues them.
-    """
+    """Initial numbers of a scheduler, and replaced policies: a scheduler that is reset for a recording continues
+    them."""
 
     step_id: int = 0
     serial: int = 1

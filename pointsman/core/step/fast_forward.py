@@ -99,8 +99,8 @@ class FastForward:
         return self._seen[0]
 
     def _look_ahead(self, limit: int) -> tuple[int, Standstill | None]:
-        """The number of guaranteed steps, and why the queue is blocked in them; None: it is empty, or the number is 0.
-        """
+        """The number of guaranteed steps, and why the queue is blocked in them; None: it is empty, or the number is
+        0."""
         limit, free, blocked = self._bound(limit)
         if limit > 0 and self._batch.may_end(limit):
             limit = self._batch.least_left

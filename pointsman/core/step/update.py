@@ -302,8 +302,8 @@ def _cut_at_stops(
 
 
 def _cut_at_stop(request: Request, num_tokens: int, run: list[int]) -> tuple[int, End | None]:
-    """The kept length of a run, after the first `num_tokens` of its request: up to the token that finishes the request.
-    """
+    """The kept length of a run, after the first `num_tokens` of its request: up to the token that finishes the
+    request."""
     for length, token_id in enumerate(run, start=1):
         end = stop_condition(request, num_tokens + length, token_id)
         if end is not None:
