@@ -1,5 +1,4 @@
-"""The content of a trace: requests as they arrived, a server's measurements of them, and the rows that were left
-out."""
+"""Defines the content of a trace: requests as they arrived, their measured times, and counts of left-out rows."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Remembers, for `search.py`, what each request behind the head lacked at its last check, so that few are checked
-again.
+"""Needs: remembers what each request behind the head lacked at its last check, so that `search.py` checks few again.
 
 The need of a waiting request shrinks for three causes only. Partial prefills may need fewer blocks: these are counted
 separately. A reserve may change, or no request may run any more: then all needs are forgotten. Other requests may come
