@@ -1,4 +1,4 @@
-"""Every knob is checked when the configuration is built, and the message says what to do."""
+"""Every knob is checked when the configuration is built, and the message names the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`import pointsman` needs NumPy alone, and costs next to nothing."""
+"""`import pointsman` needs NumPy alone, and costs little time."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ print(json.dumps([times_numpy, sorted(set(sys.modules) - before), sorted(sys.mod
 
 @cache
 def import_in_a_new_process(attempt: int = 0) -> tuple[float, list[str], list[str]]:
-    """CPU time of the import, as a multiple of NumPy's before it, the modules that it brought, and all that are loaded
-    then."""
+    """CPU time of the import as a multiple of NumPy's before it, the modules that it loaded, and all loaded modules."""
     run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     times_numpy, new, loaded = json.loads(run.stdout)
     return times_numpy, new, loaded
@@ -57,7 +56,7 @@ def test_every_public_name_of_the_core_is_one_of_the_package() -> None:
 
 
 def test_names_of_the_engine_are_listed_and_typed() -> None:
-    """`dir` has them without loading anything; type checkers and editors read them where types are checked."""
+    """`dir` lists them without loading anything; type checkers and editors see them under `TYPE_CHECKING`."""
     assert set(pointsman.__all__) <= set(dir(pointsman))
     source = ast.parse(Path(pointsman.__file__).read_text())
     (typed,) = (node for node in source.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
@@ -66,7 +65,7 @@ def test_names_of_the_engine_are_listed_and_typed() -> None:
 
 
 def test_names_of_the_engine_are_resolved_on_first_use() -> None:
-    """In an order in which nothing was loaded before; sampling parameters need no PyTorch."""
+    """In a new process, in an order that shows what each loads; sampling parameters need no PyTorch."""
     program = """
 import sys
 import pointsman

@@ -1,6 +1,5 @@
-"""Presets named after other schedulers decide as those do: step by step, against their specifications.
-
-The long form compares many more workloads.
+"""Presets named after other schedulers decide as these do: step by step, against their specifications. The long form
+compares many more workloads.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from .specifications.vllm import Vllm, Vllm032
 
 WORKLOADS = seeds(25, 200)
 NUM_WITH_ORIGINAL_CACHE = short_or_long(20, 600)
-NUM_TOKENS = 5  # in the vocabulary: so few that unrelated requests meet in the prefix cache
+NUM_TOKENS = 5  # size of the vocabulary: so small that unrelated requests share cached prefixes
 
 SPECIFICATIONS: dict[str, type[Specification]] = {
     "nano-vllm": NanoVllm,
@@ -61,19 +60,19 @@ ORIGINALS: dict[str, type[Specification]] = {
     "nano-vllm-chunked, own cache": OriginalNanoVllmChunked,
     "minivllm, own cache": OriginalMiniVllm,
 }
-"""By name of the preset; after a comma, which of its originals, or which of the original's policies."""
+"""By name of the preset; after a comma, the original or the original's policy."""
 
 
 @dataclass
 class Tally:
-    """What happened in the workloads of a preset, so that they cannot pass because nothing did."""
+    """Counts of events in the workloads of a preset, to prove that the comparison covers them."""
 
     steps: int = 0
     preemptions: int = 0
     hits: int = 0
     chunks: int = 0
     steps_without_decode: int = 0
-    """Steps for prompts while others could have decoded."""
+    """Steps for prompts while other requests could have decoded."""
     waiting: int = 0
     other_hits: int = 0
     """Steps in which the original finds more or fewer cached tokens."""
@@ -81,7 +80,7 @@ class Tally:
 
 @dataclass
 class Workload:
-    """A configuration, and requests with the step before which each arrives."""
+    """A configuration, and requests, each with the step before which it arrives."""
 
     settings: Settings
     overrides: dict[str, Any]
@@ -115,12 +114,12 @@ def make_workload(name: str, seed: int) -> Workload:
         prompt = random_.choice(documents)[: random_.randint(0, 24)]
         prompt = [*prompt, *(random_.randrange(NUM_TOKENS) for _ in range(random_.randint(1, 6)))][:longest]
         if name == "minivllm, newest":
-            prompt[0] = NUM_TOKENS + index  # nothing is shared: that is where the preset differs from it
+            prompt[0] = NUM_TOKENS + index  # no prefix is shared: there the preset differs from it
         max_tokens, total = random_.randint(1, 20), None
         if system == "minivllm" and random_.random() < 0.5:
             total = len(prompt) + random_.randint(1, 12)
         if name in ORIGINALS and system != "nano-vllm-chunked":
-            # None outgrows the budget: in how many chunks it is then computed depends on what is cached.
+            # No request outgrows the budget: its number of chunks would then depend on the cached blocks.
             total = min(total or max_model_len, settings.max_num_batched_tokens + 1)
         bounds = [len(prompt) + max_tokens, max_model_len, num_blocks * size + 1, *([total] if total else [])]
         priority = random_.randint(0, 2) if by_priority else 0
@@ -136,8 +135,8 @@ def make_workload(name: str, seed: int) -> Workload:
 def compare(name: str, seed: int, tally: Tally) -> None:
     """Run one workload in both; every decision must be equal, and so must every finish.
 
-    Against a specification with a cache of its own the requests of the step are compared, and not how many of their
-    tokens are cached.
+    Against a specification with a cache of its own, the requests of each step are compared, but not their numbers of
+    cached tokens.
     """
     workload = make_workload(name, seed)
     scheduler = Scheduler(SchedulerConfig.preset(name.partition(",")[0], **workload.overrides))
@@ -364,7 +363,7 @@ def test_a_prompt_of_exactly_the_maximum_length_is_refused() -> None:
 
 
 def test_every_duplicate_of_a_block_can_be_found() -> None:
-    """nano-vLLM knows only the one written last, which is b's, and c overwrites that."""
+    """nano-vLLM knows only the duplicate that was written last, b's, and c overwrites it."""
     host = host_of("nano-vllm-chunked", num_blocks=4)
     prompt = host.prompt(5)
     host.add("a", prompt)
@@ -377,7 +376,7 @@ def test_every_duplicate_of_a_block_can_be_found() -> None:
 
 
 def run(specification: Specification, num_steps: int) -> list[Decision]:
-    """The decisions of the first steps; every sample is the token 99."""
+    """The decisions of the first steps; every sample is token 99."""
     decisions = []
     for _ in range(num_steps):
         decisions.append(specification.schedule())
@@ -475,7 +474,7 @@ def test_the_first_row_beyond_a_step_asks_for_its_block_too_in_minivllm() -> Non
 
 
 def test_a_victim_may_be_admitted_in_the_step_that_preempted_it() -> None:
-    """Its one full block is the first of a's; it finds it only now that it has a token beyond that block."""
+    """Its only full block equals a's first block. It hits it only now, as it has a token beyond that block."""
     steps = {}
     for again in (False, True):
         host = Host(admit_after_preemption=again, num_blocks=5, max_num_batched_tokens=24)

@@ -1,4 +1,4 @@
-"""A recording is every call and every decision; a replay makes the calls again and compares the decisions."""
+"""Recordings hold every call and every decision; replays repeat the calls and compare the decisions."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def recorded() -> list[str]:
 
 
 def changed(lines: list[str], call: str, change: Callable[[dict[str, Any]], None], *, which: int = 2) -> list[str]:
-    """The recording with one line of that call altered, the `which`th."""
+    """The recording with its `which`th line of that call altered."""
     numbers = [number for number, line in enumerate(lines) if json.loads(line).get("call") == call]
     number = numbers[which]
     value = json.loads(lines[number])
@@ -257,7 +257,7 @@ def test_what_a_call_refused_is_not_in_the_recording() -> None:
 
 
 def used_host(**overrides: Any) -> Host:
-    """A host whose pool, prefix cache and numbers show that requests have been there; nobody is left."""
+    """A host whose pool, prefix cache and numbers show earlier requests; none of them is present."""
     host = Host(num_blocks=9, max_model_len=28, max_steps_in_flight=2, decode_reserve="mean", **overrides)
     for name, length in (("a", 9), ("b", 5), ("c", 13)):
         host.add(name, length, max_tokens=6)

@@ -1,4 +1,4 @@
-"""Whole scenarios: what the parts do together."""
+"""Whole scenarios: the parts of the scheduler together."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_crowd_in_a_small_pool_is_served_to_the_last_within_budget_and_seats()
     for output in host.run_to_end(max_steps=2000):
         assert output.num_rows <= 5
         assert output.total_num_scheduled_tokens == sum(tokens_of(output).values()) <= 12
-        assert output.num_rows > 0 or not host.scheduler.has_unfinished_requests(), "while any can run, some run"
+        assert output.num_rows > 0 or not host.scheduler.has_unfinished_requests(), "while any can run, one runs"
     for request in requests:
         wanted = min(request.max_tokens, 41 - request.num_prompt_tokens)
         assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, wanted)
@@ -118,7 +118,7 @@ def test_there_is_something_unfinished_while_a_request_is_queued_parked_or_runni
     host.park("a")
     assert unfinished()
     host.update(output)
-    assert not unfinished(), "the sample that came back was its last token"
+    assert not unfinished(), "the returned sample was its last token"
 
 
 # ---------------------------------------------------------------------- the static preset

@@ -1,4 +1,4 @@
-"""Documents read piece by piece: every value whole or skipped, wherever the pieces end."""
+"""Reading documents piece by piece: every value is whole or skipped, wherever the pieces end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Measured requests: JSON lines of times, results of vLLM's benchmark, guidellm's reports and our recordings."""
+"""Measured requests: JSON lines with times, results of vLLM's benchmark, guidellm's reports and Pointsman's
+recordings."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def measured(**changes: object) -> str:
 
 
 def bench(**changes: object) -> str:
-    """As `vllm bench serve --save-result --save-detailed` of vLLM 0.32 writes it, shortened."""
+    """A result of `vllm bench serve --save-result --save-detailed` of vLLM 0.32, shortened."""
     result: dict[str, object] = {
         "date": "20261124-120000",
         "endpoint_type": "vllm",
@@ -45,7 +46,7 @@ def bench(**changes: object) -> str:
 
 
 def guidellm(version: object = 2, **changes: object) -> dict[str, Any]:
-    """As guidellm 0.8 writes it, shortened."""
+    """A report of guidellm 0.8, shortened."""
 
     def request(
         start: float, first: float | None, last: float | None, prompt: object, output: object

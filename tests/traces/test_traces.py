@@ -27,7 +27,7 @@ def mooncake(**changes: object) -> str:
 
 
 def qwen(**changes: object) -> str:
-    """As the traces of Qwen-Bailian have it: 40 tokens are two full blocks of 16 and a part of one."""
+    """A line of Qwen-Bailian: 40 tokens are two full blocks of 16 and a partial one."""
     ids = {"chat_id": 159, "parent_chat_id": -1, "timestamp": 61.114, "input_length": 40, "output_length": 7}
     return json.dumps(ids | {"type": "text", "turn": 1, "hash_ids": [1089, 1090, 13148]} | changes)
 
@@ -51,7 +51,7 @@ ROWS: dict[str, tuple[str, Callable[[object, object], str]]] = {
     "Qwen-Bailian": ("", lambda prompt, output: qwen(input_length=prompt, output_length=output, hash_ids=[])),
     "measured": ("", measured),
 }
-"""Of each format of lines its header, and a row with these prompt and output tokens."""
+"""The header of each line format, and a row with these prompt and output tokens."""
 
 
 # ---------------------------------------------------------------------- formats
@@ -97,7 +97,7 @@ def test_qwen_bailian_counts_seconds_and_16_tokens_a_block(tmp_path: Path) -> No
 
 
 def test_the_unit_of_time_and_the_block_size_are_told_apart(tmp_path: Path) -> None:
-    """Each by what shows it: a Mooncake line whose ids are of 16 tokens still counts milliseconds."""
+    """Each is recognised on its own: a Mooncake line whose ids cover 16 tokens still counts milliseconds."""
     lines = [mooncake(input_length=40, hash_ids=[1, 2, 3]), mooncake(timestamp=1500, input_length=16, hash_ids=[1])]
     _, second = read_trace(write(tmp_path, "\n".join(lines)))
     assert (second.arrival_time, second.hash_block_size) == (1.5, 16)

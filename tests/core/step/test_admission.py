@@ -1,4 +1,4 @@
-"""Why a request must wait, one reason at a time, and what waiting costs."""
+"""Admission: each reason for which a request waits, and the cost of waiting."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_max_num_active_seqs_changes_while_requests_run() -> None:
     host.set_max_num_active_seqs(2)
     assert host.scheduler.config.max_num_active_seqs == 2
     output = host.step()
-    assert names(output.requests) == ["a", "b", "c", "d"], "who runs goes on"
+    assert names(output.requests) == ["a", "b", "c", "d"], "running requests continue"
     assert not output.preempted
     assert (host.explain("e").reason, host.explain("e").missing) == (Reason.SEQUENCE_LIMIT, 3)
     for request_id in "abc":
@@ -112,7 +112,7 @@ def test_an_admitted_request_counts_against_later_ones_in_the_step() -> None:
 
 @pytest.fixture
 def look_ups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one entry at each look-up in the prefix tree: what judging a request costs."""
+    """A list that gets an entry at each lookup in the prefix tree: the cost of a check."""
     calls: list[int] = []
     original = PrefixCache.look_up
 
@@ -157,8 +157,8 @@ def test_a_blocked_head_is_checked_again_when_more_may_be_cached() -> None:
     host.add("b", prompt)
     host.step()
     head = host.explain("b")
-    assert (head.reason, head.missing) == (Reason.FULL_SEQUENCE, 1), "4 blocks for b, 4 owed to a, and 7 are free"
-    output = host.step()  # a's second block is published: b needs one block less, and a is owed one less
+    assert (head.reason, head.missing) == (Reason.FULL_SEQUENCE, 1), "b needs 4 blocks, a still needs 4, and 7 are free"
+    output = host.step()  # a's second block is published: b needs one block less, and so does a
     assert names(output.admitted) == ["b"]
     assert output.num_cached_tokens.tolist() == [8]
 
@@ -169,9 +169,9 @@ def test_a_publication_alone_rechecks_a_blocked_head() -> None:
     host.add("a", prompt)
     host.add("b", prompt)
     host.step()
-    assert host.explain("b").missing == 2, "a holds half a block: 5 for b and 4 owed to a, and 7 are free"
+    assert host.explain("b").missing == 2, "a holds half a block: b needs 5 blocks, a still needs 4, and 7 are free"
     host.step()
-    assert host.explain("b").missing == 1, "the other half made that block one that b can share"
+    assert host.explain("b").missing == 1, "b can share the completed block"
 
 
 def test_a_blocked_head_is_checked_again_when_others_need_fewer_blocks() -> None:
@@ -180,9 +180,9 @@ def test_a_blocked_head_is_checked_again_when_others_need_fewer_blocks() -> None
     host.add("a", 17)
     host.add("b", 17)
     host.step()
-    assert host.explain("b").missing == 2, "5 for b and 4 owed to a, and 7 are free"
+    assert host.explain("b").missing == 2, "b needs 5 blocks, a still needs 4, and 7 are free"
     host.abort("a")
-    assert names(host.step().admitted) == ["b"], "8 are free and nothing is owed"
+    assert names(host.step().admitted) == ["b"], "8 are free and a needs no more"
 
 
 def test_a_head_blocked_by_the_watermark_is_checked_when_nothing_runs() -> None:
@@ -192,7 +192,7 @@ def test_a_head_blocked_by_the_watermark_is_checked_when_nothing_runs() -> None:
     host.add("large", 24, max_tokens=1)
     host.step()
     assert (host.explain("large").reason, host.explain("large").missing) == (Reason.WATERMARK, 2)
-    assert names(host.step().admitted) == ["large"], "6 blocks and a watermark of 5 would be more than the pool"
+    assert names(host.step().admitted) == ["large"], "6 blocks and a watermark of 5 exceed the pool"
 
 
 def test_a_head_without_a_sequence_slot_costs_no_lookup(look_ups: list[int]) -> None:
@@ -243,7 +243,7 @@ def test_a_blocked_head_is_checked_again_when_it_becomes_head_again() -> None:
     host.add("a", 8, max_tokens=2)
     host.step()
     host.add("large", 20, max_tokens=1)
-    host.step()  # blocked and remembered; a ends here
+    host.step()  # blocked, verdict kept; a finishes here
     host.park("large")
     host.ready("large")
     assert names(host.step().admitted) == ["large"]
@@ -263,13 +263,13 @@ def test_a_head_is_checked_again_when_a_bypassing_request_holds_its_prefix() -> 
     host.step()
     host.add("other", 19, max_tokens=4, use_prefix_cache=False)
     host.step()
-    add("head", [*shared, *range(300, 307)], 5, 2)  # eight cached blocks, free, and four more: twelve of ten
+    add("head", [*shared, *range(300, 307)], 5, 2)  # 8 free cached blocks and 4 more; the pool has 10
     assert names(host.step().admitted) == []
     add("overtakes", [*shared, 1], 1, 10)
     assert names(host.step().admitted) == ["overtakes"]
     for _ in range(4):
         host.step()
-    # "other" has ended; what "overtakes" holds of the prefix costs the head nothing.
+    # "other" has finished; the head needs no blocks for the part of the prefix that "overtakes" holds.
     assert host.scheduler.get_request("head") is None or host.explain("head").status.name == "RUNNING"
 
 
@@ -282,16 +282,15 @@ def test_the_reason_is_the_one_that_holds_now() -> None:
     assert host.explain("b").reason is Reason.WATERMARK
     for _ in range(16):
         host.step()
-    assert host.explain("b").reason is Reason.BLOCKS, "without the watermark it would not fit any more"
+    assert host.explain("b").reason is Reason.BLOCKS, "it would not fit any more even without the watermark"
     deferrals = host.stats().deferrals
     assert deferrals["watermark"] > 0
     assert deferrals["blocks"] > 0
 
 
 def _decisions(seed: int, config: dict[str, Any], forgets: bool) -> list[object]:
-    """What a crowd that shares beginnings is given, step by step, in a small pool.
-
-    `forgets`: every verdict is found out anew, and evictions leave the tree at once.
+    """The decisions of each step for many requests with common prefixes in a small pool. `forgets`: verdicts are not
+    kept, and evictions leave the tree at once.
     """
     random, host, told = Random(seed), Host(num_blocks=16, max_model_len=40, max_num_seqs=6, **config), list[object]()
     scheduler, present = host.scheduler, list[str]()
@@ -344,4 +343,4 @@ def test_a_finished_request_costs_a_blocked_head_no_lookup(look_ups: list[int]) 
     while host.scheduler.num_running == 2:
         host.step()
     host.step()
-    assert len(look_ups) == before, "what the ended one left in the cache lies among the free blocks"
+    assert len(look_ups) == before, "the cached blocks of the finished request are among the free blocks"

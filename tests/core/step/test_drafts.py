@@ -1,4 +1,4 @@
-"""Speculation: what becomes of drafts, from their proposal to the tokens that they save."""
+"""Speculation: drafts from their proposal to their acceptance or rejection."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def right(request: Request, count: int) -> list[int]:
 
 
 def decoding(host: Host, request_id: str = "a", prompt: int = 4, **fields: Any) -> tuple[Request, SchedulerOutput]:
-    """A request that has sampled its first token, and the output in which it did."""
+    """A request that has sampled its first token, and the output of that step."""
     request = host.add(request_id, prompt, **fields)
     return request, host.step()
 
@@ -106,7 +106,7 @@ def test_a_stop_token_within_a_run_ends_the_request_there() -> None:
     assert update.counts.tolist() == [2], "the second of four"
     assert (request.finish_reason.value, request.stop_reason) == ("stop", stop)  # type: ignore[union-attr]
     assert request.output_token_ids.tolist() == reference_output(prompt, 3)
-    assert (request.num_draft_tokens, request.num_accepted_tokens) == (3, 2), "the third counts for nothing"
+    assert (request.num_draft_tokens, request.num_accepted_tokens) == (3, 2), "the third is dropped"
     assert host.stats().num_free_blocks == 16
 
 
@@ -169,9 +169,9 @@ def test_stale_drafts_are_dropped() -> None:
     assert host.propose(first, {"a": [3]}) == 0, "another step has been updated since"
     host.propose(output, {"a": [4]})
     host.park("a")
-    assert host.propose(output, {"a": [5]}) == 0, "it has no row"
+    assert host.propose(output, {"a": [5]}) == 0, "the request has no row"
     host.ready("a")
-    assert host.step().num_draft_tokens.tolist() == [0], "whoever loses its row forgets its drafts"
+    assert host.step().num_draft_tokens.tolist() == [0], "a request that loses its row loses its drafts"
 
 
 def test_a_later_proposal_replaces_an_earlier_one() -> None:
@@ -233,7 +233,7 @@ def test_the_budget_goes_to_the_first_rows_and_a_cut_draft_is_forgotten() -> Non
     _, output = decoding(host, prompt=2)
     host.add("waiting")
     host.propose(output, {"a": [WRONG] * 3})
-    assert tokens_of(host.step()) == {"a": 3}, "the threshold bounds every request"
+    assert tokens_of(host.step()) == {"a": 3}, "the threshold limits every request"
     assert tokens_of(host.step()) == {"a": 1}
 
 
@@ -248,7 +248,7 @@ def test_drafts_never_cause_a_preemption() -> None:
     assert host.stats().num_free_blocks == 0
     host.propose(output, {"a": [WRONG] * 3, "b": [WRONG] * 3})
     output = host.schedule()
-    assert (names(output.preempted), output.num_draft_tokens.tolist()) == ([], [1, 0]), "what the last blocks hold"
+    assert (names(output.preempted), output.num_draft_tokens.tolist()) == ([], [1, 0]), "free slots of the last blocks"
     host.update(output)
     host.run_to_end()
 
@@ -418,7 +418,7 @@ def test_a_first_step_of_one_token_is_padded_beside_decodes() -> None:
     host.add("long", list(range(9)), max_tokens=1)
     c = host.add("c", 1, max_tokens=12)
     output = host.step()
-    assert padding(output) == {"c": [-1] * 3}, "a prefill that begins in the same step is none that continues"
+    assert padding(output) == {"c": [-1] * 3}, "a prefill that begins in the same step does not count as continued"
     while not c.is_finished:
         host.step()
         host.scheduler.check_invariants()
@@ -468,7 +468,8 @@ def test_placeholders_take_no_reserved_block() -> None:
 
 
 def test_a_first_step_that_samples_nothing_is_not_padded() -> None:
-    """It finishes with it, and its placeholders would count as computed: a connector would be told to send them."""
+    """It finishes with its first step, and its placeholders would count as computed: a connector would be asked to send
+    them."""
     host = speculative(pad_first_decodes=True, max_num_batched_tokens=16)
     host.add("a", 1, max_tokens=12)
     host.step()
@@ -495,7 +496,7 @@ def test_a_first_step_is_not_padded_when_blocks_are_short() -> None:
     [
         (2, 16, {"a": 1, "b": 1}),
         (4, 16, {"a": 1, "b": 4}),
-        (2, 4, {"a": 1, "b": 1}),  # it does not wait for the budget of placeholders that it may not have
+        (2, 4, {"a": 1, "b": 1}),  # it does not wait for budget for placeholders that it cannot have
     ],
 )
 def test_a_first_step_is_padded_as_far_as_limits_on_drafts_allow(

@@ -1,4 +1,4 @@
-"""How many blocks all rows of a step begin with."""
+"""The number of blocks that all rows of a step begin with."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Fast-forward: how far it is sure to go, what it leaves, and what it refuses. That it equals single steps in any
-state is shown by two schedulers side by side (`tests/property/test_fast_forward.py`)."""
+"""Fast-forward: the number of guaranteed steps, the state after them, and refused calls.
+`tests/property/test_fast_forward.py` compares it with single steps in any state."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_new_request_ends_it_until_the_queue_was_checked() -> None:
 
 
 def test_a_queue_that_waits_for_blocks_stays_blocked() -> None:
-    """Free blocks only become fewer; where fewer of them change the reason, that step is decided on its own."""
+    """The number of free blocks only falls; a step in which it changes the reason is decided on its own."""
     host = decoding(1, num_blocks=8, watermark=0.4, max_model_len=30, full_sequence_must_fit=False)
     host.add("waits", 16)
     host.step()

@@ -1,4 +1,4 @@
-"""Requests that sample nothing: they end when their prompt is computed, with a result that is the host's."""
+"""Requests that sample nothing: they finish when their prompt is computed; the host has the result."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_an_abort_in_flight_finishes_it() -> None:
 
 
 def test_it_has_no_expected_output() -> None:
-    """The reserve for expected output asks for no block on its behalf."""
+    """The reserve for expected output asks for no block for it."""
     host = Host(num_blocks=4, max_model_len=16, decode_reserve=4)
     host.add("a", 4, max_tokens=8)
     host.step()

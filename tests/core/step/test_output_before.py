@@ -1,4 +1,4 @@
-"""Requests that come with tokens that another scheduler had generated: they go on as if they had never moved."""
+"""Requests that arrive with tokens of another scheduler: they continue as if they had not moved."""
 
 from __future__ import annotations
 

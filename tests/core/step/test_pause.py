@@ -1,4 +1,4 @@
-"""Pausing: what stands still, what goes on, and that everything goes on afterwards as if nothing had been."""
+"""Pauses: what stops, what continues, and that all requests continue unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_step_failed_in_a_pause_is_rewound_and_tables_are_sent_after_it() -> N
     output = host.schedule()
     host.pause()
     host.fail(output)
-    assert host.step().resync  # "a" has yet to be told its blocks
+    assert host.step().resync  # "a" has not been sent its blocks yet
     host.resume()
     output = host.step()
     assert output.resync and len(output.blocks(0)) == 3
@@ -103,7 +103,7 @@ def test_rows_left_out_in_a_full_pause_are_no_reason_after_it() -> None:
     host.add("c", park=ParkReason.GRAMMAR)
     host.step()
     host.pause()
-    host.park("b")  # it gives back its blocks, which the next step reports
+    host.park("b")  # it releases its blocks, which the next step reports
     host.ready("c")
     output = host.step()
     assert (output.requests, names(output.preempted)) == ((), ["b"])

@@ -1,4 +1,4 @@
-"""Under "priority" a more urgent waiting request takes the room of less urgent running ones, if that really helps."""
+"""Under "priority" a more urgent waiting request preempts less urgent running ones, if it can then be admitted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_no_priority_preemption_above_a_lowered_cap() -> None:
     host.step()
     host.set_max_num_active_seqs(1)
     host.add("urgent", 4, priority=0)
-    assert not host.step().preempted, "two would have to give way for one seat"
+    assert not host.step().preempted, "two would be preempted for one sequence slot"
     host.abort("a")
     host.abort("b")
     assert names(host.step().preempted) == ["c"]
@@ -145,7 +145,8 @@ def test_blocks_owed_to_partial_prefills_do_not_count_as_free() -> None:
     host.add("lazy", 5, priority=5)
     host.step()
     host.add("urgent", 20, priority=0, arrival_time=100.0)
-    output = host.step()  # 6 blocks without lazy and what the equal one takes now; it is owed 2 more, urgent needs 5
+    # 6 blocks without lazy and without the equal one's share of this step; it still needs 2, urgent needs 5
+    output = host.step()
     assert names(output.preempted) == []
     assert tokens_of(output) == {"equal": 8, "lazy": 1}
 
@@ -263,7 +264,7 @@ def test_without_chunking_no_preemption_for_a_prompt_beyond_the_step() -> None:
 
 
 def test_blocks_published_by_victims_do_not_defer_the_preemptor() -> None:
-    """The dry run counts the head's whole sequence: what others publish may make its first chunk larger."""
+    """The dry run counts the head's whole sequence: blocks that others publish may make its first chunk larger."""
     host = Host(
         num_blocks=5,
         block_size=2,
@@ -291,7 +292,7 @@ def test_blocks_published_by_victims_do_not_defer_the_preemptor() -> None:
         before = host.stats().num_displaced
         output = step()
         if host.stats().num_displaced > before:
-            assert names(output.admitted), "somebody gave way, and nobody was admitted"
+            assert names(output.admitted), "a request was preempted, and none was admitted"
 
 
 def test_no_preemption_for_the_budget_alone() -> None:

@@ -1,4 +1,4 @@
-"""Prompts in parts: what is computed when, what becomes of the output between parts, and who waits for what."""
+"""Prompts in parts: when parts are computed, the output between parts, and requests that wait for input."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_part_s_output_without_its_last_token_joins_the_prompt() -> None:
     assert request.prompt_token_ids.tolist() == [*prompt, *said[:-1], 7, 8]
     assert request.num_output_tokens == 0
     output = host.step()
-    assert cached_of(output) == {"a": 4}, "of seven tokens that were computed, those in full blocks"
+    assert cached_of(output) == {"a": 4}, "the tokens in full blocks, of seven computed ones"
     host.run_to_end()
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 2)
 
@@ -139,12 +139,12 @@ def test_a_complete_part_does_not_count_as_preempted() -> None:
     output = host.step()
     host.extend("a", 2, max_tokens=0, more=True)
     output = host.step()
-    assert names(output.preempted) == ["a"], "but the workers learn that it lost its row"
+    assert names(output.preempted) == ["a"], "but the output reports to the workers that it lost its row"
     assert request.num_preemptions == host.stats().num_preemptions == 0
 
 
 def test_a_part_after_images_hits_only_equal_images() -> None:
-    """The key of the longer prompt has what stands at its placeholders, too."""
+    """The cache key of the longer prompt includes the images at its placeholders."""
     host = Host(num_blocks=64, max_num_batched_tokens=64, encoder_budget=8, encoder_cache_size=16)
     prompt = [1, 0, 0, 0, 2, 3]
     for name in ("cat", "dog"):

@@ -1,4 +1,4 @@
-"""Where a request is, and the calls that move it: park, ready, abort, finish, set_priority."""
+"""The place of a request, and the calls that move it: park, ready, abort, finish, set_priority."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_parking_a_running_request_frees_its_blocks_and_keeps_its_tokens() -> No
     assert request.output_token_ids.tolist() == before
     assert request.num_preemptions == 1, "it counts as one"
     output = host.step()
-    assert (names(output.preempted), output.num_rows) == (["a"], 0), "workers are told"
+    assert (names(output.preempted), output.num_rows) == (["a"], 0), "it is reported to the workers"
     host.ready("a")
     assert request.status is RequestStatus.PREEMPTED
     assert names(host.step().resumed) == ["a"]

@@ -1,4 +1,4 @@
-"""A step that could not be executed: `fail` makes it, and every later one, as if they had not been."""
+"""Failed steps: `fail` undoes a step that could not be executed, and every later one."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_void_step_holds_no_row() -> None:
     host.fail(second)
     host.update(first)
     host.add("b", 4)
-    assert host.schedule().rows.tolist() == [row], "only the first step had to end before it was reused"
+    assert host.schedule().rows.tolist() == [row], "only the first step had to end before the row was reused"
 
 
 def test_a_continued_row_is_rewound_and_keeps_its_blocks() -> None:
@@ -300,7 +300,7 @@ def test_repeated_failures_change_only_the_step_ids() -> None:
             output = host.schedule()
             decision = (tokens_of(output), output.num_computed_tokens.tolist(), output.samples.tolist())
             if output.preempted:
-                seen = None  # a preemption stands, so the next attempt may admit somebody
+                seen = None  # preemptions remain valid, so the next attempt may admit a request
             assert seen is None or decision == seen
             seen = decision
             host.fail(output)

@@ -234,7 +234,7 @@ def test_can_advance_knows_whether_a_further_step_would_be_empty() -> None:
     assert host.scheduler.can_advance(), "a runs ahead"
     second = host.schedule()
     assert tokens_of(second) == {"a": 1}
-    assert not host.scheduler.can_advance(), "a ends with what is in flight, and b must know its token"
+    assert not host.scheduler.can_advance(), "a finishes with its sample in flight, and b needs its sampled token"
     host.update(first)
     assert host.scheduler.can_advance()
     assert host.scheduler.outputs_in_flight == (second,)
@@ -263,7 +263,7 @@ def test_a_row_is_reused_only_after_every_step_that_names_it() -> None:
 
 
 def test_prefill_first_never_mixes_even_if_the_asking_row_is_preempted() -> None:
-    """b finds no block and is the victim itself, so no prompt advances; c's must not advance beside a's decoding."""
+    """b finds no block and is itself the victim, so no prompt advances; c's must not advance beside a's decoding."""
     knobs = {"batching": "prefill-first", "shortage": "look-ahead", "victim": "lowest-priority"}
     sizes = {"num_blocks": 6, "block_size": 1, "max_model_len": 6, "max_num_batched_tokens": 8}
     host = Host(**knobs, **sizes, full_sequence_must_fit=False, long_prefill_token_threshold=1)

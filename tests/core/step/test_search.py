@@ -1,4 +1,4 @@
-"""Behind a request that lacks blocks: which requests are looked up again, and what is said of the others."""
+"""The search behind a request that lacks blocks: which requests are looked up again, and the reasons of the others."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_missing_blocks_are_those_of_the_newest_step() -> None:
 
 
 def test_a_request_fits_once_another_one_holds_its_prefix() -> None:
-    """It needs 9 blocks, of which "sharer" holds 4 once it runs. Then 3 are free, and with those of "small" 6."""
+    """It needs 9 blocks, and "sharer" holds 4 of them once it runs. Then 3 are free, 6 with those of "small"."""
     host = Host(reserves=("bypass:kept=0",), num_blocks=27, max_num_batched_tokens=500, max_num_seqs=9)
     shared = list(range(16))
     host.add("first", 60, max_tokens=4)
@@ -87,7 +87,7 @@ def test_a_request_fits_once_another_one_holds_its_prefix() -> None:
 
 
 def test_the_blocker_s_missing_blocks_are_current_after_skipped_ones_leave() -> None:
-    """ "head" was passed as often as it may be; "urgent", before it, is skipped."""
+    """ "head" has reached its bound of bypasses; "urgent", before it, is skipped."""
     host = Host(
         order="priority", reserves=("bypass:bound=1,kept=0",), num_blocks=24, max_num_batched_tokens=500, max_num_seqs=9
     )
@@ -111,7 +111,7 @@ def test_missing_blocks_stay_known_until_the_next_step(event: str) -> None:
     host = crowded_host()
     free = host.stats().num_free_blocks
     output = host.schedule()
-    while host.stats().num_free_blocks == free:  # as the reason stays the same, what is missing now is not noted
+    while host.stats().num_free_blocks == free:  # the reason stays, so the new number is not noted
         host.update(output)
         output = host.schedule()
     names_behind = [f"other {index}" for index in range(3)]

@@ -1,4 +1,4 @@
-"""What came back: tokens, stop conditions, errors of single rows, and results that do not fit."""
+"""The update: tokens, stop conditions, errors of single rows, and results that do not fit."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_blocks_published_after_a_failed_row_s_are_removed_too() -> None:
     host.scheduler.update(output, StepResult([1], errors={0: "out of memory"}), host.now)
     host.scheduler.check_invariants()
     host.run_to_end()
-    assert sharing.num_output_tokens == 10, "that it ran on doubtful blocks is for the host to say: an error of its own"
+    assert sharing.num_output_tokens == 10, "the host must report reads of invalid blocks as a separate error"
     host.add("c", sharing.all_token_ids)
     assert host.step().num_cached_tokens.tolist() == [0]
 
@@ -225,7 +225,7 @@ def test_blocks_published_after_a_failed_row_s_are_removed_too() -> None:
 
 
 def update_without(host: Host, output: SchedulerOutput, *missing: str) -> StepUpdate:
-    """What the model samples, but nothing for the requests named."""
+    """Update with the model's samples, without tokens for the named requests."""
     rows = [index for index, name in enumerate(names(output.requests)) if name in missing]
     result, runs = host.result(output), []
     at = 0
@@ -295,7 +295,7 @@ def test_a_row_that_verified_drafts_may_have_no_token() -> None:
     output = host.schedule()
     assert output.num_draft_tokens.tolist() == [3, 3]
     assert update_without(host, output, "b").counts.tolist() == [1, 0]
-    assert requests[1].num_draft_tokens == 0, "drafts without an answer are not counted as verified"
+    assert requests[1].num_draft_tokens == 0, "drafts without a result do not count as verified"
     host.run_to_end()
     check_outputs(requests)
 
@@ -445,7 +445,7 @@ def test_scheduling_beyond_max_steps_in_flight_changes_nothing() -> None:
         host.scheduler.schedule(host.now)
     assert host.stats() == before
     host.update(first)
-    assert host.schedule().step_id == 2, "the call that raised used up no step id"
+    assert host.schedule().step_id == 2, "the failed call used no step id"
 
 
 # ---------------------------------------------------------------------- ends and preemptions with samples in flight
@@ -503,7 +503,7 @@ def test_a_preempted_request_waits_for_its_samples_in_flight() -> None:
     first, second = host.schedule(), host.schedule()
     host.abort("a")
     third = host.schedule()
-    assert third.num_rows == 0, "there is room, but b's next token is not known"
+    assert third.num_rows == 0, "there are free slots and blocks, but b's next token is unknown"
     head = host.explain("b")
     assert (head.reason, head.missing) == (Reason.IN_FLIGHT, 1)
     assert host.stats().deferrals["in_flight"] == 1
@@ -592,7 +592,7 @@ def test_a_failed_row_s_blocks_are_removed_even_if_computed_twice() -> None:
     while host.scheduler.get_request("g") is not None:
         output = host.step()
         if "g" in names(output.admitted):
-            assert cached_of(output)["g"] == 0, "what it would find was computed behind a row that failed"
+            assert cached_of(output)["g"] == 0, "the cached blocks were computed after a failed row"
 
 
 def test_blocks_read_from_a_failed_row_are_not_published() -> None:
