@@ -59,7 +59,7 @@ def test_checkouts_are_judged_by_the_interval_of_the_mean(
 
 
 @pytest.mark.e2e
-def test_the_other_checkout_must_be_one(tmp_path: Path) -> None:
+def test_the_other_path_must_be_a_checkout(tmp_path: Path) -> None:
     done = subprocess.run([*OVERHEAD, "--against", str(tmp_path)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert f"{tmp_path} has no pointsman to import" in done.stderr
@@ -77,7 +77,7 @@ def test_two_checkouts_are_measured() -> None:
 
 @pytest.mark.long
 @pytest.mark.e2e
-def test_a_real_model_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_real_model_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("POINTSMAN_MODELS", str(tmp_path))
     command = [sys.executable, str(BENCHMARKS / "real_model.py"), "--quick", "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -119,7 +119,7 @@ def test_quick_form(script: str) -> None:
     assert json.loads(done.stdout.splitlines()[-1])["benchmark"] == Path(script).stem
 
 
-def test_each_round_has_real_prompts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_round_has_its_own_real_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a prefix cache would serve the second round."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     real = importlib.import_module("_engine_real_model")
@@ -143,7 +143,7 @@ def test_each_round_has_real_prompts_of_its_own(monkeypatch: pytest.MonkeyPatch)
         (["--model", "nowhere.gguf"], "no GGUF file at nowhere.gguf"),
     ],
 )
-def test_engines_that_cannot_be_compared_are_named(options: list[str], message: str) -> None:
+def test_engines_that_cannot_be_compared_are_reported(options: list[str], message: str) -> None:
     done = subprocess.run([*ENGINES, *options], capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
     assert message in done.stderr.splitlines()[-1]

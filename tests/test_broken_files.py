@@ -55,7 +55,7 @@ def test_broken_files_are_refused(names: list[str]) -> None:
         assert found["longest_seconds"] < MAX_SECONDS and found["peak_megabytes"] < MAX_BYTES // 10**6, found["name"]
 
 
-def test_a_mutation_is_the_same_each_time() -> None:
+def test_mutations_are_reproducible() -> None:
     data = json.dumps({"a": [1, 2, {"b": "text"}], "c": None}).encode()
     for structure in (*OF_STRUCTURE, "lines", "binary"):
         broken = [mutated(data, structure, index) for index in range(200)]  # type: ignore[arg-type]

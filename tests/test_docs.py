@@ -158,7 +158,7 @@ def exists(dotted: str) -> bool:
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=[path.name for path in TEXTS])
-def test_every_file_name_and_link_of_a_document_leads_somewhere(path: Path) -> None:
+def test_every_file_name_and_link_of_a_document_exists(path: Path) -> None:
     text = path.read_text()
     bases = (ROOT, ROOT / "pointsman")
     missing = {name for name in files_named(text) if not any((base / name).exists() for base in bases)}
@@ -170,7 +170,7 @@ def test_every_file_name_and_link_of_a_document_leads_somewhere(path: Path) -> N
     assert not missing, f"{path.relative_to(ROOT)} names what is not there: {', '.join(sorted(missing))}"
 
 
-def test_the_names_of_files_are_found() -> None:
+def test_names_of_files_are_found_in_text() -> None:
     assert files_named("see `core/config.py` and `tests/property/`, not run.jsonl, a.b or `/v1/`") == {
         "core/config.py",
         "tests/property/",
@@ -229,7 +229,7 @@ def bench_result(count: int) -> dict[str, Any]:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("document", short_of(["README.md", *OTHERS], SHORT_DOCUMENTS))
-def test_commands_run_in_their_order(document: str, tmp_path: Path) -> None:
+def test_commands_of_documents_run_in_order(document: str, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("The import statement\nA list is\n")
     if document == "simulator.md":
         (tmp_path / "bench.json").write_text(json.dumps(bench_result(short_or_long(24, 300))))
@@ -345,7 +345,7 @@ def test_make_serve_is_the_first_command_of_the_readme() -> None:
     assert installs.endswith("pointsman models get smollm2 --optional") and serves.endswith("pointsman serve")
 
 
-def test_the_table_of_knobs_is_that_of_their_declarations() -> None:
+def test_the_table_of_knobs_matches_their_declarations() -> None:
     page = OPERATING.read_text(encoding="utf-8")
     script = runpy.run_path(str(ROOT / "scripts" / "write_knobs.py"))
     assert page == script["with_table"](page), "run scripts/write_knobs.py"

@@ -53,7 +53,7 @@ def test_shards_of_collected_tests_are_disjoint_and_complete() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "4", "0/4", "5/4", "1/0", "1/x"])
-def test_no_shard(text: str) -> None:
+def test_text_that_is_no_shard_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="it must be K/N with 1 <= K <= N, such as 1/4"):
         Shard.parse(text)
 

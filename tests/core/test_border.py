@@ -275,7 +275,7 @@ def drive(overrides: dict[str, Any], vandal: Vandal | None) -> str:
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_nothing_that_a_host_reaches_changes_a_decision(scene: str) -> None:
+def test_no_object_that_a_host_reaches_changes_a_decision(scene: str) -> None:
     vandal = Vandal()
     undisturbed = drive(SCENES[scene], None)
     assert drive(SCENES[scene], vandal) == undisturbed
@@ -285,7 +285,7 @@ def test_nothing_that_a_host_reaches_changes_a_decision(scene: str) -> None:
     assert told.get(scene, "Request") in vandal.kinds
 
 
-def test_the_flag_of_the_block_table_cannot_be_taken_back() -> None:
+def test_the_block_table_cannot_be_made_writable_again() -> None:
     host = Host()
     host.add("a", 6)
     host.step()
@@ -330,7 +330,7 @@ def _assignable_requests(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", [_writable_table, _lists_of_the_batch, _assignable_requests])
-def test_a_hole_in_the_border_is_found(fault: Callable[[pytest.MonkeyPatch], None]) -> None:
+def test_a_planted_hole_in_the_border_is_found(fault: Callable[[pytest.MonkeyPatch], None]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
         with pytest.raises(AssertionError, match=r"twice|can be assigned"):

@@ -35,7 +35,7 @@ def import_in_a_new_process(attempt: int = 0) -> tuple[float, list[str], list[st
     return times_numpy, new, loaded
 
 
-def test_import_brings_numpy_the_standard_library_and_nothing_else() -> None:
+def test_import_loads_only_numpy_and_the_standard_library() -> None:
     _, new, loaded = import_in_a_new_process()
     tops = {name.partition(".")[0] for name in new}
     foreign = tops - set(sys.stdlib_module_names) - {"pointsman", "numpy"}
@@ -43,7 +43,7 @@ def test_import_brings_numpy_the_standard_library_and_nothing_else() -> None:
     assert {"torch", "transformers", "rich", "typer", "tokenizers", "safetensors", "matplotlib"}.isdisjoint(loaded)
 
 
-def test_import_brings_the_scheduler_and_no_host() -> None:
+def test_import_loads_the_scheduler_and_no_host() -> None:
     _, _, loaded = import_in_a_new_process()
     ours = {name for name in loaded if name.startswith("pointsman.")}
     assert {name for name in ours if not name.startswith("pointsman.core")} == {"pointsman.files", "pointsman.version"}

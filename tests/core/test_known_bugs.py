@@ -55,7 +55,7 @@ def test_a_request_that_outgrows_the_pool_while_it_decodes_ends() -> None:
     assert other.num_output_tokens == 3
 
 
-def test_a_prompt_of_which_only_a_chunk_fits_is_not_admitted_and_preempted_in_turns() -> None:
+def test_a_prompt_that_fits_only_in_part_is_not_admitted_repeatedly() -> None:
     """It was admitted because its first chunk fitted, and preempted at the second or third chunk, again and again while
     others decoded: vLLM before it asked for the full sequence."""
     host = Host(num_blocks=8, max_num_batched_tokens=8, max_model_len=32, **NO_CACHE)
@@ -68,7 +68,7 @@ def test_a_prompt_of_which_only_a_chunk_fits_is_not_admitted_and_preempted_in_tu
     assert long.num_preemptions == 0
 
 
-def test_two_long_prompts_do_not_both_count_on_the_same_free_blocks() -> None:
+def test_two_long_prompts_are_not_admitted_for_the_same_free_blocks() -> None:
     """Each passed the check that its whole sequence fits, counting blocks that the other still needed, and they
     preempted each other: vLLM's check sees only allocated blocks."""
     host = Host(num_blocks=8, long_prefill_token_threshold=4, max_model_len=32, **NO_CACHE)
@@ -104,7 +104,7 @@ def test_no_rounding_makes_a_chunk_empty(knobs: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("length", [4, 8, 16])
-def test_a_prompt_that_is_cached_as_a_whole_leaves_something_to_compute(length: int) -> None:
+def test_a_fully_cached_prompt_still_computes_a_token(length: int) -> None:
     """No token was left to compute, so there was no logit to sample from: an assertion in vLLM's connectors, an empty
     tensor in nano-vLLM."""
     host = Host()
@@ -170,7 +170,7 @@ def test_a_victim_that_was_scheduled_in_this_step_is_taken_out_of_it(shortage: s
 
 
 @pytest.mark.parametrize("shortage", ["replan", "in-order"])
-def test_what_a_victim_was_granted_in_this_step_is_for_the_others(shortage: str) -> None:
+def test_a_victim_s_tokens_of_the_step_go_to_the_others(shortage: str) -> None:
     """The same victim, with a short budget: its token stayed charged, and the next request's chunk was one token
     shorter."""
     host = Host(
@@ -210,7 +210,7 @@ def test_a_victim_earlier_in_the_list_does_not_make_the_walk_skip_a_row(shortage
     assert tokens_of(output) == {"asks": 1, "next": 1}
 
 
-def test_a_preemption_with_output_in_flight_loses_no_token_and_counts_none_twice() -> None:
+def test_a_preemption_with_output_in_flight_keeps_each_token_once() -> None:
     """The sample arrived after the row was released: it was appended to a request that recomputed its prompt, or was
     dropped and sampled again. vLLM with asynchronous scheduling."""
     host = Host(num_blocks=4, max_model_len=16, max_steps_in_flight=3, **NO_CACHE)
@@ -233,7 +233,7 @@ def test_a_preemption_with_output_in_flight_loses_no_token_and_counts_none_twice
     assert b.output_token_ids.tolist() == reference_output(prompts["b"], 6)
 
 
-def test_a_finish_with_output_in_flight_drops_what_comes_back() -> None:
+def test_a_finish_with_output_in_flight_drops_the_sample() -> None:
     """The step's result was looked up by a finished request (a KeyError), or appended to it: vLLM."""
     host = Host(max_steps_in_flight=2)
     a, b = host.add("a", 4), host.add("b", 4)
@@ -278,7 +278,7 @@ def test_a_step_admits_only_what_it_can_allocate() -> None:
     assert tokens_of(host.step()) == {"c": 8}
 
 
-def test_a_blocked_head_is_not_remembered_as_blocked_when_it_could_start() -> None:
+def test_a_kept_verdict_is_dropped_when_the_head_could_start() -> None:
     """The verdict was remembered by the head's length and the free blocks alone. Another request computed its prefix
     meanwhile, so that it needed fewer blocks, and it was not checked again."""
     host = Host(num_blocks=8, max_model_len=32, long_prefill_token_threshold=2)
@@ -295,7 +295,7 @@ def test_a_blocked_head_is_not_remembered_as_blocked_when_it_could_start() -> No
 
 
 @pytest.mark.parametrize("num_outputs", [1, 9])
-def test_a_resumed_request_computes_its_prompt_again_before_it_decodes(num_outputs: int) -> None:
+def test_a_resumed_request_recomputes_its_prompt_before_it_decodes(num_outputs: int) -> None:
     """A request with output, or with a computed prompt, was taken to decode. A resumed request has output and
     recomputes its KV; in chunks, beyond its prompt, it seemed to decode."""
     host = Host(max_num_batched_tokens=4, max_num_seqs=1, **NO_CACHE)
@@ -318,7 +318,7 @@ def test_a_resumed_request_computes_its_prompt_again_before_it_decodes(num_outpu
 # ------------------------------------------------------------ blocks, and what is in them
 
 
-def test_blocks_that_two_requests_share_are_freed_once_when_both_end_together() -> None:
+def test_blocks_shared_by_two_finishing_requests_are_freed_once() -> None:
     """All tables of a step were freed at once with `counts[blocks] -= 1`, which subtracts only once if a block occurs
     twice: the block leaked, or was free while it was held."""
     host = Host()
@@ -344,7 +344,7 @@ def test_a_prefix_is_found_only_as_far_as_it_is_computed() -> None:
     assert cached_of(output) == {"first": 0, "second": 8}
 
 
-def test_in_a_host_that_cannot_share_within_a_step_nothing_of_the_step_is_found_in_it() -> None:
+def test_without_share_within_step_blocks_of_the_step_are_not_found() -> None:
     """Two requests of one step shared a block that one of them wrote in that step, in a host whose rows do not wait for
     each other."""
     host = Host(share_within_step=False)
@@ -372,7 +372,7 @@ def test_blocks_of_a_failed_step_are_not_found(aborted: bool) -> None:
 
 
 @pytest.mark.parametrize("preempt_running", [False, True])
-def test_after_a_reset_no_old_kv_is_found_though_a_request_ran_through_it(preempt_running: bool) -> None:
+def test_after_a_reset_no_old_kv_is_found_even_of_running_requests(preempt_running: bool) -> None:
     """The cache was emptied, and requests that ran at that moment put back their blocks when they finished: KV of the
     old weights. vLLM refuses the reset while anything runs, or preempts it."""
     host = Host(max_steps_in_flight=2)
@@ -391,7 +391,7 @@ def test_after_a_reset_no_old_kv_is_found_though_a_request_ran_through_it(preemp
     assert cached_of(output)["old"] == 0, "its own KV from before the reset is gone, too"
 
 
-def test_a_block_that_was_half_computed_at_a_reset_is_not_found() -> None:
+def test_a_block_half_computed_at_a_reset_is_not_found() -> None:
     """The request had published nothing when the cache was emptied. Its first block, half of it with KV of the old
     weights, was completed afterwards and put into the new cache."""
     host = Host(long_prefill_token_threshold=2)  # which holds while there are other requests
@@ -405,7 +405,7 @@ def test_a_block_that_was_half_computed_at_a_reset_is_not_found() -> None:
     assert cached_of(host.step()) == {"new": 0}
 
 
-def test_the_hits_that_an_admission_counted_on_are_not_evicted_by_it() -> None:
+def test_an_admission_does_not_evict_its_own_cache_hits() -> None:
     """The cache hit was counted, and the allocation then took the request's own cached blocks, which were free: it
     overwrote the KV that it was about to read. Or the hit grew between check and allocation, and the number of tokens
     to compute was stale (nano-vLLM)."""
@@ -429,7 +429,7 @@ def test_the_hits_that_an_admission_counted_on_are_not_evicted_by_it() -> None:
     assert len(set(table)) == 4
 
 
-def test_an_adapter_called_like_anothers_salt_does_not_share_its_cache() -> None:
+def test_an_adapter_named_like_another_salt_does_not_share_its_cache() -> None:
     """The key of a block had adapter name and cache salt as bare strings, one after the other: vLLM, and in another
     form SGLang."""
     host = Host(max_loras=2)
@@ -445,7 +445,7 @@ def test_an_adapter_called_like_anothers_salt_does_not_share_its_cache() -> None
 # ------------------------------------------------------------ adapters and pauses
 
 
-def test_a_request_between_two_chunks_of_its_prompt_counts_against_the_adapter_slots() -> None:
+def test_a_partial_prefill_counts_against_the_adapter_slots() -> None:
     """Only decoding requests were counted. A partial prefill brought one adapter too many into the step: SGLang
     crashed."""
     host = Host(max_loras=1, max_num_batched_tokens=8, long_prefill_token_threshold=4)
@@ -503,7 +503,7 @@ def test_an_abort_and_the_end_of_a_load_may_come_in_any_order(order: str) -> Non
     assert again.output_token_ids.tolist() == reference_output(again.prompt_token_ids, 2)
 
 
-def test_a_loaded_request_and_one_that_lacks_its_blocks_do_not_wait_for_each_other() -> None:
+def test_a_loaded_request_and_a_head_without_blocks_do_not_deadlock() -> None:
     """The head of the queue lacked blocks that a loaded request behind it held, and the loaded one had to wait behind
     the head: a deadlock, with offloading to host memory in vLLM."""
     host, connector = connected(max_model_len=40)

@@ -45,7 +45,7 @@ def stores(source: str) -> list[str]:
     ]
 
 
-def test_stores_into_other_objects_do_not_become_more() -> None:
+def test_stores_into_other_objects_do_not_increase() -> None:
     counts = Counter({str(path.relative_to(CORE)): len(stores(path.read_text())) for path in CORE.rglob("*.py")})
     assert counts.total() <= MAX, f"{counts.total()} stores into other objects: {counts.most_common(12)}"
 

@@ -185,7 +185,7 @@ def host_of(name: str, **overrides: Any) -> Host:
 
 
 @pytest.mark.parametrize("name", SPECIFICATIONS)
-def test_a_preset_decides_as_its_specification(name: str) -> None:
+def test_a_preset_decides_like_its_specification(name: str) -> None:
     tally = Tally()
     workloads = WORKLOADS[::4] if name == "minivllm, newest" else WORKLOADS
     num_workloads = len(workloads)
@@ -228,7 +228,7 @@ def test_the_limits_are_those_of_the_original_engine(name: str, max_num_seqs: in
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (max_num_seqs, max_num_batched_tokens)
 
 
-def test_the_main_branch_of_nano_vllm_shares_no_prompt_blocks_within_a_step() -> None:
+def test_nano_vllm_main_shares_no_prompt_blocks_within_a_step() -> None:
     steps = {}
     for name in ("nano-vllm", "nano-vllm-chunked"):
         host = host_of(name)
@@ -241,7 +241,7 @@ def test_the_main_branch_of_nano_vllm_shares_no_prompt_blocks_within_a_step() ->
     assert steps == {"nano-vllm": ({"a": 9, "b": 1}, {"c": 1}), "nano-vllm-chunked": ({"a": 9, "b": 9}, {"c": 1})}
 
 
-def test_a_preset_without_prefix_caching_leaves_out_what_is_about_the_cache() -> None:
+def test_a_preset_without_prefix_caching_drops_settings_of_the_cache() -> None:
     config = SchedulerConfig.preset("nano-vllm-chunked", num_blocks=8, max_model_len=32, enable_prefix_caching=False)
     assert config.share_within_step
 
@@ -267,7 +267,7 @@ def test_a_lone_sequence_that_outgrows_the_pool_finishes_by_length(name: str) ->
 
 
 @pytest.mark.parametrize("name", ["nano-vllm", "nano-vllm-chunked", "minivllm"])
-def test_a_preempted_sequence_that_outgrew_the_budget_is_computed_in_chunks(name: str) -> None:
+def test_a_preempted_sequence_beyond_the_budget_is_chunked(name: str) -> None:
     host = host_of(name, num_blocks=6, max_num_batched_tokens=8, enable_prefix_caching=False)
     first, second = host.add("a", 7, max_tokens=9), host.add("b", 7, max_tokens=9)
     outputs = host.run_to_end()
@@ -287,7 +287,7 @@ def test_a_fully_cached_prompt_leaves_a_token_to_compute(name: str) -> None:
     assert tokens_of(host.step()) == {"b": 4}
 
 
-def test_a_row_that_the_token_budget_keeps_out_of_a_step_is_not_lost() -> None:
+def test_a_row_left_out_for_the_token_budget_is_not_lost() -> None:
     host = host_of("minivllm", max_num_seqs=4, max_num_batched_tokens=2)
     for name in "abc":
         host.add(name, 2, max_tokens=3)
@@ -315,7 +315,7 @@ def test_minivllm_as_listed_asks_for_a_block_when_none_is_needed() -> None:
     assert steps == {"MiniVllm": [both, both], "MiniVllmAsListed": [both, (["a"], ["b"])], "preset": [both, both]}
 
 
-def test_minivllm_as_listed_takes_a_block_that_is_not_there() -> None:
+def test_minivllm_as_listed_takes_a_missing_block() -> None:
     """Both rows need a second block, and no block is free."""
     specification = MiniVllmAsListed(Settings(num_blocks=2, block_size=4, max_num_seqs=4, max_num_batched_tokens=16))
     host = host_of("minivllm", num_blocks=2, enable_prefix_caching=False)
@@ -328,7 +328,7 @@ def test_minivllm_as_listed_takes_a_block_that_is_not_there() -> None:
     assert names(host.step().preempted) == ["b"]
 
 
-def test_the_newest_minivllm_does_not_count_held_blocks_and_the_preset_does() -> None:
+def test_only_the_preset_of_minivllm_counts_held_blocks() -> None:
     admitted = {}
     settings = Settings(num_blocks=5, block_size=4, max_num_seqs=4, max_num_batched_tokens=16)
     for kind in (MiniVllm, MiniVllmNewest):
@@ -428,7 +428,7 @@ def test_the_preset_vllm_preempts_nothing_for_a_waiting_request() -> None:
         assert tokens_of(host.step()) == expected
 
 
-def test_behind_a_row_that_is_itself_the_victim_the_walk_ends_or_goes_on() -> None:
+def test_after_a_row_preempts_itself_the_walk_ends_or_continues() -> None:
     """Under priority: the least urgent row asks first, and is preempted."""
     steps = {}
     for name, knobs in {

@@ -73,7 +73,7 @@ def test_the_step_of_the_worked_example() -> None:
     assert (waiting.reason, waiting.missing) == (Reason.SEQUENCE_LIMIT, 1)
 
 
-def test_with_100_blocks_d_waits_and_nobody_gives_way_to_it() -> None:
+def test_with_100_blocks_d_waits_and_preempts_no_request() -> None:
     host = example(num_blocks=100)
     output = host.step()
     assert tokens_of(output) == {"A": 3, "B": 1, "C": 200}

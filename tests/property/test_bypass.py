@@ -220,7 +220,7 @@ def draw(seed: int) -> dict[str, Any]:
     return config
 
 
-def test_what_is_remembered_changes_no_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remembered_needs_change_no_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "check_invariants", lambda _: None)  # which other tests do, and takes longest
     num_known = num_steps = 0
     for seed in SEEDS:

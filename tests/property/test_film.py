@@ -210,7 +210,7 @@ def test_from_the_middle() -> None:
         filmed.check(seed)
 
 
-def test_every_part_is_a_film_of_its_own() -> None:
+def test_every_part_of_a_film_is_a_film() -> None:
     """Cut between any two calls of the scheduler, also with steps in flight."""
     for seed in seeds(4, 11):
         choose, run = random.Random(seed), _Replay()
@@ -256,12 +256,12 @@ def test_each_of_the_steps_at_once(focus: str) -> None:
     assert count or focus in SELDOM
 
 
-def test_a_blank_block_that_is_taken_in_steps_at_once() -> None:
+def test_a_blank_block_taken_in_fast_forwarded_steps() -> None:
     """A request had left it; it was shown as free with cached content until the step that took it."""
     assert check_each(310, FOCUS["growth"], num_steps=1000)
 
 
-def test_a_part_that_is_completed_and_ends_its_request_at_once() -> None:
+def test_a_completed_part_that_ends_its_request() -> None:
     """A run in which the next part of a prompt was too long; that request left the film's blocks to nobody."""
     filmed = Filmed()
     drive_twins(17, FOCUS["reuse"], filmed.watch)

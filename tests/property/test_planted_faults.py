@@ -1186,7 +1186,7 @@ def test_wrong_content_is_caught_by_the_shadow_alone(
     assert any(sign in error for sign in signs), error
 
 
-def test_every_fault_has_a_name() -> None:
+def test_every_fault_has_a_unique_name() -> None:
     planted_names = names(BOOKKEEPING + WRONG_CONTENT)
     assert len(set(planted_names)) == len(planted_names)
     assert set(planted_names) > SLOW

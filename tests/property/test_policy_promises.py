@@ -89,7 +89,7 @@ def test_every_order_states_its_bound() -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("reserves", [(), ("watermark:share=0.1", "bypass:bound=2,kept=0")], ids=["", "bypass"])
-def test_no_request_is_passed_beyond_the_bound(order: str, reserves: tuple[str, ...]) -> None:
+def test_no_request_is_bypassed_beyond_the_bound(order: str, reserves: tuple[str, ...]) -> None:
     """Promise 5: of new requests only those are admitted before an earlier one that the order allows, and with
     `bypass` two more. Under "earliest-ttft" with n deadlines before its own a request is one of the next
     (n + 1) * every that are admitted."""

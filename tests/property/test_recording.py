@@ -83,7 +83,7 @@ def test_a_lost_call_is_found(seed: int) -> None:
         replay([*lines[:lost], *lines[lost + 1 :]])
 
 
-def test_a_cut_recording_says_so() -> None:
+def test_a_cut_recording_is_reported_as_cut() -> None:
     _, lines = record(SEEDS[0])
     report = replay([*lines[:-1], lines[-1][: len(lines[-1]) // 2]])
     assert report.is_cut and report.num_calls == len(lines) - 2

@@ -208,7 +208,7 @@ def test_a_recording_of_a_prompt_in_parts(tmp_path: Path) -> None:
         ('{"format": "another"}', 'neither "input_length" nor "input_toks"'),
     ],
 )  # fmt: skip
-def test_what_is_broken_is_named(tmp_path: Path, text: str, wrong: str) -> None:
+def test_broken_measurements_are_reported(tmp_path: Path, text: str, wrong: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(TraceError) as caught:
         read_measurements(path)
