@@ -1,4 +1,4 @@
-"""Files that are none: pipes, sockets, devices, directories, links; and files that are too large."""
+"""Irregular files (pipes, sockets, devices, directories, links), and files that are too large."""
 
 from __future__ import annotations
 

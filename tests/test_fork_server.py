@@ -1,4 +1,4 @@
-"""A fork server outlives those that ask it."""
+"""A fork server outlives its clients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.fork_server import ForkServer
 
 
 def nothing() -> None:
-    """What needs no imports."""
+    """Exit without imports."""
 
 
 def succeed() -> int:

@@ -1,4 +1,4 @@
-"""A forked process is to its caller what one that was started is."""
+"""Forked processes behave to their caller like started ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""The check of the engine on a GPU: its options, its processes, its report, its arithmetic; each part on a CPU.
-
-Short tests run parts of their own, in real processes; the long form runs all real ones with tiny sizes.
+"""The check of the engine on a GPU: its options, processes, report and arithmetic; and each part on a CPU. Short tests
+run small parts in real processes; the long form runs all real parts with tiny sizes.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def told(setting):
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Part]]:
-    """Makes parts of the functions above, named by their letters."""
+    """Makes parts of the functions above, by name."""
     (tmp_path / "own_parts.py").write_text(OWN_PARTS)
     paths = [tmp_path, ROOT / "scripts", ROOT / "benchmarks", ROOT]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
@@ -199,7 +198,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs: one that waits to be reaped does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -401,7 +400,7 @@ CASES = [
 
 
 class Broken(TorchAttention):
-    """A backend with one fault, which the check must see."""
+    """A backend with one fault, which the check must detect."""
 
     fault = ""
 
@@ -462,7 +461,7 @@ def test_the_check_of_sampling_sees_other_tokens(dtype: str) -> None:
 
 
 def test_requests_are_those_of_the_published_benchmark() -> None:
-    """As its loop draws them: a length, then the tokens of that prompt; the outputs' lengths last."""
+    """In the order of its loop: a length, then the tokens of that prompt; the lengths of outputs last."""
     import random
 
     random.seed(0)

@@ -41,7 +41,7 @@ class GroupDevice(Device):
         return block_name(keys[place], group, len(self._host.config.kv_groups))
 
     def needed(self, num_places: int) -> list[Spot]:
-        """Mask of the places to which the token after this number of blocks attends."""
+        """(group, place) of the blocks to which the token after this number of blocks attends."""
         size, groups = self._host.config.block_size, self._host.config.kv_groups
         firsts = [reads_from(group, num_places * size) // size for group in groups]
         return [(group, place) for place in range(num_places) for group, first in enumerate(firsts) if place >= first]

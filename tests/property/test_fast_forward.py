@@ -26,7 +26,7 @@ PRESET_SEEDS = seeds(1, 3)
 RULES_PER_SEED = 70
 RARE = dict.fromkeys(("abort", "finish", "park", "set_priority", "extend"), 1)
 CALM = {"step": 70, "add": 9, "ready": 2, "resume": 3, **RARE}
-"""Lower frequencies of disturbing operations, so that many plain steps follow each other."""
+"""Weights of operations that give many plain steps in a row."""
 ONE_STEP = {"max_steps_in_flight": 1, "num_draft_tokens": 0, "draft_table": (), "connector": False}
 NO_ENCODER = {"encoder_budget": 0, "encoder_cache_size": 0}
 PLAIN: dict[str, Any] = {**ONE_STEP, **NO_ENCODER}
