@@ -58,7 +58,7 @@ class Router:
         least = min((load for load in loads if load is not None), default=None)
         if least is None:
             raise ValueError("no engine takes requests; wait until one does")
-        limit = most_open(least)
+        limit = max_open(least)
         blocks = full_blocks(prompt_token_ids, self._block_size)
         best: tuple[int, int, int] | None = None
         for index, load in enumerate(loads):
@@ -80,7 +80,7 @@ class Router:
                 sent.clear()
 
 
-def most_open(least: int) -> int:
+def max_open(least: int) -> int:
     """Maximum number of open requests of an engine that may be chosen, if the least loaded one has `least`."""
     return MAX_LEAD + least + least // 4
 

@@ -52,7 +52,7 @@ from pointsman.core.step.assembly import NEW, Start, assemble
 from pointsman.core.step.emit import input_token_ids
 from pointsman.core.step.in_flight import StepRecord
 from pointsman.core.step.request_table import End
-from pointsman.core.step.rewind import take_back
+from pointsman.core.step.rewind import roll_back
 from pointsman.core.step.running import InOrder
 from pointsman.core.step.validation import checked_end, refused, settle_limits
 
@@ -159,7 +159,11 @@ class Scheduler:
         events.set([self._statistics, *log, *parts.policy_listeners, *self._listeners])
         self._batch, self._kv, self._table, self._steps = parts.batch, parts.kv, parts.table, parts.steps
         self._running, self._drafts, self._emission = parts.running, parts.drafts, parts.emission
-        self._admission, self._priority_preemption, self._loading = parts.admission, parts.displacement, parts.loading
+        self._admission, self._priority_preemption, self._loading = (
+            parts.admission,
+            parts.priority_preemption,
+            parts.loading,
+        )
         self._swap = parts.swap
         self._update, self._encoder, self._load_followers = parts.update, parts.encoder, parts.gates.load_followers
         self._fast_forward, self._view, self._budget = parts.fast_forward, parts.view, parts.budget
@@ -343,7 +347,7 @@ class Scheduler:
 
     def _void(self, void: list[StepRecord], now: float) -> None:
         """Roll back steps, newest first, that are no longer in flight or never were."""
-        take_back(void, self._steps, self._batch, self._kv, self._table, self._encoder, self._loading, now)
+        roll_back(void, self._steps, self._batch, self._kv, self._table, self._encoder, self._loading, now)
         self._kv.drop_unpublished()
         self._admission.forget()
         self._emission.resync()
@@ -439,12 +443,12 @@ class Scheduler:
         if self._admission.pause is not None or not len(table.queue) or not len(self._batch):
             return
         head = table.queue.peek()
-        displaced = self._priority_preemption.choose(head)
-        for request in displaced:
+        victims = self._priority_preemption.choose(head)
+        for request in victims:
             table.preempt(request, PreemptionCause.DISPLACED, Need(head, 0, ""), step.now)
-        if displaced and self._budget.policies:  # their tokens are free for the others
+        if victims and self._budget.policies:  # their tokens are free for the others
             self._budget.open_step(self._view)
-        step.preempted_for(head if displaced else None)
+        step.preempted_for(head if victims else None)
 
     # ------------------------------------------------------------------ requests
 

@@ -22,7 +22,7 @@ MAX_VALUE = MAX_LINE
 _SPACE = re.compile(r"[ \t\r\n]*")
 _STRUCTURE = re.compile(r'["{}\[\]]')
 _STRING_END = re.compile(r'["\\]')
-_GOES_ON = ("", ".", "e", "E")  # text after a number that may be incomplete
+_MAY_CONTINUE = ("", ".", "e", "E")  # text after a number that may be incomplete
 _DECODER = json.JSONDecoder()
 
 
@@ -82,7 +82,7 @@ class JsonStream:
                     reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
                     raise self._unexpected(reason) from None
             else:
-                if self._ended or self._text[end : end + 1] not in _GOES_ON:
+                if self._ended or self._text[end : end + 1] not in _MAY_CONTINUE:
                     self._at = end
                     return value
             if len(self._text) - self._at > MAX_VALUE:

@@ -9,7 +9,7 @@ from pointsman.core import KVGroup, Reason, SchedulerConfig, SchedulerOutput, Sc
 
 from .group_shadow import GroupShadowHost
 from .ledger import Entry, Place
-from .partials import LACKS_BLOCKS, bypass_bound, is_wall, may_lack_place, must_wait, passing
+from .partials import LACKS_BLOCKS, blocks_queue, bypass_bound, may_lack_place, must_wait, passing
 from .policies import has_unknown_reserve, is_in_sequence, parameter, sets_budget
 from .shadow import HostSequence, require
 from .slots import lacks_slot
@@ -119,48 +119,50 @@ def _check_deferrals(
     if explained is Reason.PARTIAL_PREFILLS and not tried_first:
         require(must_wait(world, head), f"{head.request} waits, and the caps on partial prefills leave a place")
     passed = {
-        entry.request for entry in queue if _reason(world, entry) in passing(world.config) and not is_wall(world, entry)
+        entry.request
+        for entry in queue
+        if _reason(world, entry) in passing(world.config) and not blocks_queue(world, entry)
     }
-    wall = next((entry for entry in queue if entry.request not in passed), None)
-    if wall is not None:
-        _check_wall(world, output, wall, running, after.num_free_blocks, tried_first)
+    blocker = next((entry for entry in queue if entry.request not in passed), None)
+    if blocker is not None:
+        _check_blocker(world, output, blocker, running, after.num_free_blocks, tried_first)
 
 
 def _reason(world: World, entry: Entry) -> Reason | None:
     return world.scheduler.explain(entry.request.request_id).reason
 
 
-def _check_wall(
-    world: World, output: SchedulerOutput, wall: Entry, running: list[Entry], free: int, tried_first: bool
+def _check_blocker(
+    world: World, output: SchedulerOutput, blocker: Entry, running: list[Entry], free: int, tried_first: bool
 ) -> None:
     """The first request that was not skipped waits for its stated reason."""
-    config, explained = world.config, _reason(world, wall)
+    config, explained = world.config, _reason(world, blocker)
     if explained is Reason.SEQUENCE_LIMIT:
         limit = world.num_sequence_slots
         full = len(running) >= limit or (config.batching == "prefill-first" and output.num_rows >= config.max_num_seqs)
         require(full, f"sequence limit with {len(running)} of {limit} running, {output.num_rows} of them in the step")
     elif explained is Reason.BUDGET:
         budget = config.max_num_batched_tokens if tried_first else _budget_left(world, output)
-        least = _least_budget(config, wall)
+        least = _least_budget(config, blocker)
         short = budget < least or config.token_limits  # that may set a budget of their own
-        require(short, f"{wall.request} waits for budget, and {budget} is left of {least} that it may need")
+        require(short, f"{blocker.request} waits for budget, and {budget} is left of {least} that it may need")
     elif explained is Reason.STEP_TIME:
-        require(config.token_limits and running, f"{wall.request} waits for step time, and nothing else takes some")
+        require(config.token_limits and running, f"{blocker.request} waits for step time, and nothing else takes some")
     elif explained is Reason.PARTIAL_PREFILLS:
-        require(must_wait(world, wall) or tried_first, f"{wall.request} waits, and the caps leave a place")
+        require(must_wait(world, blocker) or tried_first, f"{blocker.request} waits, and the caps leave a place")
     elif explained is Reason.IN_FLIGHT:
-        require(world.host.num_pending(wall.request) > 0, f"{wall.request} has no sample in flight")
+        require(world.host.num_pending(blocker.request) > 0, f"{blocker.request} has no sample in flight")
     elif explained in LACKS_BLOCKS:
-        if wall is not world.queue()[0] and bypass_bound(config):
+        if blocker is not world.queue()[0] and bypass_bound(config):
             return  # some free blocks are kept for a request before it
-        enough = _enough_blocks(world, wall, running)
+        enough = _enough_blocks(world, blocker, running)
         short = tried_first or free < enough
-        require(short, f"{wall.request} waits for blocks: {free} are free, {enough} are always enough")
+        require(short, f"{blocker.request} waits for blocks: {free} are free, {enough} are always enough")
     else:
         others = (Reason.PREEMPTION, Reason.DISPLACEMENT, Reason.STATIC_BATCH, Reason.PAUSED)
         require(
-            explained in others or is_wall(world, wall),
-            f"{wall.request} waits for {explained}, though it is the first that could go",
+            explained in others or blocks_queue(world, blocker),
+            f"{blocker.request} waits for {explained}, though it is the first that could go",
         )
 
 

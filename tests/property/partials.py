@@ -72,7 +72,7 @@ def may_lack_place(config: SchedulerConfig) -> bool:
     return config.max_num_partial_prefills is not None or config.max_long_partial_prefills is not None
 
 
-def is_wall(world: World, entry: Entry) -> bool:
+def blocks_queue(world: World, entry: Entry) -> bool:
     """Whether it has reached the bound of bypasses, so that it blocks the queue while it lacks a place, embeddings or
     blocks."""
     deferral = entry.request._state.deferral

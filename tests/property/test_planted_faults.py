@@ -576,8 +576,8 @@ def reasons_begin_anew_with_every_step(patch: Patch) -> None:
 
 
 def who_is_left_out_is_left_out_anew(patch: Patch) -> None:
-    def note(original: Any, left_out: Any, *args: Any, goes_on: bool) -> None:
-        original(left_out, *args, goes_on=False)
+    def note(original: Any, left_out: Any, *args: Any, continues: bool) -> None:
+        original(left_out, *args, continues=False)
 
     around(patch, "LeftOut.note", note)
 

@@ -61,7 +61,7 @@ class Standstill(NamedTuple):
     deferral: Deferral | None
     """Of the head of the queue; None: `shortage` gives it."""
     shortage: Shortage | None = None
-    least_free: int = 0
+    min_free: int = 0
     """With fewer free blocks the reason would change."""
     outlasts_evictions: bool = True
     """Whether it does not depend on the cached blocks."""
@@ -482,8 +482,8 @@ class Admission:
         if shortage is None:
             return Standstill(deferral.reason, deferral, outlasts_evictions=is_common or outlasts_evictions)
         free = self._kv.pool.num_free
-        least_free, reason = next(rung for rung in shortage.rungs if rung[0] <= free)
-        return Standstill(reason, None, shortage, least_free, outlasts_evictions)
+        min_free, reason = next(rung for rung in shortage.rungs if rung[0] <= free)
+        return Standstill(reason, None, shortage, min_free, outlasts_evictions)
 
     def stand_still(self, blocked: Standstill | None, now: float, num_free: int) -> None:
         """Account for steps in which the queue was blocked, or empty (None); the last one was at `now`, with `num_free`

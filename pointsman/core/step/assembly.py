@@ -72,7 +72,7 @@ class Parts:
     running: Running
     loading: Loading | None
     admission: Admission
-    displacement: PriorityPreemption | None
+    priority_preemption: PriorityPreemption | None
     emission: Emission
     prompt_parts: PromptParts
     update: Update
@@ -158,9 +158,9 @@ def assemble(
     table = RequestTable(batch, kv, queue, gates.releases, steps, events, transfers, swap, start.serial)
     loading = None if own is None else make_loading(config, own, table, transfers, events)
     admission = Admission(config, budget, view, batch, kv, running, table, gates, events, transfers, loading)
-    displacement = None
+    priority_preemption = None
     if has_priority_preemption(config, queue):
-        displacement = PriorityPreemption(config, batch, kv, running, admission, encoder, drafts)
+        priority_preemption = PriorityPreemption(config, batch, kv, running, admission, encoder, drafts)
     emission = Emission(config, batch, kv, table, encoder)
     prompt_parts = PromptParts(config, kv, table)
     update = Update(batch, kv, table, steps, prompt_parts, encoder, transfers)
@@ -174,7 +174,7 @@ def assemble(
         drafts,
         transfers,
         admission,
-        displacement,
+        priority_preemption,
         emission,
         update,
         events,
@@ -193,7 +193,7 @@ def assemble(
         running,
         loading,
         admission,
-        displacement,
+        priority_preemption,
         emission,
         prompt_parts,
         update,

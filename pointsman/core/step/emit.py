@@ -161,7 +161,7 @@ class Emission:
         output = sealed_as(SchedulerOutput, fields)
         is_whole = requests is members.requests or len(requests) == len(members.requests)
         if not is_whole:
-            self.left_out.note(record.step_id, rows, record.now, goes_on=self.last_output is not None)
+            self.left_out.note(record.step_id, rows, record.now, continues=self.last_output is not None)
         self.last_output = output if not is_whole or len(table.queue) else None
         return output
 
@@ -255,10 +255,10 @@ class LeftOut:
         self._serials = np.zeros(0, dtype=np.int64)  # by row: serial of its admission, 0 for none
         self._step_id = 0
 
-    def note(self, step_id: int, rows: IntArray, now: float, *, goes_on: bool) -> None:
-        """Note that a step takes only these running rows. `goes_on`: rows left out before may still be left out."""
+    def note(self, step_id: int, rows: IntArray, now: float, *, continues: bool) -> None:
+        """Note that a step takes only these running rows. `continues`: rows left out before may still be left out."""
         members, num_rows = self._batch.members, len(self._batch.serial)
-        if not goes_on or step_id != self._step_id + 1:
+        if not continues or step_id != self._step_id + 1:
             self._serials[:] = 0
         more = np.zeros(num_rows - len(self._serials), dtype=np.int64)
         if len(more):

@@ -149,7 +149,7 @@ class FastForward:
             blocked = admission.standstill(num_rows)
             if blocked is None:
                 return 0, 0, None
-            free -= blocked.least_free
+            free -= blocked.min_free
             if not blocked.outlasts_evictions:
                 free = min(free, self._kv.pool.num_blank)
         if self._kv.reports_evictions:  # only outputs do
@@ -163,12 +163,12 @@ class FastForward:
         if len(rows) * (limit // self._block_size + 1) <= free:
             return limit
         size = self._block_size
-        room = batch.num_slots[rows] - batch.num_computed_tokens[rows]
+        free_slots = batch.num_slots[rows] - batch.num_computed_tokens[rows]
         if free == 0:
-            return min(limit, room.item(room.argmin()))
+            return min(limit, free_slots.item(free_slots.argmin()))
 
         def needed(num_steps: int) -> int:
-            return int(((np.maximum(num_steps - room, 0) + (size - 1)) // size).sum())
+            return int(((np.maximum(num_steps - free_slots, 0) + (size - 1)) // size).sum())
 
         if needed(limit) <= free:
             return limit

@@ -33,7 +33,7 @@ Levels = tuple[int, int, int, int]
 class Shortfall:
     """The blocks that a request lacks, as a function of the levels. Many requests share one shortfall."""
 
-    least: int
+    min_blocks: int
     """Minimum number of blocks at level OPEN_UNOWED for admission."""
     rungs: tuple[tuple[int, int, Reason], ...]
     """(level, blocks, reason): the first entry whose level has at least `blocks` gives the reason."""
@@ -48,13 +48,13 @@ class Shortfall:
 
     def reason_at(self, levels: Levels) -> Reason | None:
         """Why the request waits at these levels; None: it is admitted."""
-        if levels[OPEN_UNOWED] >= self.least:
+        if levels[OPEN_UNOWED] >= self.min_blocks:
             return None
         return next(reason for level, blocks, reason in self.rungs if levels[level] >= blocks)
 
     def deferral(self, reason: Reason, levels: Levels, blocks_queue: bool) -> Deferral:
         """The deferral that a check would return."""
-        return Deferral(reason, self.least - levels[OPEN_UNOWED], blocks_queue)
+        return Deferral(reason, self.min_blocks - levels[OPEN_UNOWED], blocks_queue)
 
 
 class Need(NamedTuple):
@@ -101,7 +101,7 @@ class Needs:
         self._key: tuple[Any, ...] | None = None
         self._owed = 0
         self.levels: Levels = (0, 0, 0, 0)
-        self.most_tokens = MAX_INT
+        self.max_num_tokens = MAX_INT
         """Longer requests must be checked."""
         kv.track_shared()
 
@@ -123,7 +123,7 @@ class Needs:
         elif kv.shared:
             self._forget_sharers(kv.shared)
             kv.shared.clear()
-        self.most_tokens = budget if self._needs_whole else MAX_INT
+        self.max_num_tokens = budget if self._needs_whole else MAX_INT
         self._owed = num_owed_blocks if self._reserves.counts_owed is not None else 0
         free = kv.pool.num_free
         self.set_free(free, self._bypass.num_open(free))
@@ -139,7 +139,7 @@ class Needs:
         need = self.known.get(request)
         if need is None or need.serial != request._state.serial:
             return None
-        return None if need.num_waiting > num_waiting or need.num_tokens > self.most_tokens else need
+        return None if need.num_waiting > num_waiting or need.num_tokens > self.max_num_tokens else need
 
     def deferral(self, request: Request, num_waiting: int, blocks_queue: bool) -> tuple[Deferral, int] | None:
         """The deferral of a request that lacks blocks, and the blocks that it would take; None: it must be checked."""
@@ -150,14 +150,14 @@ class Needs:
         reason = shortfall.reason_at(levels)
         if reason is None:
             return None
-        return shortfall.deferral(reason, levels, blocks_queue), shortfall.least + self._owed
+        return shortfall.deferral(reason, levels, blocks_queue), shortfall.min_blocks + self._owed
 
     def keep(self, request: Request, shortage: Shortage) -> Need | None:
         """Remember that a check found the request short of blocks. None: its need is unpredictable and not kept."""
         state, owed = request._state, self._owed
         if request.adapter is not None or state.encoder_inputs:  # other gates apply to it
             return None
-        if state.num_tokens > self.most_tokens:
+        if state.num_tokens > self.max_num_tokens:
             return None
         key = (owed, shortage.asked)
         shortfall = self._by_asked.get(key)

@@ -75,10 +75,10 @@ class PriorityPreemption:
             others = candidates[~np.isin(candidates, vacate)]
             candidates = np.concatenate([np.array(vacate, dtype=np.int64), others])
         trial = Trial(self._config, batch, self._kv, self._running, self._admission, head)
-        if not vacate and trial.has_room(candidates[:0]):
+        if not vacate and trial.has_slot_and_blocks(candidates[:0]):
             self._drafts.forget()  # they would take blocks that the head needs
             return []
-        if not trial.has_room(candidates):
+        if not trial.has_slot_and_blocks(candidates):
             return self._give_up(head)
         if not trial.has_budget(candidates):
             return []
@@ -86,7 +86,7 @@ class PriorityPreemption:
         low, high = max(len(vacate) - 1, 0), len(candidates)
         while high - low > 1:
             middle = (low + high) // 2
-            if trial.has_room(candidates[:middle]) and trial.has_budget(candidates[:middle]):
+            if trial.has_slot_and_blocks(candidates[:middle]) and trial.has_budget(candidates[:middle]):
                 high = middle
             else:
                 low = middle
@@ -174,7 +174,7 @@ class Trial:
         start = self._match.num_tokens  # its first chunk must reach a position where a chunk may end
         return self._kv.cut(head, start, min(budget, head.num_tokens - start), admission.budget.tokens) > 0
 
-    def has_room(self, gone: Int64Array) -> bool:
+    def has_slot_and_blocks(self, gone: Int64Array) -> bool:
         """Whether there are a sequence slot and blocks for the head, with every reserve."""
         kv, batch, head = self._kv, self._batch, self._head
         stays = self._stays(gone)

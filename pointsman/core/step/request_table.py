@@ -298,7 +298,7 @@ class RequestTable:
         running = [end for end in ends if end.request._state.status is RequestStatus.RUNNING]
         sound = [end.request for end in running if end.reason is not FinishReason.ERROR]
         if self._transfers is not None:
-            self._hold_what_is_sent(sound, self._transfers)
+            self._hold_blocks_being_sent(sound, self._transfers)
         self._release_rows(sound, now, is_finished=True)
         if len(sound) < len(running):
             failed = [end.request for end in running if end.reason is FinishReason.ERROR]
@@ -407,7 +407,7 @@ class RequestTable:
             assert self._transfers is not None
             self._transfers.let_go(request)
 
-    def _hold_what_is_sent(self, requests: list[Request], transfers: Transfers) -> None:
+    def _hold_blocks_being_sent(self, requests: list[Request], transfers: Transfers) -> None:
         """Hold blocks that are still being sent, before their rows are released."""
         for request in requests:
             row = request._state.row

@@ -10,7 +10,7 @@ from pointsman.core.step.loading import Loading
 from pointsman.core.step.request_table import RequestTable
 
 
-def take_back(
+def roll_back(
     void: list[StepRecord],
     steps: StepsInFlight,
     batch: Batch,

@@ -105,7 +105,7 @@ class Running:
         self.steady_rows = budget.full
         """Maximum number of rows that can all decode in one step."""
         self._speculates = config.num_draft_tokens > 0
-        self._most_in_flight = config.max_steps_in_flight - 1  # samples of a row, while a step is scheduled
+        self._max_in_flight = config.max_steps_in_flight - 1  # samples of a row, while a step is scheduled
         limited = any(limit.limits_drafts for limit in limits)
         self._steady_drafts_allowed = not limited and config.num_draft_tokens < config.block_size
 
@@ -244,7 +244,7 @@ class Running:
         batch, members = self._batch, self._batch.members
         if batch.num_not_ahead:
             return False
-        if batch.least_left > self._most_in_flight:
+        if batch.least_left > self._max_in_flight:
             return True
         expected = batch.num_tokens[members.rows] + batch.num_pending[members.rows]
         return not (expected >= members.token_limit).any()

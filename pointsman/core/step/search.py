@@ -61,7 +61,7 @@ class Search:
         self._first = first
         self.head: KeptVerdict | None = None
         """Why the head is skipped, if the head and all skipped requests lack blocks."""
-        self._least = 0  # number of blocks with which a skipped request would be admitted
+        self._min_blocks = 0  # number of blocks with which a skipped request would be admitted
         self._num_arrivals = -1  # at the end of a search without admissions
         self._skipped: list[Request] = []
         self._blocker: Request | None = None
@@ -83,7 +83,7 @@ class Search:
             return False
         free = self._pool.num_free
         num_open = self._bypass.num_open(free)
-        if num_open >= self._least:
+        if num_open >= self._min_blocks:
             return False
         if self.needs is not None and self._shortfalls:
             self._same = self._same or _same_reasons(self._shortfalls, self.needs.levels)
@@ -109,7 +109,7 @@ class Search:
         needs, first = self.needs, self._first
         if needs is None or first is None:
             return False
-        known, most_tokens, levels = needs.known, needs.most_tokens, needs.levels
+        known, max_num_tokens, levels = needs.known, needs.max_num_tokens, needs.levels
         num_waiting, bound = len(self._table.queue), self.bound
         window = first(MAX_SKIPPED + 1 - len(popped))
         start, end = 0 if popped else 1, len(window)
@@ -129,7 +129,7 @@ class Search:
                 or reason is None
                 or need.serial != state.serial
                 or need.num_waiting > num_waiting - place
-                or need.num_tokens > most_tokens
+                or need.num_tokens > max_num_tokens
             ):
                 need = check(request, place)
                 if need is None:
@@ -147,8 +147,8 @@ class Search:
         self._skipped = [*popped, *window[:end]]
         self._checked = popped or window[:1]
         self._shortfalls, self._same = shortfalls, None
-        least = min([each.least for each in shortfalls], default=MAX_INT)
-        self.head, self._least = kept, least + levels[OPEN] - levels[OPEN_UNOWED]
+        least = min([each.min_blocks for each in shortfalls], default=MAX_INT)
+        self.head, self._min_blocks = kept, least + levels[OPEN] - levels[OPEN_UNOWED]
         self._num_arrivals = self._table.num_arrivals
         needs.trim(self._skipped)
         self.repeat()
@@ -159,7 +159,7 @@ class Search:
         if kept is not None:
             self._passed.append((head, num_admitted))
         self._num_arrivals = -1  # until this search has ended
-        self.head, self._least = kept, MAX_INT
+        self.head, self._min_blocks = kept, MAX_INT
         self._shortfalls = []
 
     def is_spent(self, num_admitted: int) -> bool:
@@ -180,7 +180,7 @@ class Search:
             self.head = None
         else:
             self._passed.append((request, num_admitted))
-            self._least = min(self._least, own)
+            self._min_blocks = min(self._min_blocks, own)
 
     def close(self, *, found: bool) -> KeptVerdict | None:
         """End the loop; `found`: a request was admitted, or another reason ended the loop. Returns the head's verdict,

@@ -19,9 +19,9 @@ _NO_ROOM = ", which leaves no room for a generated token"
 
 def too_long(config: SchedulerConfig, kv: KVCache, request: Request, length: int, max_tokens: int) -> str | None:
     """Why a prompt of `length` tokens, and one generated token unless `max_tokens` is 0, would never fit; or None."""
-    room = 1 if max_tokens else 0
-    if length + room > config.max_model_len:
-        return longer_than_model(config, length, room)
+    num_generated = 1 if max_tokens else 0
+    if length + num_generated > config.max_model_len:
+        return longer_than_model(config, length, num_generated)
     if length > (usable := kv.num_usable_tokens_of(request)):
         if not kv.has_tables:
             return (
@@ -34,19 +34,19 @@ def too_long(config: SchedulerConfig, kv: KVCache, request: Request, length: int
             f"{config.num_usable_blocks}; shorten the prompt or give the pool at least "
             f"{needed + config.num_reserved_blocks} blocks"
         )
-    if request.max_total_tokens is not None and length + room > request.max_total_tokens:
+    if request.max_total_tokens is not None and length + num_generated > request.max_total_tokens:
         return (
             f"the prompt has {length} tokens and max_total_tokens is {request.max_total_tokens}"
-            f"{_NO_ROOM if room else ''}; raise max_total_tokens"
+            f"{_NO_ROOM if num_generated else ''}; raise max_total_tokens"
         )
     return None
 
 
-def longer_than_model(config: SchedulerConfig, length: int, room: int) -> str:
-    """Why a prompt of `length` tokens does not fit into `max_model_len` with `room` generated ones."""
+def longer_than_model(config: SchedulerConfig, length: int, num_generated: int) -> str:
+    """Why a prompt of `length` tokens does not fit into `max_model_len` with `num_generated` generated ones."""
     return (
         f"the prompt has {length} tokens and max_model_len is {config.max_model_len}"
-        f"{_NO_ROOM if room else ''}; shorten the prompt to {config.max_model_len - room} tokens"
+        f"{_NO_ROOM if num_generated else ''}; shorten the prompt to {config.max_model_len - num_generated} tokens"
     )
 
 
