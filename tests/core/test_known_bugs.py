@@ -149,7 +149,7 @@ def test_a_step_with_nothing_to_run_is_a_step() -> None:
     assert tokens_of(host.step()) == {"a": 4}
 
 
-# ------------------------------------------------------------ who gives way, and when
+# ------------------------------------------------------------ victims
 
 
 @pytest.mark.parametrize("shortage", ["replan", "in-order"])

@@ -92,7 +92,7 @@ def _check_missed_priority_preemption(world: World, output: SchedulerOutput, num
         Reason.KV_ROOM,
     )
     missed = has_seat and has_budget and has_blocks and not lacks_budget_alone
-    require(not missed, f"{head.request} waits, though it had room without the less urgent of {running}")
+    require(not missed, f"{head.request} waits, and fits without the less urgent of {running}")
 
 
 def _check_deferrals(
@@ -162,7 +162,7 @@ def _check_blocker(
         others = (Reason.PREEMPTION, Reason.DISPLACEMENT, Reason.STATIC_BATCH, Reason.PAUSED)
         require(
             explained in others or blocks_queue(world, blocker),
-            f"{blocker.request} waits for {explained}, though it is the first that could go",
+            f"{blocker.request} waits for {explained}, and it is the first that could be admitted",
         )
 
 
@@ -232,7 +232,7 @@ def _check_need_of_victims(world: World, output: SchedulerOutput, victims: list[
     elsewhere = {block for request, table in tables.items() if request is not entry.request for block in table}
     num_freed = len(set(mine) - elsewhere)
     num_wanted = -(-entry.num_tokens // world.config.block_size) + 1 - len(mine)
-    require(num_free - num_freed < max(1, num_wanted), f"{entry.request} gave way for nothing: {num_free} are free")
+    require(num_free - num_freed < max(1, num_wanted), f"{entry.request} was preempted in vain: {num_free} are free")
 
 
 def _check_reserves(world: World, output: SchedulerOutput, num_free: int) -> None:

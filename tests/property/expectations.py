@@ -104,7 +104,7 @@ class Expectations:
         require(output.num_rows <= config.max_num_seqs, f"{output.num_rows} rows, limit {config.max_num_seqs}")
         for request in output.requests:
             known, limit = self.num_known[request], self.entries[request].reference.limit
-            require(known < limit, f"{request.request_id} runs on, though {known} tokens in flight end it at {limit}")
+            require(known < limit, f"{request.request_id} continues, and {known} tokens in flight end it at {limit}")
             waits = not request.runs_ahead and request in self.pending
             require(not waits, f"{request.request_id} runs ahead of its sample in flight")
         has_threshold = config.prefill_threshold or parameter(config, "limit", "prefill-threshold", "tokens")
@@ -150,7 +150,7 @@ class Expectations:
         for index, entry in enumerate(continued):
             start = int(output.num_computed_tokens[index])
             stood = entry.num_computed
-            require(start == stood, f"{entry.request.request_id} goes on at {start}, it stood at {stood}")
+            require(start == stood, f"{entry.request.request_id} continues at {start}, and was at {stood}")
 
     def is_decode_step(self, output: SchedulerOutput) -> bool:
         """Under "prefill-first": whether no prompt was computed, and no request was admitted."""
@@ -186,7 +186,7 @@ class Expectations:
         preempted = any(entry.request in output.preempted for entry in self.running)
         for index, request in enumerate(output.requests):
             name, drafts = request.request_id, drafts_of(output, index)
-            require(request not in self.verifying, f"{name} goes on, though its drafts are in flight")
+            require(request not in self.verifying, f"{name} continues while its drafts are in flight")
             if not drafts:
                 continue
             if index >= output.num_continued:
@@ -294,7 +294,7 @@ class Expectations:
             require(displaces, f"{names} were preempted in a step that admitted {list(output.admitted)}")
             highest = min(entry.request.priority for entry in victims)
             equal = [request for request in output.admitted if request.priority >= highest]
-            require(not equal, f"{equal} displaced {names}, though not strictly more urgent than all of them")
+            require(not equal, f"{equal} preempted {names}, and are not strictly more urgent than all of them")
 
     def _check_progress(self, output: SchedulerOutput) -> None:
         """Promise 4: with nothing in flight and something to run, a step runs something."""

@@ -81,7 +81,7 @@ class GroupShadowHost(ShadowHost):
             sequence.is_stale = False
         if self.device is not None:
             self.device.check_free([block for _, _, block in told], name)
-        require(len(set(told)) == len(told), f"{name} is told twice of a block: {told}")
+        require(len(set(told)) == len(told), f"{name} gets a block twice: {told}")
         groups = {block: group for group, _, block in told}
         require(all(groups[block] == group for group, _, block in told), f"{name} has a block in two groups: {told}")
         low, high = self.config.num_reserved_blocks, self.config.num_blocks
@@ -94,7 +94,7 @@ class GroupShadowHost(ShadowHost):
         same = takewhile(lambda blocks: len(set(blocks)) == 1, zip(*tables, strict=False))
         common = len(list(same)) if self.config.count_common_prefix else 0
         told = output.num_common_prefix_blocks
-        require(told == common, f"{told} blocks are told to be common to the rows, {common} are, of {tables}")
+        require(told == common, f"{told} blocks are reported as common to the rows, {common} are, of {tables}")
 
     def _slots_of(self, sequence: HostSequence, positions: range) -> list[list[int]]:
         """[groups, positions] slot of each; -1: the host got no block there."""

@@ -41,7 +41,7 @@ class KVMirror:
                 require(isinstance(event, AllBlocksCleared), f"no event: {event!r}")
                 self._parents.clear()
         told, cached = set(self._parents), self._cached(size)
-        require(told == cached, f"{len(told)} blocks are told of and {len(cached)} cached, {len(told ^ cached)} differ")
+        require(told == cached, f"{len(told)} blocks reported, {len(cached)} cached, {len(told ^ cached)} differ")
 
     def _store(self, event: BlockStored, size: int) -> None:
         count, parent = len(event.block_hashes), event.parent_block_hash

@@ -426,7 +426,7 @@ class ShadowHost:
         same = takewhile(lambda blocks: len(set(blocks)) == 1, zip(*tables, strict=False))
         common = len(list(same)) if self.config.count_common_prefix else 0
         told = output.num_common_prefix_blocks
-        require(told == common, f"{told} blocks are told to be common to the rows, {common} are, of {tables}")
+        require(told == common, f"{told} blocks are reported as common to the rows, {common} are, of {tables}")
 
     def _renew_contents(self, sequence: HostSequence) -> None:
         """KV computed after an admission belongs to the prefix cache's epoch at that time."""

@@ -67,7 +67,7 @@ def check_passing(
             sound = entry not in surely or says_so(entry) or passes_blocks
             require(sound, f"{name} is next, {expected[0].request.request_id} was admitted")
             patient = entry.num_bypassed < (bound if passes_blocks else config.max_overtakes)
-            require(patient, f"{name} was overtaken {entry.num_bypassed} times, and is again")
+            require(patient, f"{name} was bypassed {entry.num_bypassed} times, and is again")
         else:
             require(entry is not expected[0], f"{name} is admitted with {adapter}; {held} run and {claims} have claims")
             if adapter is not None and adapter not in held and entry.num_bypassed >= config.max_overtakes:

@@ -100,14 +100,14 @@ def _ended(world: World, transfer: Transfer, ended: Request | None, num_loaded: 
     """A load has ended with `num_loaded` of `count` blocks of a table."""
     request, size = transfer.request, world.config.block_size
     if request is None:
-        require(ended is None, f"{ended} ended by a transfer that nobody waits for")
+        require(ended is None, f"{ended} ended by a transfer that no request waits for")
         return
     entry = world.entries[request]
     entry.load = None
     world.tally.num_loaded_tokens += num_loaded * size
     world.tally.num_failed_loads += num_loaded < count
     if num_loaded < count and world.config.kv_load_failure_policy == "fail":
-        require(ended is request, f"{request.request_id} goes on, though {num_loaded} of {count} blocks were loaded")
+        require(ended is request, f"{request.request_id} continues, and {num_loaded} of {count} blocks were loaded")
         world._end(entry, RequestStatus.FINISHED_ERROR)
     else:
         require(ended is None, f"{ended} ended by a load of {num_loaded} of {count} blocks")

@@ -496,7 +496,7 @@ class World:
         for entry in late:
             self._end(entry, RequestStatus.FINISHED_ERROR)
         is_told = can_advance or bool(overtime)  # a load beyond its timeout is found when a step is scheduled
-        require(is_told or not output.num_rows, "a step has rows, though it was said that none could advance")
+        require(is_told or not output.num_rows, "a step has rows, and can_advance said that none could advance")
         self.host.execute(output)
         expected.passed = passed_over(self, output, expected.contenders(output), expected.num_held)
         if not self.shadow_only:
@@ -856,7 +856,7 @@ class World:
             running += place is Place.RUNNING
         if self.config.batching != "prefill-first":
             most = self.config.max_num_seqs
-            require(running <= most, f"{running} requests run, and a step has room for {most}")
+            require(running <= most, f"{running} requests run, and the limit is {most}")
         outputs = [step.output for step in self.host.in_flight]
         require(self.scheduler.outputs_in_flight == tuple(outputs), "other steps are in flight")
         require(self.scheduler.has_unreported_ends == bool(self.unreported), "unreported ends are miscounted")

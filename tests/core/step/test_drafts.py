@@ -133,7 +133,7 @@ def test_drafts_never_pass_the_token_limit() -> None:
     assert host.propose(output, {"b": right(last, 3)}) == 0, "its next token is its last"
 
 
-# ---------------------------------------------------------------------- who gets none
+# ---------------------------------------------------------------------- rows without drafts
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 24))
