@@ -1,12 +1,12 @@
-"""Pointsman: the scheduler of an LLM inference engine, as a library.
+"""Pointsman: an LLM inference scheduler, as a library.
 
     from pointsman import Request, Scheduler, SchedulerConfig, StepResult   # the scheduler, for an engine of your own
     from pointsman import LLM, SamplingParams                               # the engine that comes with it
 
-`import pointsman` and `from pointsman import *` need NumPy alone; these names are defined in `pointsman.core`. The
-names of the engine are resolved on first use, which needs `pip install 'pointsman[engine]'`. The other packages are
-imported where they are used: `pointsman.server` (HTTP), `pointsman.cli` (the command line),
-`pointsman.integrations` (other engines), `pointsman.traces` (request traces).
+`import pointsman` and `from pointsman import *` need NumPy alone: these names come from `pointsman.core`. The engine's
+names are imported on first use, which needs `pip install 'pointsman[engine]'`. Import the other packages by name:
+`pointsman.server` (HTTP), `pointsman.cli` (the command line), `pointsman.integrations` (other engines),
+`pointsman.traces` (request traces).
 """
 
 from importlib import import_module as _import_module
@@ -142,7 +142,7 @@ __all__ = [
     "replay",
 ]
 
-if not TYPE_CHECKING:  # hidden from type checkers, to which every misspelt name would otherwise be an `Any`
+if not TYPE_CHECKING:  # hidden from type checkers, which would take every misspelt name for an `Any`
     _OF_THE_ENGINE = frozenset({"LLM", "AsyncEngine", "SamplingParams"})
 
     def __getattr__(name: str) -> object:

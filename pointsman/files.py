@@ -1,7 +1,6 @@
-"""Opens and reads files that a user names: no pipe hangs without a word, and no file fills the memory.
+"""Opens and reads files that a user names, without silent hangs on pipes and within memory limits.
 
-A refusal is an `OSError` whose `strerror` names the limit and the remedy, so that callers report it as they report a
-missing file.
+A refusal is an `OSError` whose `strerror` names the limit and the remedy. Callers report it like a missing file.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from typing import BinaryIO
 logger = logging.getLogger(__name__)
 
 MAX_LINE = 2**24
-"""Bytes of a line, or of one JSON value. As Python objects they can take 24 times as much: `[[],[],[]]`."""
+"""Maximum bytes of a line, or of one JSON value. Python objects can take 24 times the bytes: `[[],[],[]]`."""
 MAX_SETTINGS = 2**24
-"""Bytes of a JSON file of settings, or of a file of keys."""
+"""Maximum bytes of a JSON file of settings, or of a file of keys."""
 MAX_WRITTEN = 2**16
-"""Bytes of a file that people write, in a language that takes many seconds to read for each MiB: YAML, a template."""
+"""Maximum bytes of a handwritten file in a language that takes many seconds per MiB to read: YAML, a template."""
 MAX_MESSAGE = 800
-"""Characters of an error about what is in a file."""
+"""Maximum characters of an error about the content of a file."""
 SILENT = 2.0
-"""Seconds without data after which a reader of a pipe says that it waits."""
+"""Seconds without data after which a reader of a pipe logs that it waits."""
 _NO_WAITING = getattr(os, "O_NONBLOCK", 0)
-"""Windows has neither this nor named pipes in directories."""
+"""0 on Windows, which has neither this flag nor named pipes in directories."""
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -44,7 +43,7 @@ Path = str | PathLike[str]
 
 
 def open_regular(path: Path) -> io.FileIO:
-    """A regular file, opened for reading. Links are followed.
+    """Open a regular file for reading. Links are followed.
 
     Raises:
         OSError: it cannot be opened, or is something else; opening a named pipe would wait for its writer.
@@ -57,8 +56,8 @@ def open_regular(path: Path) -> io.FileIO:
 
 
 def open_input(path: Path) -> io.FileIO:
-    """A regular file, a pipe or a terminal, opened for reading once from its start. If a pipe has no data for `SILENT`
-    seconds, a warning says so; then this waits on.
+    """Open a regular file, a pipe or a terminal for reading once from its start. If a pipe has no data for `SILENT`
+    seconds, a warning is logged, and the wait continues.
 
     Raises:
         OSError: it cannot be opened, or is a directory, a socket or a block device.
@@ -93,7 +92,7 @@ def read_input(path: Path, max_bytes: int = MAX_SETTINGS) -> bytes:
 
 
 def cache_home() -> pathlib.Path:
-    """The folder for what a user's programs can make or fetch again: `XDG_CACHE_HOME`, or `~/.cache`.
+    """The user's cache folder: `XDG_CACHE_HOME`, or `~/.cache`.
 
     Raises:
         RuntimeError: the user has no home folder.
@@ -118,14 +117,13 @@ def lines_of(file: BinaryIO) -> Iterator[str]:
 
 
 def shown(text: str, length: int = 80) -> str:
-    """A text on one line of at most `length` characters."""
+    """A text as one line of at most `length` characters."""
     text = " ".join(text[: 20 * length].split())
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def represented(value: object, length: int = 80) -> str:
-    """A value as `repr` writes it, on one line of about `length` characters; of large values only the beginning is
-    looked at."""
+    """The `repr` of a value as one line of about `length` characters. It reads only the beginning of large values."""
     brief = reprlib.Repr()
     brief.maxlevel = 3
     brief.maxlist = brief.maxdict = brief.maxtuple = brief.maxset = length
@@ -134,7 +132,7 @@ def represented(value: object, length: int = 80) -> str:
 
 
 def _open(path: Path) -> tuple[io.FileIO, str | None]:
-    """The file, not blocking, and what it is; None: a regular file."""
+    """Open a file without blocking; returns it and its kind, None for a regular file."""
     mode = os.stat(path).st_mode
     if stat.S_ISSOCK(mode) or stat.S_ISDIR(mode):  # neither can be opened as a file
         kind = "a socket" if stat.S_ISSOCK(mode) else "a directory"

@@ -1,17 +1,17 @@
-"""Which of several engines gets a request? The one that computes least for it, within a bound on its load.
+"""Routing: sends a request to the engine that computes the fewest tokens for it, within a bound on the engine's load.
 
 The server routes by this rule among its engines, and the simulator among its replicas (`prefix-affinity`).
 
-An engine has cached the prompts that it was sent, as far as its pool holds them. So for each engine there is an index
-of the blocks of tokens that it was sent, each in its place behind the blocks before it, under the request's salt:
-a tree in which blocks that no prompt has left between are one run, compared at once. The
-cost of a request on an engine is the prompt's tokens that are not found there, and `TOKENS_PER_REQUEST` for each
-request that is open there; the least cost wins, of equal ones the index with fewer blocks, so that new prefixes spread.
+An engine caches the prompts that it was sent, as far as its pool holds them. So the router keeps an index of the token
+blocks that each engine was sent, by their predecessors and the request's salt. The index is a tree; blocks between
+which no prompt branches are one run, compared at once. The cost of a request on an engine is the number of its prompt
+tokens that are not found there, plus `TOKENS_PER_REQUEST` for each open request there. The lowest cost wins; among
+equals, the index with the fewest blocks, so that new prefixes spread.
 
-The bound: of the engines that take requests, one with n open requests is chosen only if the least loaded has m and
-n <= `MAX_LEAD` + m + m / 4. So no engine is preferred for what it has cached by more than that, whatever clients send.
+The bound: if the least loaded engine that takes requests has m open requests, an engine with n is chosen only if n <=
+`MAX_LEAD` + m + m / 4. So cached prefixes cannot overload an engine, for any client behaviour.
 
-What is compared are the tokens, not hashes of them. The index is a guess at what the engine holds: it evicts by itself.
+The index compares tokens, not hashes. It only estimates the engine's cache, which evicts on its own.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_LEAD = 4
-"""Requests by which an engine may be preferred, beside a quarter of the least load."""
+"""Maximum lead in open requests, beside a quarter of the least load, of an engine that is preferred for its cache."""
 TOKENS_PER_REQUEST = 32
-"""Prompt tokens whose computation weighs as much as one request that is open."""
+"""Number of prompt tokens whose computation costs the same as one open request."""
 
 
 class Router:
@@ -34,8 +34,8 @@ class Router:
 
     Args:
         num_engines: at least 1.
-        block_size: tokens of a block, as the engines have it.
-        num_blocks: blocks of tokens that each engine holds, and its index remembers.
+        block_size: tokens of a block, as in the engines.
+        num_blocks: blocks of tokens that each engine's pool holds; also the capacity of its index.
     """
 
     def __init__(self, num_engines: int, block_size: int, num_blocks: int) -> None:
@@ -45,12 +45,12 @@ class Router:
     def choose(
         self, prompt_token_ids: Sequence[int] | npt.NDArray[np.integer], namespace: str, loads: Sequence[int | None]
     ) -> int:
-        """The engine for a prompt, which is noted as sent there.
+        """Choose the engine for a prompt, and note the prompt as sent there.
 
         Args:
             prompt_token_ids: at least one.
-            namespace: only requests with an equal one share cached prefixes.
-            loads: the number of open requests of each engine; None: it takes none.
+            namespace: only requests with equal namespaces share cached prefixes.
+            loads: the number of open requests of each engine; None: it takes no requests.
 
         Raises:
             ValueError: no engine takes requests.
@@ -58,7 +58,7 @@ class Router:
         least = min((load for load in loads if load is not None), default=None)
         if least is None:
             raise ValueError("no engine takes requests; wait until one does")
-        limit = most_open(least)
+        limit = max_open(least)
         blocks = full_blocks(prompt_token_ids, self._block_size)
         best: tuple[int, int, int] | None = None
         for index, load in enumerate(loads):
@@ -73,19 +73,20 @@ class Router:
         return best[2]
 
     def forget(self, engine: int | None = None) -> None:
-        """An engine's cache is empty: it was reset, or the engine is a new one. None: all are."""
+        """Clear the index of an engine whose cache is empty, as it was reset or the engine is new. None: of all
+        engines."""
         for index, sent in enumerate(self._sent):
             if engine is None or index == engine:
                 sent.clear()
 
 
-def most_open(least: int) -> int:
-    """The number of open requests up to which an engine may be chosen, where the least loaded has `least`."""
+def max_open(least: int) -> int:
+    """Maximum number of open requests of an engine that may be chosen, if the least loaded one has `least`."""
     return MAX_LEAD + least + least // 4
 
 
 def full_blocks(token_ids: Sequence[int] | npt.NDArray[np.integer], block_size: int) -> bytes:
-    """The tokens of all full blocks, 8 bytes each, without that of the last token, which is computed in any case."""
+    """The tokens of all full blocks, 8 bytes each; the last token never counts, as it is always computed."""
     count = (len(token_ids) - 1) // block_size * block_size
     if isinstance(token_ids, np.ndarray):
         return token_ids[:count].astype(np.int64).tobytes()
@@ -93,12 +94,12 @@ def full_blocks(token_ids: Sequence[int] | npt.NDArray[np.integer], block_size: 
 
 
 class _Run:
-    """Blocks that were sent one behind the other, at least one.
+    """Consecutive blocks that were sent, at least one.
 
     Args:
-        parent: the run before it; None: it is the first of prompts.
-        key: its namespace and its first block: its name among those behind `parent`.
-        tokens: of all its blocks.
+        parent: the run before it; None: it begins prompts.
+        key: its namespace and its first block, which identify it among the runs behind `parent`.
+        tokens: the tokens of all its blocks.
     """
 
     __slots__ = ("behind", "key", "parent", "tokens")
@@ -111,10 +112,10 @@ class _Run:
 
 
 class SentBlocks:
-    """The blocks that one engine was sent, each in its place behind the blocks before it.
+    """The index of the blocks that one engine was sent, by their predecessors.
 
     Args:
-        capacity: blocks that are remembered; beyond it the least recently sent are forgotten, the last of a prompt
+        capacity: maximum number of blocks; beyond it the least recently sent are forgotten, the last blocks of a prompt
             first.
         block_size: tokens of a block.
     """
@@ -135,8 +136,8 @@ class SentBlocks:
         """The number of leading blocks that were sent before.
 
         Args:
-            blocks: as `full_blocks` gives them.
-            namespace: under which they were sent.
+            blocks: as `full_blocks` returns them.
+            namespace: the namespace under which they were sent.
         """
         start, runs = 0, self._first
         while (run := runs.get((namespace, blocks[start : start + self._num_bytes]))) is not None:
@@ -148,7 +149,7 @@ class SentBlocks:
         return start // self._num_bytes
 
     def note(self, blocks: bytes, namespace: str) -> None:
-        """These blocks are sent now."""
+        """Note that these blocks are sent now."""
         blocks = blocks[: self._capacity]
         start, runs = 0, self._first
         parent: _Run | None = None
@@ -165,15 +166,13 @@ class SentBlocks:
             path.append(run)
             start += len(run.tokens)
             parent, runs = run, run.behind
-        for run in reversed(path):  # none is forgotten before those behind it
+        for run in reversed(path):  # a run is forgotten only after the runs behind it
             self._recent.move_to_end(run)
         while self._size > self._capacity:
             self._forget_oldest(self._size - self._capacity)
 
     def _num_equal(self, tokens: bytes, blocks: bytes, start: int) -> int:
-        """The number of bytes of leading blocks of a run that are those of `blocks` from `start` on, of which there is
-        one at least.
-        """
+        """Number of bytes of a run's leading blocks that equal `blocks` from `start` on; at least one block does."""
         size = self._num_bytes
         low, high = 1, min(len(tokens), len(blocks) - start) // size
         while low < high:
@@ -185,7 +184,7 @@ class SentBlocks:
         return low * size
 
     def _split(self, run: _Run, runs: dict[tuple[str, bytes], _Run], num_bytes: int) -> _Run:
-        """Make two of a run, which is one of `runs`; returns the first, of `num_bytes`."""
+        """Split a run of `runs` in two; returns the first, of `num_bytes`."""
         first = runs[run.key] = _Run(run.parent, run.key, run.tokens[:num_bytes])
         self._recent[first] = None
         run.parent, run.tokens = first, run.tokens[num_bytes:]
@@ -194,8 +193,8 @@ class SentBlocks:
         return first
 
     def _forget_oldest(self, num_bytes: int) -> None:
-        """Forget the last blocks of the run that was sent longest ago, `num_bytes` at most."""
-        run = next(iter(self._recent))  # there is none behind it: those would be older
+        """Forget the last blocks of the least recently sent run, at most `num_bytes`."""
+        run = next(iter(self._recent))  # no run is behind it: such a run would be older
         if len(run.tokens) > num_bytes:
             run.tokens = run.tokens[:-num_bytes]
             self._size -= num_bytes
@@ -205,7 +204,7 @@ class SentBlocks:
         self._size -= len(run.tokens)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all blocks."""
         self._first.clear()
         self._recent.clear()
         self._size = 0

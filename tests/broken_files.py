@@ -1,11 +1,11 @@
-"""Each reader of files, and a process that gives it broken copies of a valid file and watches time and memory.
+"""Gives every reader of files broken copies of a valid file, in a process that limits time and memory.
 
     python -m tests.broken_files READER[,READER...] FIRST LAST [--show]
 
-reads the mutations FIRST to LAST - 1 (`tests/mutations.py`) and prints a JSON object for each reader: how many were
-accepted and refused, the longest time, the most memory, and what went wrong. A reader passes if it accepts the file or
-raises its documented error, whose one line names the file; a command passes if it says so and ends with an exit code.
-`--show` prints every error too.
+reads the mutations FIRST to LAST - 1 (`tests/mutations.py`) and prints a JSON object for each reader: the numbers of
+accepted and refused mutations, the longest time, the largest memory, and the failures. A reader passes if it accepts
+the file or raises its documented error, whose one line names the file; a command passes if it prints such an error and
+ends with an exit code. `--show` prints every error too.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from tests.mutations import Structure, mutated
 MAX_SECONDS = 10.0
 MAX_BYTES = 10**9
 MAX_MESSAGE = 2_000
-"""Characters of an error."""
+"""Maximum characters of an error."""
 MAX_FAILURES = 30
 RECORDINGS = Path(__file__).parent / "core" / "recordings"
 
 
 @dataclass(frozen=True)
 class Reader:
-    """What reads a file.
+    """A reader of a file format.
 
     Args:
         structure: of the file.
         make: writes a valid file into a folder and returns its path.
         read: is given the path of the file, valid or broken.
-        errors: names ("package.module:Name") of the errors that it may raise.
-        place: an expression that every error must match beside the file's name.
+        errors: names ("package.module:Name") of its allowed errors.
+        place: a pattern that every error must match beside the file's name.
         names_file: whether errors name the file; otherwise their caller adds it.
     """
 
@@ -68,7 +68,7 @@ class Found:
     longest_seconds: float = 0.0
     slowest: int = -1
     peak_megabytes: int = 0
-    """Beyond what the process had before the first mutation."""
+    """Memory beyond that of the process before the first mutation."""
     failures: list[str] = field(default_factory=list)
 
 
@@ -227,7 +227,7 @@ SHAPE = {
 
 
 def _model(name: str) -> Callable[[Path], Path]:
-    """A tiny model with every file, its weights in two; the reader's is the one of that name."""
+    """A tiny model with every file, its weights in two; the reader reads the file of that name."""
 
     def make(folder: Path) -> Path:
         import torch
@@ -425,7 +425,7 @@ _TRACE = ("pointsman.traces:TraceError",)
 _MODEL = ("pointsman.engine.errors:ModelLoadError",)
 _COMMAND = ("pointsman.cli.errors:CommandError",)
 _LINE = r"line \d+|request |nothing to serve"
-# A recording's errors are given the file's name by the command.
+# The command adds the file's name to a recording's errors.
 _REPLAYED = ("pointsman.core:RecordingError", "pointsman.core:ReplayDifference", "builtins:ValueError")
 
 READERS: dict[str, Reader] = {
@@ -507,7 +507,7 @@ class TooSlow(BaseException):
 
 
 class TooMuchMemory(BaseException):
-    """Raised in the reader by the watcher of memory."""
+    """Raised in the reader by the memory watch."""
 
 
 def read_mutations(name: str, numbers: range, *, show: bool = False) -> Found:
@@ -553,7 +553,7 @@ def read_mutations(name: str, numbers: range, *, show: bool = False) -> Found:
 
 
 def _wrong(message: str, path: Path, reader: Reader) -> str | None:
-    """What is wrong with an error, in words."""
+    """The fault of an error, in words."""
     if "\n" in message.strip() or "Traceback" in message:
         return f"an error of several lines: {message[:300]!r}"
     if len(message) > MAX_MESSAGE:
@@ -572,7 +572,7 @@ def _named(error: str) -> type[BaseException]:
 
 
 class _Watch:
-    """A context in which a reader is interrupted where it takes too long or too much memory."""
+    """A context that interrupts a reader that takes too long or too much memory."""
 
     def __init__(self) -> None:
         self.base = _resident()
@@ -610,7 +610,7 @@ def _watched() -> Iterator[_Watch]:
 
     signal.signal(signal.SIGALRM, too_slow)
     signal.signal(signal.SIGUSR1, too_large)
-    # An allocation of much at once fails there, before the machine's memory is gone.
+    # A single huge allocation fails at this limit, before the machine's memory is exhausted.
     size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (size + MAX_BYTES, resource.RLIM_INFINITY))
     watch = _Watch()

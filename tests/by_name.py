@@ -1,4 +1,4 @@
-"""Find and replace what the core defines by its name, wherever it is defined: a module that moves breaks no test."""
+"""Finds and replaces definitions of the core by name, in any module, so that moving a module breaks no test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def modules() -> tuple[ModuleType, ...]:
 
 
 def find(name: str) -> Any:
-    """The class, function or constant of this name; `Class.attribute` is what the class has under that name.
+    """The class, function or constant of this name; `Class.attribute` is an attribute of the class.
 
     Raises:
         LookupError: no module has a global of that name, or two define different things under it.

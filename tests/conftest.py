@@ -1,4 +1,4 @@
-"""Options of the test run, hypothesis profiles, shards, progress of long tests, and how to repeat a failure.
+"""Configures test runs: options, hypothesis profiles, shards, progress of long tests, and commands to repeat failures.
 
 `tests/forms.py` describes the short and the long form.
 """
@@ -26,14 +26,14 @@ from hypothesis import HealthCheck, settings
 
 from tests import forms
 
-# Started in the background of a script, the tests would hand a deaf ear for Ctrl-C down to all that they start.
+# In the background of a script, SIGINT is ignored, and all child processes of the tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The models that this user has installed decide nothing, but for tests of real weights (tests/engine/real/weights.py).
+# The user's installed models have no influence, except on tests of real weights (tests/engine/real/weights.py).
 os.environ.setdefault("POINTSMAN_TEST_MODELS", os.environ.get("POINTSMAN_MODELS", ""))
 os.environ["POINTSMAN_MODELS"] = str(Path(__file__).parent / "no-models")
 
-# Triton runs kernels on the CPU here. It must know when it is imported, and no process that is started needs to.
+# Triton runs kernels on the CPU here. The variable must be set at its import, and started processes do not need it.
 if find_spec("triton") is not None and "triton" not in sys.modules:
     os.environ["TRITON_INTERPRET"] = "1"
     import triton
@@ -42,12 +42,12 @@ if find_spec("triton") is not None and "triton" not in sys.modules:
     del os.environ["TRITON_INTERPRET"]
 
 _common = settings(
-    deadline=None,  # a shared machine is slow at times, and that is no failure
+    deadline=None,  # a shared machine is slow at times; that is no failure
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
     print_blob=True,
-    database=None,  # an earlier run decides nothing
+    database=None,  # earlier runs have no influence
 )
-# The short form draws the same cases each time; the long form draws those of its date.
+# The short form draws the same cases each time; the long form draws cases by date.
 settings.register_profile("short", _common, max_examples=120, stateful_step_count=50, derandomize=True)
 settings.register_profile("long", _common, max_examples=400, stateful_step_count=60)
 
@@ -92,8 +92,8 @@ def pytest_configure(config: pytest.Config) -> None:
 # ---------------------------------------------------------------------- which tests, in which order
 
 LONG_ONES = ("test_docs.py", "test_policy_pictures.py", "integrations", "benchmarks", "server", "cli", "engine")
-"""Files and folders with long tests, which come first: what is left at the end, when the workers of pytest-xdist take
-from each other, is then in small pieces."""
+"""Files and folders with long tests, which run first, so that the workers of pytest-xdist share small tests at the
+end."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -130,7 +130,7 @@ def ray_python() -> Path:
 
 
 def pytest_runtest_teardown() -> None:
-    """A command that ran inside the test's process lets the package log more; no later test sees that."""
+    """Reset the package's log level, which a command inside the test's process may have changed."""
     logging.getLogger("pointsman").setLevel(logging.NOTSET)
 
 
@@ -138,11 +138,11 @@ def pytest_runtest_teardown() -> None:
 
 SECONDS_BETWEEN_SIGNS = 60.0
 LONG_TIMEOUT = 7200.0
-"""Seconds after which a test hangs that runs in its long form."""
+"""Seconds after which a test in its long form counts as hanging."""
 
 
 class _Progress:
-    """How far the test of this process is, in a file that the reporting process reads."""
+    """Writes the progress of this process's test to a file that the reporting process reads."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / str(os.getpid())
@@ -154,7 +154,7 @@ class _Progress:
 
 
 class Reporter:
-    """Prints a sign of life of tests that run for a minute, and for each failure the command that repeats it."""
+    """Prints the progress of tests that run for a minute, and for each failure the command that repeats it."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -216,7 +216,7 @@ class Reporter:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     """Add the seed of a failure to its report: the local variable `seed` of the outermost function that has one. A
-    function that tries a `run` of seeds in one process has only their range."""
+    function that tries a `run` of seeds in one process reports only their range."""
     if call.excinfo is not None and not call.excinfo.errisinstance(pytest.skip.Exception):
         for entry in call.excinfo.traceback:
             names = entry.frame.f_locals

@@ -1,7 +1,5 @@
-"""Policies of another package that fail: one of each kind, sound until the method that `at` names was called `after`
-times, and failing then for ever.
-
-`install` makes a package of them, which hosts find by its entry points.
+"""Failing policies of another package, one of each kind: from call number `after` + 1 of the method named by `at` on,
+it always fails. `install` makes a package of them, which hosts find by its entry points.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ EVENTS = ("on_added", "on_queued", "on_admitted", "on_preempted", "on_finished",
 
 
 class Sound:
-    """What the kinds have in common."""
+    """The common part of all kinds."""
 
     parameters: ClassVar[tuple[Parameter, ...]] = (
         Parameter("at", "nothing", doc="the method that fails"),
@@ -148,12 +146,12 @@ def installed(folder: Path) -> Iterator[None]:
 
 
 def formatted(records: Iterable[logging.LogRecord]) -> list[str]:
-    """What a log has of these records, each with its traceback."""
+    """The log text of these records, each with its traceback."""
     return [logging.Formatter().format(record) for record in records]
 
 
 def check_log(log: list[str], kind: str, *, at_start: bool) -> None:
-    """The log has one traceback, of the policy's own error, and then what decides in the policy's place."""
+    """The log has one traceback, of the policy's own error, and then names the policy's replacement."""
     about = [line for line in log if f"{kind} 'faulty-{kind}:at=" in line]
     assert "".join(log).count("Traceback") == 1 and Path(__file__).name in about[0]
     assert ["decides in its place from now on" in line for line in about] == [False] * (len(about) - 1) + [True]

@@ -1,7 +1,8 @@
-"""Processes that are forked from one that has imported what they need, and watched as those of `subprocess` are.
+"""Forks processes from one that has imported their modules, with an interface like `subprocess`.
 
-An engine process spends most of its start on importing PyTorch. In the fork server that is done once, and every engine
-begins where the imports have ended. No thread may run in it, or a fork is not sound: it says so, and ends.
+An engine process spends most of its start on importing PyTorch. The fork server imports it once, and every engine
+begins after the imports. A fork is unsafe while threads run in the fork server: if there are any, it reports that and
+exits.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _STATUS = 4  # bytes of an exit code
 
 
 class ForkedProcess:
-    """What `subprocess.Popen` is to a process that was started. Made by `ForkServer.start`.
+    """Like `subprocess.Popen`, for a forked process. Made by `ForkServer.start`.
 
     Attributes:
         stderr: for whoever has connected it.
@@ -81,7 +82,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """A process that forks; or the connection to it that every process has which it has forked: `connection`."""
+    """A process that forks others; or a forked process's connection to it (`connection`)."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -94,7 +95,8 @@ class ForkServer:
         descriptors: Sequence[int],
         environment: Mapping[str, str],
     ) -> ForkedProcess:
-        """A process that calls a function with `arguments`; a number n among them stands for the nth descriptor.
+        """Start a process that calls a function with `arguments`; a number n among them is replaced by the nth
+        descriptor.
 
         Args:
             function: what it calls, as "module:function"; it ends with what that returns, or with SystemExit.
@@ -103,7 +105,7 @@ class ForkServer:
             environment: its variables.
 
         Raises:
-            RuntimeError: the fork server has ended; it said why.
+            RuntimeError: the fork server has exited; it printed why.
         """
         status, theirs = os.pipe()
         try:
@@ -158,7 +160,7 @@ def launch(prepare: str) -> ForkServer:
 
 
 connection: ForkServer | None = None
-"""In a process that was forked: whom to ask for others."""
+"""In a forked process: the fork server to ask for further processes."""
 
 
 def function_of(name: str) -> Callable[..., Any]:
@@ -169,7 +171,7 @@ def function_of(name: str) -> Callable[..., Any]:
 
 
 def _become(job: dict[str, Any], descriptors: list[int], sock: socket.socket) -> NoReturn:
-    """Be the process that was asked for, to its end."""
+    """Run as the requested process, until it exits."""
     global connection
     connection = ForkServer(sock)
     for number, descriptor in enumerate(descriptors[:3]):
@@ -181,7 +183,7 @@ def _become(job: dict[str, Any], descriptors: list[int], sock: socket.socket) ->
     os.environ.clear()
     os.environ.update(job["environment"])
     os.chdir(job["cwd"])
-    if "torch" in sys.modules:  # the first use makes its pool of threads again, and two at once would fail
+    if "torch" in sys.modules:  # the first use recreates its thread pool, and two first uses at once would fail
         sys.modules["torch"].set_num_threads(1)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
@@ -211,10 +213,10 @@ class _Forking:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._askers = {control: 0}  # process ids
-        self._running: dict[int, tuple[int, int, int]] = {}  # by descriptor: its id, who asked, where its code goes
+        self._running: dict[int, tuple[int, int, int]] = {}  # by descriptor: (id, asker, descriptor for the code)
 
     def run(self) -> None:
-        """Fork until there is nobody any more who could ask."""
+        """Fork on request until all clients are gone."""
         while True:
             for ready in select.select([*self._askers, *self._running], [], [])[0]:
                 if isinstance(ready, int):
@@ -234,7 +236,8 @@ class _Forking:
         os.close(status)
 
     def _answer(self, sock: socket.socket) -> bool:
-        """Whether there is still somebody who asks: a process can be killed between its question and the answer."""
+        """Answer one request; False if the client is gone: a process can be killed between its request and the
+        answer."""
         try:
             message, received, _, _ = socket.recv_fds(sock, _MESSAGE, 16)
         except ConnectionResetError:
@@ -249,7 +252,7 @@ class _Forking:
         return True
 
     def _answer_to(self, job: dict[str, Any], asker: int, received: list[int]) -> bytes:
-        """The processes that were started, as JSON; or the id of the one that this starts."""
+        """The started processes, as JSON; or the id of a newly started one."""
         if "started_by" in job:
             pids = [pid for pid, each, _ in self._running.values() if each == job["started_by"]]
             return json.dumps(pids).encode()
@@ -269,7 +272,7 @@ class _Forking:
         return str(pid).encode()
 
     def _forget(self) -> None:
-        """In the new process: nothing of the others is its own."""
+        """In the new process: close the descriptors of the others."""
         for sock in self._askers:
             sock.close()
         for process, (_, _, status) in self._running.items():
@@ -278,7 +281,7 @@ class _Forking:
 
 
 def main(descriptor: int, prepare: str) -> None:
-    """Be a fork server."""
+    """Run as a fork server."""
     with socket.socket(fileno=descriptor) as control:
         function_of(prepare)()
         threads = os.listdir("/proc/self/task")
@@ -289,5 +292,5 @@ def main(descriptor: int, prepare: str) -> None:
 
 
 if __name__ == "__main__":
-    # As the module that others import, so that `connection` is theirs.
+    # As an imported module, so that others share its `connection`.
     importlib.import_module("tests.fork_server").main(int(sys.argv[1]), sys.argv[2])

@@ -1,4 +1,5 @@
-"""Servers, engine processes and grammar compilers that import nothing: forked from a process that has run an engine."""
+"""Starts servers, engine processes and grammar compilers without imports: forked from a process that has run an
+engine."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from tests import fork_server as fork_servers
 from tests.fork_server import ForkedProcess, ForkServer
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""What was forked cannot compute with more threads: PyTorch's are not forked with it."""
+"""Forked processes can compute with one thread only: PyTorch's threads are not forked."""
 
 
 def prepare() -> None:
-    """Import what an engine process imports, at its start and with its first model, and load the compiled kernels."""
+    """Import the modules of an engine process, at its start and with its first model, and load the compiled kernels."""
     import torch
 
     import pointsman.cli.serve
@@ -38,7 +39,7 @@ def prepare() -> None:
 
 
 def run_engine(descriptor: str) -> int:
-    """What `python -m pointsman.server.engine_process` does; its grammars' compiler is forked as well."""
+    """Like `python -m pointsman.server.engine_process`; its grammar compiler is forked as well."""
     from pointsman.server.engine_process import main
 
     with forked_processes():
@@ -46,14 +47,14 @@ def run_engine(descriptor: str) -> int:
 
 
 def run_compiler(descriptor: str) -> None:
-    """What `python pointsman/engine/grammar/worker.py` does."""
+    """Like `python pointsman/engine/grammar/worker.py`."""
     from pointsman.engine.grammar.worker import main
 
     main(int(descriptor))
 
 
 def run_command(*arguments: str) -> None:
-    """What `python -m pointsman` does; the processes that it starts are forked as well."""
+    """Like `python -m pointsman`; the processes that it starts are forked as well."""
     from pointsman.cli import main
 
     with forked_processes():
@@ -62,7 +63,7 @@ def run_command(*arguments: str) -> None:
 
 @cache
 def fork_server() -> ForkServer:
-    """One for all tests of this process."""
+    """The fork server for all tests of this process."""
     return fork_servers.connection or fork_servers.launch("tests.forked_engines:prepare")
 
 
@@ -84,7 +85,7 @@ def start_command(
 
 @contextmanager
 def forked_processes() -> Iterator[None]:
-    """What starts engine processes and grammar compilers forks them meanwhile."""
+    """A context in which engine processes and grammar compilers are forked."""
     from pointsman.engine.grammar import process as grammar_process
     from pointsman.server.service import engine_client
 
@@ -95,7 +96,7 @@ def forked_processes() -> Iterator[None]:
 
 
 class _Subprocess:
-    """In place of `subprocess` in a module that starts one kind of process, whose last argument is a descriptor."""
+    """Replaces `subprocess` in a module that starts one kind of process, whose last argument is a descriptor."""
 
     DEVNULL = subprocess.DEVNULL
     TimeoutExpired = subprocess.TimeoutExpired
@@ -131,8 +132,8 @@ class ForkedServer(ServerProcess):
 def start_server(
     *arguments: str, environment: Mapping[str, str | None] | None = None, timeout: float = 120
 ) -> ServerProcess:
-    """As `_server_process.start_server`, and forked; it does not warm up, unless an argument says so."""
-    if "--warm-up" not in arguments:  # processor time, for nothing that most tests look at
+    """As `_server_process.start_server`, but forked; without warm-up, unless an argument asks for it."""
+    if "--warm-up" not in arguments:  # saves processor time; most tests do not need it
         arguments = ("--no-warm-up", *arguments)
     merged: dict[str, Any] = {**os.environ, **(environment or {}), **ONE_THREAD}
     log, theirs = os.pipe()

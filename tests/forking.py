@@ -1,4 +1,4 @@
-"""Processes that need not import anything: forked from one that has."""
+"""Runs processes without imports: forked from a process that has imported the modules."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 
 class ForkingParent:
-    """A process that has imported modules, and forks.
+    """A process that has imported modules, and forks others.
 
     Args:
         python: the interpreter.
-        modules: what it imports.
+        modules: the modules that it imports.
         environment: its variables, and those of its children.
     """
 
@@ -33,7 +33,7 @@ class ForkingParent:
 
         Raises:
             TimeoutExpired: it took more than `timeout` seconds.
-            RuntimeError: there is nobody who could fork, because a module cannot be imported.
+            RuntimeError: the forking process has exited, because a module cannot be imported.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         command = [str(argument) for argument in arguments]

@@ -1,9 +1,9 @@
-"""A process that has imported what others need, and forks them: a script, for `forking.py`.
+"""A script for `forking.py`: imports modules once, and forks processes that need them.
 
     python forking_parent.py MODULES...   reads a JSON line for every process to start, prints one when it has ended
 
-Importing PyTorch, or vLLM, takes more processor time than most of what tests do with it. Here that is done once, and
-every process begins where the imports have ended. They must start no thread, or a fork is not sound.
+Importing PyTorch or vLLM takes more processor time than most tests. Here it is done once, and every process begins
+after the imports. The imports must start no thread, or a fork is unsafe.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 
 def run(arguments: list[str]) -> None:
-    """As `python ARGUMENTS` would."""
+    """Run like `python ARGUMENTS`."""
     how, *rest = arguments
     if how == "-c":
         sys.argv = ["-c", *rest[1:]]
@@ -37,7 +37,7 @@ def run(arguments: list[str]) -> None:
 
 
 def become(job: dict[str, Any]) -> int:
-    """Be the process that was asked for; its exit code."""
+    """Run as the requested process; returns its exit code."""
     os.setpgid(0, 0)
     for number, path, flags in (
         (0, os.devnull, os.O_RDONLY),
@@ -60,7 +60,7 @@ def become(job: dict[str, Any]) -> int:
 
 
 def wait(pid: int, timeout: float) -> int | None:
-    """The exit code of a child; None: it took too long, and was killed with all its own."""
+    """The exit code of a child; None: it took too long, and was killed with its children."""
     descriptor = os.pidfd_open(pid)
     in_time = select.select([descriptor], [], [], timeout)[0]
     os.close(descriptor)

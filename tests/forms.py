@@ -17,14 +17,14 @@ from typing import Any, TypeVar, overload
 import pytest
 
 SEEDS_PER_DATE = 100_000
-"""Random seeds that a date has for each test; the date before it has as many others."""
+"""Number of random seeds of each test per date; each date has different ones."""
 
 Case = TypeVar("Case")
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What the options of a pytest run ask for."""
+    """The form of a pytest run, by its options."""
 
     is_long: bool
     explore: int
@@ -104,7 +104,7 @@ def seeds(short: int, long: int, *, kept: Collection[int] = ()) -> Seeds:
 
     Args:
         short: the short form has the seeds 0 to `short` - 1.
-        long: the long form has so many: those of the short form, and random ones that follow from the date.
+        long: number of seeds of the long form: those of the short form, and random ones that follow from the date.
         kept: random seeds that once failed; both forms have them, in addition.
     """
     again = [range(seed, seed + 1) for seed in kept]

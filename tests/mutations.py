@@ -1,7 +1,7 @@
-"""Broken copies of files: the same index gives the same copy, so that a failure can be repeated.
+"""Makes broken copies of files: the same index gives the same copy, so that a failure can be repeated.
 
-`mutated(data, structure, index)` breaks a valid file in one to three places. Half of the mutations know nothing of the
-format (bytes, numbers, lines); the others know the structure: values of JSON, or the headers of safetensors and GGUF.
+`mutated(data, structure, index)` breaks a valid file in one to three places. Half of the mutations ignore the format
+(bytes, numbers, lines); the others use the structure: values of JSON, or the headers of safetensors and GGUF.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NUMBER = re.compile(rb"-?\d+(\.\d+)?([eE][-+]?\d+)?")
 
 
 def mutated(data: bytes, structure: Structure, index: int) -> bytes:
-    """The file, broken in the way that belongs to `index`."""
+    """The file, broken by the mutation `index`."""
     rng = random.Random(index)
     kinds = [*BYTES, *(OF_STRUCTURE[structure] * len(BYTES))[: len(BYTES)]] if structure in OF_STRUCTURE else BYTES
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
@@ -87,7 +87,7 @@ def other_number(data: bytes, rng: random.Random) -> bytes:
 
 
 def other_lines(data: bytes, rng: random.Random) -> bytes:
-    """Lines swapped, doubled, dropped, joined, or one made very long or deep."""
+    """Swap, double, drop or join lines, or make one very long or deeply nested."""
     lines = data.split(b"\n")
     one, other = rng.randrange(len(lines)), rng.randrange(len(lines))
     kind = rng.randrange(40)
@@ -109,7 +109,7 @@ def other_lines(data: bytes, rng: random.Random) -> bytes:
 
 
 def encoded(data: bytes, rng: random.Random) -> bytes:
-    """The text in another encoding, or behind a byte-order mark."""
+    """The text in another encoding, or after a byte-order mark."""
     kind = rng.randrange(4)
     if kind == 0:
         return b"\xef\xbb\xbf" + data
@@ -133,11 +133,11 @@ BYTES: list[Mutation] = [flip, delete, duplicate, insert, truncate, other_number
 
 
 class _Raw(str):
-    """JSON text that stands for a value."""
+    """JSON text in place of a value."""
 
 
 def other_json(data: bytes, rng: random.Random) -> bytes:
-    """A member or an item of the document renamed, dropped, doubled, moved, or with another value."""
+    """Rename, drop, double or move a member or an item of the document, or change its value."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError):
@@ -217,7 +217,7 @@ def _written(value: Any) -> str:
 
 
 def other_header(data: bytes, rng: random.Random) -> bytes:
-    """Another length of the header, or another header: types, shapes, offsets, names; or other bytes behind it."""
+    """Change the length of the header, the header (types, shapes, offsets, names), or the bytes after it."""
     size = int.from_bytes(data[:8], "little")
     header, tensors = data[8 : 8 + size], data[8 + size :]
     kind = rng.randrange(10)
@@ -270,7 +270,7 @@ _WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 
 def other_gguf(data: bytes, rng: random.Random) -> bytes:
-    """One number of the header changed (a count, a length, a type, a value, a shape, an offset), or one text."""
+    """Change one number of the header (a count, a length, a type, a value, a shape, an offset), or one text."""
     try:
         numbers, texts = _gguf_places(data)
     except (struct.error, KeyError, OverflowError, RecursionError):  # the file was broken before
@@ -288,8 +288,8 @@ def other_gguf(data: bytes, rng: random.Random) -> bytes:
 
 
 def _gguf_places(data: bytes) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Where the header's numbers are, with their widths, and its texts, with their ends. Of a long array of texts the
-    first ones count."""
+    """The positions of the header's numbers, with their widths, and of its texts, with their ends. Of a long array of
+    texts only the first ones are included."""
     numbers, texts, at = [(4, 4), (8, 8), (16, 8)], [], 24
 
     def number(width: int) -> int:

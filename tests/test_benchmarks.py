@@ -1,4 +1,4 @@
-"""Every benchmark imports what is there, and runs in its quick form."""
+"""Every benchmark imports existing names, and runs in its quick form."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ OVERHEAD = [sys.executable, str(BENCHMARKS / "server_overhead.py"), "--quick"]
 
 
 def imported_from_the_package(script: Path) -> list[tuple[str, str]]:
-    """Modules and names that a script imports from Pointsman, inside of functions as well."""
+    """Modules and names that a script imports from Pointsman, including imports inside functions."""
     nodes = [node for node in ast.walk(ast.parse(script.read_text())) if isinstance(node, ast.ImportFrom)]
     return [(n.module, name.name) for n in nodes if (n.module or "").startswith("pointsman") for name in n.names]
 
 
 @pytest.mark.parametrize("script", [path.name for path in sorted(BENCHMARKS.glob("*.py"))])
 def test_imported_names_exist(script: str) -> None:
-    """Benchmarks run in the long form alone; the short form finds a name that has moved."""
+    """Only the long form runs benchmarks; the short form finds names that have moved."""
     for module, name in imported_from_the_package(BENCHMARKS / script):
         if module.startswith("pointsman.integrations"):  # needs vLLM
             assert importlib.util.find_spec(module), module
@@ -59,7 +59,7 @@ def test_checkouts_are_judged_by_the_interval_of_the_mean(
 
 
 @pytest.mark.e2e
-def test_the_other_checkout_must_be_one(tmp_path: Path) -> None:
+def test_the_other_path_must_be_a_checkout(tmp_path: Path) -> None:
     done = subprocess.run([*OVERHEAD, "--against", str(tmp_path)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert f"{tmp_path} has no pointsman to import" in done.stderr
@@ -77,7 +77,7 @@ def test_two_checkouts_are_measured() -> None:
 
 @pytest.mark.long
 @pytest.mark.e2e
-def test_a_real_model_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_real_model_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("POINTSMAN_MODELS", str(tmp_path))
     command = [sys.executable, str(BENCHMARKS / "real_model.py"), "--quick", "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -112,15 +112,15 @@ def test_a_recording_is_cut_into_the_runs_of_a_server(monkeypatch: pytest.Monkey
 @pytest.mark.e2e
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_quick_form(script: str) -> None:
-    """It ends with one JSON line. Its targets are not checked: other tests run on the same cores."""
+    """The output ends with one JSON line. Targets are not checked: other tests run on the same cores."""
     command = [sys.executable, str(BENCHMARKS / script), "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=BENCHMARKS.parent)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["benchmark"] == Path(script).stem
 
 
-def test_each_round_has_real_prompts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a prefix cache would serve the second round."""
+def test_each_round_has_its_own_real_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a prefix cache would serve the second round."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     real = importlib.import_module("_engine_real_model")
     workload = real.RealModel("demo", (1, 4), 8)
@@ -143,7 +143,7 @@ def test_each_round_has_real_prompts_of_its_own(monkeypatch: pytest.MonkeyPatch)
         (["--model", "nowhere.gguf"], "no GGUF file at nowhere.gguf"),
     ],
 )
-def test_engines_that_cannot_be_compared_are_named(options: list[str], message: str) -> None:
+def test_engines_that_cannot_be_compared_are_reported(options: list[str], message: str) -> None:
     done = subprocess.run([*ENGINES, *options], capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
     assert message in done.stderr.splitlines()[-1]

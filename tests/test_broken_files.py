@@ -1,4 +1,4 @@
-"""Broken copies of every file that is read: an error of one line that names the file, in little time and memory.
+"""Every reader of files refuses broken copies with a one-line error that names the file, in little time and memory.
 
 `tests/mutations.py` breaks the files, `tests/broken_files.py` reads them in a process of its own. A failure names the
 reader and the number of the mutation; `python -m tests.broken_files READER NUMBER NUMBER+1` repeats it.
@@ -20,11 +20,12 @@ from tests.mutations import OF_STRUCTURE, mutated
 ROOT = Path(__file__).parents[1]
 NUM_MUTATIONS = short_or_long(60, 2000)
 SLOW = ("model", "command")
-"""How the names of slow readers begin; the short form has a tenth of their mutations."""
+"""Prefixes of the names of slow readers; the short form has a tenth of their mutations."""
 
 
 def groups() -> list[list[str]]:
-    """The readers by process: in the long form one each, in the short form few, as imports take most of the time."""
+    """The readers by process: one each in the long form; few processes in the short form, as imports take most of the
+    time."""
     if is_long():
         return [[name] for name in READERS]
     slow = [[name for name in READERS if name.startswith(kind)] for kind in SLOW]
@@ -55,7 +56,7 @@ def test_broken_files_are_refused(names: list[str]) -> None:
         assert found["longest_seconds"] < MAX_SECONDS and found["peak_megabytes"] < MAX_BYTES // 10**6, found["name"]
 
 
-def test_a_mutation_is_the_same_each_time() -> None:
+def test_mutations_are_reproducible() -> None:
     data = json.dumps({"a": [1, 2, {"b": "text"}], "c": None}).encode()
     for structure in (*OF_STRUCTURE, "lines", "binary"):
         broken = [mutated(data, structure, index) for index in range(200)]  # type: ignore[arg-type]

@@ -3,8 +3,8 @@
 Outputs that a document shows (`console`, `pycon`) are those of SmolLM2, and are compared where it is installed.
 
 A document that has a line `pointsman serve ...` or `make serve` in a block of shell commands starts a session: the
-server is started with these options on a free port, the commands and the Python examples below it talk to it, and
-SIGTERM ends it. Files that a document shows, whose first line is a comment with their name, are there for its commands.
+server is started with these options on a free port, the commands and Python examples below it use it, and SIGTERM ends
+it. Files that a document shows, with their name as a comment in the first line, exist for its commands.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ ADDRESS = "http://127.0.0.1:8000"
 OPERATING = ROOT / "docs" / "operating.md"
 DECISIONS = ROOT / "docs" / "decisions"
 TEXTS = [*DOCUMENTS, VLLM, ROOT / "CONTRIBUTING.md", *sorted(DECISIONS.glob("*.md"))]
-"""Every document that names files; the changelog is not one of them, because it also names those of before."""
+"""Every document that names files; not the changelog, as it also names former files."""
 
 
 def blocks(path: Path) -> Iterator[tuple[str, str, str]]:
-    """(where it stands, language, text) of every fenced block."""
+    """(position, language, text) of every fenced block."""
     for index, (language, text) in enumerate(re.findall(r"```(\w+)\n(.*?)```", path.read_text(), re.DOTALL)):
         yield f"{path.name}:{index}", language, text
 
@@ -62,12 +62,12 @@ def commands(text: str) -> list[str]:
 
 @dataclass
 class Session:
-    """A server of a document, and what talks to it."""
+    """A server of a document, with the commands and programs that use it."""
 
     where: str
     options: list[str]
     talk: list[tuple[str, str, str]] = field(default_factory=list)
-    """(where it stands, language, a command or a program)."""
+    """(position, language, a command or a program)."""
     files: dict[str, str] = field(default_factory=dict)
 
 
@@ -143,11 +143,11 @@ def files_named(text: str) -> set[str]:
 
 WRITTEN_BY_EXAMPLES = {"prompts.txt"}
 PARTS = "|".join(sorted(path.stem for path in (ROOT / "pointsman").iterdir() if not path.name.startswith("_")))
-"""Of the package: `pointsman.core` is a name of it, `pointsman.json` a file."""
+"""Top-level modules of the package: `pointsman.core` is a module, `pointsman.json` a file."""
 
 
 def exists(dotted: str) -> bool:
-    """Whether `pointsman.a.b` is a module, or `b` a name that stands in module `pointsman.a`."""
+    """Whether `pointsman.a.b` is a module, or `b` a name in the module `pointsman.a`."""
     parts = dotted.split(".")
     for end in range(len(parts), 0, -1):
         stem = ROOT.joinpath(*parts[:end])
@@ -158,7 +158,7 @@ def exists(dotted: str) -> bool:
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=[path.name for path in TEXTS])
-def test_every_file_name_and_link_of_a_document_leads_somewhere(path: Path) -> None:
+def test_every_file_name_and_link_of_a_document_exists(path: Path) -> None:
     text = path.read_text()
     bases = (ROOT, ROOT / "pointsman")
     missing = {name for name in files_named(text) if not any((base / name).exists() for base in bases)}
@@ -167,10 +167,10 @@ def test_every_file_name_and_link_of_a_document_leads_somewhere(path: Path) -> N
     }
     links = {link for link in re.findall(r"\]\(([^)\s#]+)", text) if "://" not in link}
     missing |= {link for link in links if not (path.parent / link).exists()}
-    assert not missing, f"{path.relative_to(ROOT)} names what is not there: {', '.join(sorted(missing))}"
+    assert not missing, f"{path.relative_to(ROOT)} names missing files: {', '.join(sorted(missing))}"
 
 
-def test_the_names_of_files_are_found() -> None:
+def test_names_of_files_are_found_in_text() -> None:
     assert files_named("see `core/config.py` and `tests/property/`, not run.jsonl, a.b or `/v1/`") == {
         "core/config.py",
         "tests/property/",
@@ -196,7 +196,7 @@ def test_every_decision_is_a_record_of_three_parts_in_the_index() -> None:
 
 @cache
 def parent() -> ForkingParent:
-    """A process that has imported what the examples run."""
+    """A process that has imported the modules of the examples."""
     modules = ("pointsman.cli", "pointsman.engine.aio.async_engine", "pointsman.engine.llm")
     return ForkingParent(sys.executable, modules, {**os.environ, "OMP_NUM_THREADS": "1"})
 
@@ -210,7 +210,7 @@ def test_python_example_runs(where: str, text: str, tmp_path: Path) -> None:
 
 
 def bench_result(count: int) -> dict[str, Any]:
-    """What `vllm bench serve --save-result --save-detailed` writes of a small engine, as far as it is read."""
+    """The fields that are read of a result of `vllm bench serve --save-result --save-detailed`, of a small engine."""
     log = measured_log(count, 4.0, settings=EngineSettings(num_blocks=3000), output=12)
     outputs = [each.request.num_output_tokens for each in log]
     return {
@@ -229,7 +229,7 @@ def bench_result(count: int) -> dict[str, Any]:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("document", short_of(["README.md", *OTHERS], SHORT_DOCUMENTS))
-def test_commands_run_in_their_order(document: str, tmp_path: Path) -> None:
+def test_commands_of_documents_run_in_order(document: str, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("The import statement\nA list is\n")
     if document == "simulator.md":
         (tmp_path / "bench.json").write_text(json.dumps(bench_result(short_or_long(24, 300))))
@@ -249,7 +249,7 @@ def test_commands_run_in_their_order(document: str, tmp_path: Path) -> None:
 
 
 def talk(server: ServerProcess, language: str, text: str, cwd: Path) -> str:
-    """Run a command or a program of a document against a server; what it printed."""
+    """Run a command or a program of a document against a server; returns its output."""
     text = text.replace(ADDRESS, server.url)
     if language == "python":
         words = [sys.executable, "-c", text]
@@ -345,7 +345,7 @@ def test_make_serve_is_the_first_command_of_the_readme() -> None:
     assert installs.endswith("pointsman models get smollm2 --optional") and serves.endswith("pointsman serve")
 
 
-def test_the_table_of_knobs_is_that_of_their_declarations() -> None:
+def test_the_table_of_knobs_matches_their_declarations() -> None:
     page = OPERATING.read_text(encoding="utf-8")
     script = runpy.run_path(str(ROOT / "scripts" / "write_knobs.py"))
     assert page == script["with_table"](page), "run scripts/write_knobs.py"

@@ -1,4 +1,4 @@
-"""Files that are none: pipes, sockets, devices, directories, links; and files that are too large."""
+"""Irregular files (pipes, sockets, devices, directories, links), and files that are too large."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def test_a_regular_file_is_read_through_a_link(tmp_path: Path) -> None:
     assert read_regular(tmp_path / "link", 4) == read_input(tmp_path / "link") == b"text"
 
 
-def test_a_pipe_is_no_regular_file_and_is_not_waited_for(pipe: Path) -> None:
+def test_a_pipe_is_refused_as_regular_file_without_waiting(pipe: Path) -> None:
     with pytest.raises(OSError, match="it is a named pipe; give a regular file"):
         open_regular(pipe)
 
 
-def test_what_is_no_file_is_named(tmp_path: Path) -> None:
+def test_irregular_files_are_refused_by_kind(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(tmp_path / "socket"))
         for read in (open_regular, open_input):
@@ -53,7 +53,7 @@ def test_links_in_a_circle_are_an_error(tmp_path: Path) -> None:
         open_regular(tmp_path / "a")
 
 
-def test_a_pipe_that_says_nothing_is_waited_for_aloud(
+def test_waiting_for_a_silent_pipe_is_logged(
     pipe: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(files, "SILENT", 0.05)
@@ -83,13 +83,13 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
         next(lines_of(endless))
 
 
-def test_lines_that_are_no_text_are_named() -> None:
+def test_lines_that_are_not_utf_8_are_reported() -> None:
     lines = lines_of(BytesIO(b"\xef\xbb\xbfone\n\ntwo\n\xff\n"))
     assert [next(lines) for _ in range(3)] == ["one\n", "\n", "two\n"]
     with pytest.raises(ValueError, match="line 4: no UTF-8 text"):
         next(lines)
 
 
-def test_what_is_shown_of_a_value_is_one_short_line() -> None:
+def test_represented_values_are_one_short_line() -> None:
     assert shown("a\nb") == "a b" and represented([1, "x"]) == "[1, 'x']"
     assert shown("x" * 100, 10) == "xxxxxxx..." and len(represented([[0] * 10**5] * 10**5)) == 80

@@ -1,4 +1,4 @@
-"""A fork server outlives those that ask it."""
+"""A fork server outlives its clients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.fork_server import ForkServer
 
 
 def nothing() -> None:
-    """What needs no imports."""
+    """Exit without imports."""
 
 
 def succeed() -> int:
@@ -49,7 +49,7 @@ def run(server: ForkServer, function: str) -> int:
 
 
 @pytest.mark.parametrize("function", ["ask_and_be_killed", "ask_for_a_process_and_be_killed"])
-def test_one_that_is_killed_while_it_asks_costs_the_others_nothing(server: ForkServer, function: str) -> None:
+def test_a_client_killed_while_it_asks_does_not_affect_others(server: ForkServer, function: str) -> None:
     for _ in range(5):
         assert run(server, function) == -signal.SIGKILL
     assert run(server, "succeed") == 7

@@ -1,4 +1,4 @@
-"""A forked process is to its caller what one that was started is."""
+"""Forked processes behave to their caller like started ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parent() -> Iterator[ForkingParent]:
         ("import atexit; atexit.register(print, 'the end')", 0, "the end\n", ""),
     ],
 )
-def test_what_it_prints_and_its_exit_code(parent: ForkingParent, program: str, code: int, out: str, err: str) -> None:
+def test_output_and_exit_code_are_returned(parent: ForkingParent, program: str, code: int, out: str, err: str) -> None:
     done = parent.run("-c", program, "a", timeout=30, cwd=Path("/"), GIVEN="yes")
     assert (done.returncode, done.stdout, done.stderr) == (code, out, err)
 
@@ -57,7 +57,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_what_takes_too_long_is_killed_with_all_its_own(parent: ForkingParent) -> None:
+def test_a_process_beyond_its_timeout_is_killed_with_its_children(parent: ForkingParent) -> None:
     program = "import subprocess; own = subprocess.Popen(['sleep', '60']); print(own.pid, flush=True); own.wait()"
     with pytest.raises(subprocess.TimeoutExpired) as late:
         parent.run("-c", program, timeout=1)
@@ -68,7 +68,7 @@ def test_what_takes_too_long_is_killed_with_all_its_own(parent: ForkingParent) -
     assert parent.run("-c", "print(1)", timeout=30).stdout == "1\n", "the next is not affected"
 
 
-def test_a_module_that_cannot_be_imported_is_told() -> None:
+def test_a_module_that_cannot_be_imported_is_reported() -> None:
     parent = ForkingParent(sys.executable, ["no.such.module"], os.environ)
     with pytest.raises(RuntimeError, match="the process that forks ended with 1"):
         parent.run("-c", "1", timeout=30)

@@ -53,7 +53,7 @@ def test_shards_of_collected_tests_are_disjoint_and_complete() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "4", "0/4", "5/4", "1/0", "1/x"])
-def test_no_shard(text: str) -> None:
+def test_text_that_is_no_shard_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="it must be K/N with 1 <= K <= N, such as 1/4"):
         Shard.parse(text)
 
@@ -118,7 +118,7 @@ def test_it():
 
 
 def test_a_failure_prints_its_seed_and_the_command_that_repeats_it(tmp_path: Path) -> None:
-    """And a long test prints how far it is."""
+    """A long test also prints its progress."""
     (tmp_path / "conftest.py").write_text("import tests.conftest as base\nbase.SECONDS_BETWEEN_SIGNS = 0.5\n")
     (tmp_path / "test_it.py").write_text(FAILING.replace("SECONDS", "1.5"))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml")]

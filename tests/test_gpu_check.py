@@ -1,6 +1,5 @@
-"""The check of the engine on a GPU: its options, its processes, its report, its arithmetic; each part on a CPU.
-
-Short tests run parts of their own, in real processes; the long form runs all real ones with tiny sizes.
+"""The check of the engine on a GPU: its options, processes, report and arithmetic; and each part on a CPU. Short tests
+run small parts in real processes; the long form runs all real parts with tiny sizes.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def told(setting):
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Part]]:
-    """Makes parts of the functions above, named by their letters."""
+    """Makes parts of the functions above, by name."""
     (tmp_path / "own_parts.py").write_text(OWN_PARTS)
     paths = [tmp_path, ROOT / "scripts", ROOT / "benchmarks", ROOT]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
@@ -102,7 +101,7 @@ def run_all(parts: list[Part], seconds: float = 60.0, **options: Any) -> list[Re
 # ----------------------------------------------------------------------------------------------------------- options
 
 
-def test_only_takes_letters_and_names() -> None:
+def test_only_accepts_letters_and_names() -> None:
     assert make_parser(PARTS).parse_args(["--only", "b, kernels"]).only == ["b", "a"]
     assert make_parser(PARTS).parse_args([]).only is None
 
@@ -116,13 +115,13 @@ def test_only_takes_letters_and_names() -> None:
         (["--out", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
     ],
 )
-def test_wrong_options_are_named(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+def test_wrong_options_are_reported(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     with pytest.raises(SystemExit) as exit_code:
         make_parser(PARTS).parse_args(arguments)
     assert exit_code.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_wheels_beside_the_script_are_there_for_the_run(tmp_path: Path) -> None:
+def test_wheels_beside_the_script_are_installed_for_the_run(tmp_path: Path) -> None:
     scripts = tmp_path / "scripts"
     (scripts / "gpu_check").mkdir(parents=True)
     (scripts / ".whl").mkdir()
@@ -152,7 +151,7 @@ def test_parts_run_in_the_order_of_their_importance() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_missing_gpu_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_gpu_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--only", "a"]) == 2
     assert "--device is cuda, and PyTorch sees no GPU; --device cpu --tiny" in capsys.readouterr().out
 
@@ -199,7 +198,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs: one that waits to be reaped does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -217,7 +216,7 @@ def test_a_part_has_its_environment_on_a_cpu(own: Callable[..., list[Part]]) -> 
     assert run_all([part])[0].found.figures == {"environment": "yes"}
 
 
-def test_the_next_part_waits_until_it_is_told(own: Callable[..., list[Part]], tmp_path: Path) -> None:
+def test_the_next_part_waits_for_a_signal(own: Callable[..., list[Part]], tmp_path: Path) -> None:
     process = PartProcess(own("good")[0], Options("cpu"), tmp_path)
     try:
         time.sleep(0.5)
@@ -269,7 +268,7 @@ def test_it_ends_with_tables_and_one_line_of_json(
     assert any(line.split() == ["b", "good", "passed", *line.split()[-2:]] for line in lines)
 
 
-def test_missed_goals_are_named_and_change_no_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missed_goals_are_reported_and_keep_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     findings = Findings(tmp_path / "found", is_judged=True)
     findings.goal("speed", 2.0, at_least=3.0)
     findings.goal("delay", 1.0, at_most=1.05)
@@ -401,7 +400,7 @@ CASES = [
 
 
 class Broken(TorchAttention):
-    """A backend with one fault, which the check must see."""
+    """A backend with one fault, which the check must detect."""
 
     fault = ""
 
@@ -462,7 +461,7 @@ def test_the_check_of_sampling_sees_other_tokens(dtype: str) -> None:
 
 
 def test_requests_are_those_of_the_published_benchmark() -> None:
-    """As its loop draws them: a length, then the tokens of that prompt; the outputs' lengths last."""
+    """In the order of its loop: a length, then the tokens of that prompt; the lengths of outputs last."""
     import random
 
     random.seed(0)
@@ -472,7 +471,7 @@ def test_requests_are_those_of_the_published_benchmark() -> None:
     assert job.prompts == prompts and job.outputs == outputs and sum(outputs) > 130_000
 
 
-def test_a_rate_counts_tokens_of_its_own_time(tmp_path: Path) -> None:
+def test_a_rate_counts_tokens_of_its_time_span_only(tmp_path: Path) -> None:
     findings = Findings(tmp_path / "found", is_judged=False)
     setting = Setting("cpu", True, time.monotonic() + 60, findings)
     throughput._report(setting, "somebody", throughput.Rate(2, 30, 3.0, True))

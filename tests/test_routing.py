@@ -84,7 +84,7 @@ def test_prefixes_stay_together_and_new_ones_spread() -> None:
     assert sorted(homes.values()) == [0] * 5 + [1] * 5
     for number in range(10):
         assert router.choose([*([number] * 40), 99, 98], "", [0, 0]) == homes[number]
-    # Another salt shares nothing, and a load beyond the bound weighs more than any prefix.
+    # Another salt shares no blocks, and a load beyond the bound weighs more than any prefix.
     home = homes[3]
     loads: list[int | None] = [0, 0]
     loads[home] = MAX_LEAD + 1

@@ -1,4 +1,4 @@
-"""Compiles Triton kernels for GPUs that are not there, and reads what a program of them takes.
+"""Compiles Triton kernels for absent GPUs, and reads the resources of one program.
 
 Runs in a process of its own, without TRITON_INTERPRET: the decorator reads that when a kernel is defined.
 """
@@ -24,7 +24,7 @@ SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What to compile.
+    """A kernel to compile.
 
     Args:
         module: where the kernel is defined, such as "pointsman.engine.sampling.race_triton".
@@ -45,7 +45,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one program of a compiled kernel takes, by `ptxas -v`."""
+    """Resources of one program of a compiled kernel, by `ptxas -v`."""
 
     registers: int
     """By thread."""
@@ -77,13 +77,13 @@ def compile_ahead(
 
 
 def compile_all(kernels: Sequence[Kernel], arch: int) -> list[Resources]:
-    """What each kernel takes on an architecture.
+    """The resources of each kernel on an architecture.
 
     Raises:
         RuntimeError: a kernel does not compile; with the compiler's output.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    with tempfile.TemporaryDirectory(prefix="pointsman-triton-") as cache:  # nothing compiled before decides
+    with tempfile.TemporaryDirectory(prefix="pointsman-triton-") as cache:  # ignore earlier compilations
         environment |= {"TRITON_CACHE_DIR": cache, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         done = subprocess.run(
             [sys.executable, "-m", "tests.triton_ahead"],
@@ -124,7 +124,7 @@ def _compile(kernel: Kernel, arch: int) -> Resources:
 
 @contextmanager
 def _stdout_as_stderr() -> Iterator[None]:
-    """The last line of stdout is the result; what compilers print goes to stderr."""
+    """The last line of stdout is the result; the compilers' output goes to stderr."""
     before = os.dup(1)
     os.dup2(2, 1)
     try:
@@ -135,7 +135,7 @@ def _stdout_as_stderr() -> Iterator[None]:
 
 
 def _resources(ptx: str, arch: int, shared_bytes: int) -> Resources:
-    from triton.backends.nvidia.compiler import get_ptxas  # the one that Triton assembles with, of several
+    from triton.backends.nvidia.compiler import get_ptxas  # the assembler that Triton uses, of several
 
     target = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
     assert target is not None
@@ -152,7 +152,7 @@ def _resources(ptx: str, arch: int, shared_bytes: int) -> Resources:
 
 
 def main() -> None:
-    """Compile what stdin asks for, as JSON, and print the resources as JSON."""
+    """Compile the kernels given on stdin as JSON, and print their resources as JSON."""
     asked = json.load(sys.stdin)
     found = [asdict(_compile(Kernel(**kernel), asked["arch"])) for kernel in asked["kernels"]]
     print(json.dumps(found))

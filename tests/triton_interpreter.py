@@ -1,4 +1,4 @@
-"""Triton's interpreter, which runs kernels on a CPU, for tests of many small launches."""
+"""Speeds up Triton's interpreter, which runs kernels on a CPU, for tests of many small launches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triton.runtime import interpreter
 
 @contextmanager
 def quick_calls() -> Iterator[None]:
-    """Calls of one kernel function by another cost microseconds in here.
+    """A context in which calls between kernel functions cost microseconds.
 
     The interpreter replaces the functions of `triton.language` at the launch of a kernel, and again in each call within
     it, which takes a millisecond. Here this happens once a launch for each module that defines functions.

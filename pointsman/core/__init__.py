@@ -1,14 +1,14 @@
-"""The scheduler: which requests run in a step, and how many tokens each advances.
+"""The scheduler: decides which requests run in a step, and how many tokens each advances.
 
-It imports NumPy and the standard library, and knows no host. Begin with `scheduler.py`.
+It imports only NumPy and the standard library, and is independent of hosts. Begin with `scheduler.py`.
 
-    state/    where does a fact live?              kv/       which block holds what?
-    policy/   which request, how many, how much?   step/     what happens in a step?
-    observe/  what was decided, and why?
+    state/    requests, and the columns of the batch     kv/      blocks, block tables and the prefix cache
+    policy/   orders, limits, reserves and victims       step/    the parts of a step
+    observe/  statistics, explanations and films
 
 A host builds a `Request`, calls the scheduler's methods and reads what they return. Requests, outputs, updates and
-explanations are read-only: writing to them raises. What else a call returns is the caller's own copy. `scheduler.py`
-says it in full.
+explanations are read-only: writing to them raises. All other return values are the caller's own copies. `scheduler.py`
+has the full rules.
 """
 
 from pointsman.core.config import SchedulerConfig

@@ -1,7 +1,7 @@
-"""The knobs of the scheduler: one validated dataclass, and the presets.
+"""Configuration: `SchedulerConfig` declares and validates all knobs of the scheduler.
 
-Each field declares its range, its option of the command line, and what `pointsman tune` tries; `core/knobs.py` explains
-how. Its docstring is its row in docs/operating.md, which `python scripts/write_knobs.py` writes.
+Each field declares its range, its command-line option, and the values that `pointsman tune` tries; `core/knobs.py`
+explains how. `python scripts/write_knobs.py` writes the docstring of a field to its row in docs/operating.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SchedulerConfig(metaclass=Documented):
     """How a `Scheduler` behaves. Immutable, validated as a whole when it is built.
 
     Raises:
-        ConfigError: a value is out of range, or a knob would have no effect as the others are set.
+        ConfigError: a value is out of range, or the other knobs leave a knob without effect.
     """
 
     num_blocks: Annotated[int, AtLeast(1), Option(_POOL, "KV blocks in the pool")]
@@ -44,16 +44,16 @@ class SchedulerConfig(metaclass=Documented):
     num_reserved_blocks: Annotated[int, AtLeast(0)] = 0
     """Block ids 0 to num_reserved_blocks - 1 are never allocated (vLLM's null block, a trash block)."""
     kv_groups: tuple[KVGroup, ...] = ()
-    """Groups of layers with block tables of their own, all of blocks of `block_size` tokens from the one pool:
-    `KVGroup("full")`, `KVGroup("window", 1024)`, `KVGroup("chunk", 8192)`. What lies behind a request's window returns
-    to the pool while it runs. (): one group of full attention."""
+    """Groups of layers, each with its own block table, and one pool of blocks of `block_size` tokens for all:
+    `KVGroup("full")`, `KVGroup("window", 1024)`, `KVGroup("chunk", 8192)`. Blocks behind a request's window return to
+    the pool while it runs. (): one group of full attention."""
     enable_prefix_caching: Annotated[
         bool, Option(_POOL, "Whether equal prefixes share KV blocks", default="enabled")
     ] = True
-    """Whether full blocks are kept after use, to be reused for equal content. Off only where no two prompts share a
-    prefix, or for measurements."""
+    """Whether full blocks are kept after use, to be reused for equal content. Turn off only where no two prompts share
+    a prefix, or for measurements."""
     share_within_step: bool = True
-    """Whether a request may read blocks that another one writes in the same step. The host must then write a
+    """Whether a request may read blocks that another request writes in the same step. The host must then write a
     layer's KV for all rows before any row attends."""
 
     max_num_seqs: Annotated[
@@ -73,9 +73,9 @@ class SchedulerConfig(metaclass=Documented):
         AtLeast(1),
         Option(_STEPS, "Maximum number of requests that run at once, if lower", default="--max-num-seqs"),
     ] = None
-    """Maximum number of requests that run (hold blocks) at once; None: `max_num_seqs`. At most that, as every running
-    request is in every step, except under "prefill-first". The one limit that `Scheduler.set_max_num_active_seqs` can
-    change while requests run."""
+    """Maximum number of requests that run (hold blocks) at once; None: `max_num_seqs`. At most `max_num_seqs`, as every
+    running request is in every step, except under "prefill-first". The only limit that can change while requests run
+    (`Scheduler.set_max_num_active_seqs`)."""
     max_num_batched_tokens: Annotated[
         int,
         AtLeast(1),
@@ -91,8 +91,8 @@ class SchedulerConfig(metaclass=Documented):
     enable_chunked_prefill: Annotated[
         bool, Option(_STEPS, "Whether a prompt may be computed over several steps", default="enabled")
     ] = True
-    """Whether a prompt may be computed over several steps. Off: a prompt starts only if all its uncached
-    tokens fit one step, and one longer than the budget is refused. A resumed request may always be chunked."""
+    """Whether a prompt may be computed over several steps. Off: a prompt starts only if all its uncached tokens fit one
+    step, and a prompt longer than the budget is refused. A resumed request may always be chunked."""
     long_prefill_token_threshold: Annotated[
         int,
         AtLeast(0),
@@ -101,12 +101,12 @@ class SchedulerConfig(metaclass=Documented):
     ] = 0
     """Maximum number of tokens that one request may advance in a step, so that a long prompt leaves budget for others;
     0: no limit. A request that is the only one, queued or running, has the whole budget. Set it when single long
-    prompts fill steps that others wait for."""
+    prompts fill whole steps and others wait."""
     long_prefill_token_threshold_adaptive: Annotated[
         bool, Option(_STEPS, "Whether the threshold is at least a fair share of the budget")
     ] = False
     """Whether the threshold is at least a fair share of the budget: `max_num_batched_tokens` divided by the number of
-    queued and running requests. A long prompt is then not slowed down without need."""
+    queued and running requests. A long prompt then slows down only while others need the budget."""
     max_num_partial_prefills: Annotated[
         int | None,
         AtLeast(1),
@@ -115,28 +115,28 @@ class SchedulerConfig(metaclass=Documented):
     ] = None
     """Maximum number of concurrent partial prefills: prompts computed in part, with more to come. A request that would
     exceed it is skipped: at most `max_overtakes` (64) shorter ones that fit the step start before it. None: no cap.
-    With one above 1 and no `long_prefill_token_threshold`, that is 4 % of `max_model_len`."""
+    With a cap above 1 and no `long_prefill_token_threshold`, the threshold is 4 % of `max_model_len`."""
     max_long_partial_prefills: Annotated[
         int | None,
         AtLeast(1),
-        Option(_STEPS, "Maximum number of them longer than the threshold", default="no limit"),
+        Option(_STEPS, "Maximum number of partial prefills longer than the threshold", default="no limit"),
     ] = None
     """Maximum number of partial prefills that are longer than `long_prefill_token_threshold`, so that long prompts
     leave the others to shorter ones. None: no such cap."""
     max_steps_in_flight: Annotated[
         int,
         AtLeast(1),
-        Option(_STEPS, "2: asynchronous scheduling, the next step is scheduled while one executes"),
+        Option(_STEPS, "2: asynchronous, the next step is scheduled while one executes"),
     ] = 1
     """Maximum number of outputs of `schedule` without their `update`; 1 is synchronous. With more, the host schedules
-    the next step while it still executes one (vLLM's `async_scheduling`). Worth trying where steps are short and there
-    is a second core: `docs/engine.md#steps-in-flight`."""
+    the next step while it still executes one (vLLM's `async_scheduling`). Try 2 where steps are short and there is a
+    second core: `docs/engine.md#steps-in-flight`."""
     batching: Annotated[
         Literal["mixed", "prefill-first", "static"],
         Option(_STEPS, "mixed (continuous), or static for comparison"),
     ] = "mixed"
-    """"mixed": requests join and leave at every step. "prefill-first": a step computes prompts, partial prefills and
-    then new ones, and only if there are none, one token for each that decodes. "static": admit only when nothing
+    """"mixed": requests join and leave at every step. "prefill-first": a step computes prompts, partial prefills before
+    new ones; it decodes (one token for each request) only if there are no prompts. "static": admit only when nothing
     runs (for comparison)."""
 
     order: Annotated[
@@ -148,7 +148,7 @@ class SchedulerConfig(metaclass=Documented):
     """Which request is admitted next: a name, with parameters if need be ("name:key=value,key=value"), or an object
     with the `Order` protocol; see `docs/policies.md`. "priority": the smallest `priority` first. "fcfs-front" and
     "priority-by-arrival" queue preempted requests as other systems do, see `docs/presets.md`. A server refuses requests
-    with a priority where nothing reads it."""
+    with a priority if no policy reads it."""
     victim: Annotated[
         str | Victim | None,
         PolicyOf("victim"),
@@ -168,62 +168,63 @@ class SchedulerConfig(metaclass=Documented):
         Tried(rank=12),
     ] = "lru"
     """Which cached prefix is evicted first: a name, with parameters if need be, or an object with the `Eviction`
-    protocol. Others than "lru" need the prefix cache. "reuse" where many prompts share prefixes, "retention" where
-    clients say how long theirs is worth keeping: `docs/policies.md#eviction` has the gains and the bounds."""
+    protocol. All except "lru" need the prefix cache. Use "reuse" where many prompts share prefixes, "retention" where
+    clients say how long to keep theirs: `docs/policies.md#eviction` has the gains and the bounds."""
     max_policy_failures: Annotated[
         int,
         AtLeast(1),
         Option(
             _ADMISSION,
-            "Steps in which a policy of another package may fail before the default of its kind takes its place",
+            "Steps in which a policy of another package may fail before the default of its kind replaces it",
             is_simulated=False,
         ),
     ] = 3
-    """Steps in which a policy of another package may fail, with fewer than 100 others between two of them, before the
-    default of its kind takes its place. Each of them is scheduled again: `docs/policies.md#one-of-your-own`."""
+    """Failed steps of a policy of another package, each fewer than 100 steps after the last, before the default of its
+    kind replaces it. A failed step is scheduled again: `docs/policies.md#one-of-your-own`."""
     preemption_mode: Annotated[
         Literal["recompute", "swap", "cheaper"],
         Option(
             _ADMISSION,
-            "What becomes of a preempted request's KV that is evicted: recompute, swap to host memory, or what is "
-            "cheaper for each; the last two need --kv-offload-bytes",
+            "How a preempted request gets evicted KV back: recompute, swap to host memory, or the cheaper of both "
+            "for each request; the last two need --kv-offload-bytes",
         ),
     ] = "recompute"
     """What happens to the KV of a preempted request when the pool evicts it before the request resumes. "recompute": it
-    is lost, unless the connector saves all that is evicted. "swap": it is copied to host memory, and back when the
-    request resumes. "cheaper": for each victim what takes less time, by the step times and the copies so far. The last
-    two need the prefix cache, and a connector with host memory (`--kv-offload-bytes`):
+    is lost, unless the connector saves all evicted blocks. "swap": it is copied to host memory, and back when the
+    request resumes. "cheaper": the faster of both for each victim, judged by past step times and copies. The last two
+    need the prefix cache, and a connector with host memory (`--kv-offload-bytes`):
     `docs/policies.md#recompute-or-swap`."""
     reserves: Annotated[
         tuple[Any, ...],
         PolicyOf("reserve"),
         Option(
             _ADMISSION,
-            "What else an admission leaves free, such as bypass:bound=16; may be repeated",
+            "A further memory reserve that admissions leave free, such as bypass:bound=16; may be repeated",
             flag="--reserve",
         ),
         Tried(rank=8, is_for_short_pool=True),
     ] = ()
-    """What else an admission leaves free, beside `full_sequence_must_fit`, `watermark` and `decode_reserve`: names, or
-    `Reserve` objects. They add up. `docs/policies.md#reserves` says which and when."""
+    """Further reserves that an admission leaves free, beside `full_sequence_must_fit`, `watermark` and
+    `decode_reserve`: names, or `Reserve` objects. They add up. `docs/policies.md#reserves` says which to use when."""
     token_limits: Annotated[
         tuple[Any, ...],
         PolicyOf("limit"),
         Option(
             _ADMISSION,
-            "What else limits the tokens of a request or a step, such as prefill-threshold:tokens=512; may be repeated",
+            "A further limit on the tokens of a request or a step, such as prefill-threshold:tokens=512; may be "
+            "repeated",
             flag="--token-limit",
         ),
         Tried(rank=11),
     ] = ()
-    """What else limits the tokens of a request, or of a step: names, or `Limit` objects. `docs/policies.md#limits` has
-    them."""
+    """Further limits on the tokens of a request or of a step: names, or `Limit` objects. `docs/policies.md#limits`
+    lists them."""
     displace: Annotated[
         bool | None,
         Option(_ADMISSION, "With --order priority: priority preemption for waiting requests", default="displace"),
     ] = None
-    """Under "priority": whether less urgent running requests are preempted for a strictly more urgent waiting
-    one. None: yes under "priority". Under an order without urgency, True is an error."""
+    """Priority preemption, under "priority": whether a strictly more urgent waiting request preempts less urgent
+    running ones. None: yes under "priority". Under an order without urgency, True is an error."""
     full_sequence_must_fit: Annotated[
         bool,
         Option(
@@ -233,29 +234,29 @@ class SchedulerConfig(metaclass=Documented):
         ),
         Tried((True, False), is_ordered=False, is_for_short_pool=True, rank=7),
     ] = True
-    """Admit only if the whole known sequence fits, not just its first chunk, beside what partial prefills are still
-    owed. Off admits more, and preempts more."""
+    """Admit only if the whole known sequence fits, not just its first chunk, beside the blocks that partial prefills
+    still need. Off admits more, and preempts more."""
     watermark: Annotated[
         float,
         ShareOf("the pool"),
         Option(_ADMISSION, "Share of the pool that an admission leaves free"),
         Tried((0.0, 0.01, 0.02, 0.05, 0.1, 0.2), is_for_short_pool=True, rank=5),
     ] = 0.0
-    """Share of the pool, rounded down to blocks and at least one, that an admission must leave free while something
-    runs, as headroom for running requests. 0: none. Up against preemptions: 0.01 to 0.1."""
+    """Share of the pool, rounded down to blocks and at least one, that an admission must leave free for running
+    requests while there are any. 0: none. Raise it against preemptions: 0.01 to 0.1."""
     decode_reserve: Annotated[
         int | Literal["mean"],
         AtLeast(0, of="tokens"),
         Option(
             _ADMISSION,
-            "Output tokens that an admission finds blocks for: a number, or mean, the mean of the last 128 requests",
+            "Output tokens for which an admission finds free blocks: a number, or mean (of the last 128 requests)",
             metavar="TOKENS",
         ),
         Tried((0, 128, 512, "mean"), is_ordered=False, is_for_short_pool=True, rank=6),
     ] = 0
-    """Expected output of a request, in tokens: while something runs, admit only if the remaining free blocks hold it
-    (or what its limits leave of it). "mean": the mean output of the last 128 requests that finished by themselves. 0:
-    none. Up against preemptions where outputs are long and of similar length."""
+    """Expected output of a request, in tokens: while any request runs, admit only if the remaining free blocks hold it
+    (cut to the request's limits). "mean": the mean output of the last 128 requests that a stop condition ended. 0:
+    none. Raise it against preemptions where outputs are long and of similar length."""
 
     num_draft_tokens: Annotated[
         int,
@@ -268,7 +269,7 @@ class SchedulerConfig(metaclass=Documented):
         ),
     ] = 0
     """Speculation: maximum number of draft tokens that a step verifies for one request, beside its own next token; 0:
-    none. Where the budget does not hold them for every row, all rows verify fewer. 4 to 7 where outputs quote their
+    none. If the budget does not hold them for every row, all rows verify fewer. Try 4 to 7 where outputs quote their
     prompts: `docs/engine.md#speculation`."""
     draft_table: Annotated[
         tuple[tuple[int, int], ...],
@@ -279,20 +280,20 @@ class SchedulerConfig(metaclass=Documented):
             is_simulated=False,
         ),
     ] = ()
-    """Pairs (running requests, drafts), ascending: with at least that number of running requests, at most that number
-    of drafts each. Verification is nearly free while steps are small, and costs what it computes once they are full.
+    """Pairs (running requests, drafts), ascending: from this number of running requests on, each has at most this
+    number of drafts. Verification is nearly free while steps are small, and costs its full compute once they are full.
     The option takes `16:2,64:0` for ((16, 2), (64, 0))."""
     pad_first_decodes: bool = False
-    """Whether a request whose first step computes one token alone verifies `num_draft_tokens` placeholders beside it
-    (`UNSAMPLED`, which no host accepts), unless that step continues a prefill, or a limit on drafts cuts them: so that
-    all rows of the step have as many tokens, as graphs captured for uniform decodes need."""
+    """Whether a request whose first step computes a single token also verifies `num_draft_tokens` placeholders
+    (`UNSAMPLED`, which no host accepts), unless that step continues a prefill, or a limit on drafts cuts them. All rows
+    of the step then have equally many tokens, as graphs captured for uniform decodes need."""
 
     kv_load_failure_policy: Annotated[
         Literal["recompute", "fail"],
         Option(_OUTSIDE, "When KV cannot be loaded: recompute it, or fail the request", is_simulated=False),
     ] = "recompute"
-    """With a connector (`--kv-store`): what happens to a request whose KV could not all be loaded in time. "recompute":
-    missing tokens are computed. "fail": it finishes with an error."""
+    """With a connector (`--kv-store`): what happens to a request whose KV could not be loaded completely in time.
+    "recompute": missing tokens are computed. "fail": it finishes with an error."""
     kv_load_timeout: Annotated[
         float | None,
         Seconds(),
@@ -308,31 +309,31 @@ class SchedulerConfig(metaclass=Documented):
 
     max_loras: Annotated[int, AtLeast(0)] = 0
     """Maximum number of different adapters (LoRA) that run at once. A request whose adapter has no slot is skipped:
-    those behind it may be admitted. 0: a request with an adapter is refused."""
+    requests behind it may be admitted. 0: a request with an adapter is refused."""
     encoder_budget: Annotated[int, AtLeast(0)] = 0
     """Maximum number of embeddings of encoder inputs (images, audio) that one step computes. 0: a request with encoder
     inputs is refused."""
     encoder_cache_size: Annotated[int, AtLeast(0)] = 0
-    """Embeddings that are kept: those that running requests need, and others for reuse."""
+    """Maximum number of cached embeddings: the ones that running requests need, and others for reuse."""
     keep_embeddings: bool = True
-    """Whether embeddings stay cached for reuse when the rows that need them have passed their placeholders. False: they
-    are freed then, and computed again for a request that starts again; so for models that keep KV of them, which is
-    gone with the request's row (cross-attention)."""
+    """Whether embeddings stay cached for reuse after the rows that need them have passed their placeholders. False:
+    they are freed then, and recomputed for a request that restarts. False is for models with KV of the embeddings
+    (cross-attention), which is lost with the request's row."""
     split_encoder_inputs: bool | Literal["begun"] = True
     """Whether a chunk of a prompt may end within the placeholders of an encoder input. False: it ends before them, and
-    the next chunk has all of them, so a request waits for a step with room for its next input. "begun": the next chunk
-    begins with them and may end within them. That holds for False too where no chunk can be as long as the input, and
-    where `token_limits` decide how long chunks are."""
+    the next chunk has all of them, so a request waits for a step with enough budget for its next input. "begun": the
+    next chunk begins with them and may end within them. False acts as "begun" where no chunk can be as long as the
+    input, and where `token_limits` decide the length of chunks."""
     max_overtakes: Annotated[int, AtLeast(0)] = MAX_OVERTAKES
-    """How many requests may bypass a skipped one. Then, if it lacks an adapter slot, it claims that of the adapter that
-    has held one longest: no request behind it starts with that adapter. If it lacks embeddings, no request behind it is
-    admitted."""
+    """How many requests may bypass a skipped one. After that, a request that lacks an adapter slot claims the slot that
+    has been held longest: no request behind it starts with that slot's adapter. If it lacks embeddings, no request
+    behind it is admitted."""
 
     enable_kv_cache_events: bool = False
-    """Whether the scheduler keeps what enters and leaves the prefix cache, for `Scheduler.take_kv_events`, which the
-    host must then call, or the events accumulate."""
+    """Whether the scheduler logs the blocks that enter and leave the prefix cache. The host must then call
+    `Scheduler.take_kv_events`, or the events accumulate."""
     count_common_prefix: bool = False
-    """Whether each output counts the blocks that all its rows begin with (`num_common_prefix_blocks`)."""
+    """Whether each output counts the blocks with which all its rows begin (`num_common_prefix_blocks`)."""
     log_request_events: Annotated[
         bool,
         Option(
@@ -344,22 +345,22 @@ class SchedulerConfig(metaclass=Documented):
     """Whether each request keeps a log of its events with their times: queued, scheduled, preempted, resumed, parked,
     first token, finished. `Request.events` has them, and on a server `GET /v1/requests/ID`."""
 
-    # The remaining fields are for the presets that reproduce other systems.
+    # The remaining fields are for presets that reproduce other systems.
     first_chunk_only: bool = False
     """Whether only the first request of a step may be cut to the budget; any other must fit the remaining budget."""
     admission_charge: Literal["uncached", "whole-fits", "whole"] = "uncached"
-    """What must fit the budget, and what a request takes from it. "uncached": the tokens it computes. "whole-fits": all
-    its known tokens must fit, and so must their blocks, as if nothing were cached; it takes what it computes. "whole":
-    the same, and it takes all its known tokens."""
+    """The tokens of a request that must fit the budget, and those that it uses up. "uncached": the tokens that it
+    computes, for both. "whole-fits": all its known tokens must fit, and so must their blocks, uncached; it uses up the
+    tokens that it computes. "whole": the same, but it uses up all its known tokens."""
     count_owed_blocks: bool = True
-    """Whether `full_sequence_must_fit` counts what partial prefills are still owed."""
+    """Whether `full_sequence_must_fit` counts the blocks that partial prefills still need."""
     admit_after_preemption: bool = False
-    """Under "mixed": whether a step that preempted for memory still admits, into the blocks that the victims released,
-    even a victim itself."""
+    """Under "mixed": whether a step that preempted for memory still admits requests, even a victim, into the blocks
+    that the victims released."""
     shortage: Literal["replan", "in-order", "look-ahead"] = "replan"
     """What happens to the other rows when blocks run out. "replan": the step is recomputed without the victim.
-    "in-order": rows get blocks one after the other.
-    "look-ahead": the same, and the first row behind the step's limits asks for its block too."""
+    "in-order": rows get blocks one after the other. "look-ahead": the same, and the first row that the step's limits
+    exclude asks for its block too."""
     own_preemption_ends_step: bool = True
     """Where rows get blocks one after the other: whether the rows behind one that is itself preempted wait."""
     encoder_blocks_queue: bool = False
@@ -386,7 +387,7 @@ class SchedulerConfig(metaclass=Documented):
             raise ConfigError(f"no preset is called {name!r}; choose one of {', '.join(presets)}")
         values = {**presets[name], **overrides}
         if values.get("enable_prefix_caching") is False and "share_within_step" not in overrides:
-            values.pop("share_within_step", None)  # the preset sets what then has no effect
+            values.pop("share_within_step", None)  # the preset sets it, and it then has no effect
         if values.get("full_sequence_must_fit") is False and "count_owed_blocks" not in overrides:
             values.pop("count_owed_blocks", None)
         return cls(**values)
@@ -397,7 +398,7 @@ class SchedulerConfig(metaclass=Documented):
 
     @property
     def prefill_threshold(self) -> int:
-        """`long_prefill_token_threshold`, or its default with several partial prefills; 0: none."""
+        """`long_prefill_token_threshold`, or its default if several partial prefills are allowed; 0: none."""
         if self.long_prefill_token_threshold or (self.max_num_partial_prefills or 1) == 1:
             return self.long_prefill_token_threshold
         return max(1, int(self.max_model_len * 0.04))
@@ -409,7 +410,7 @@ class SchedulerConfig(metaclass=Documented):
 
     @property
     def has_kv_groups(self) -> bool:
-        """Whether KV is in other groups than one of full attention."""
+        """Whether there is any group of KV beside one of full attention."""
         return self.kv_groups not in ((), (FULL,))
 
     @property
@@ -425,37 +426,37 @@ class SchedulerConfig(metaclass=Documented):
 
     @property
     def num_usable_tokens(self) -> int:
-        """The longest sequence whose KV the usable blocks hold; with `kv_groups`, at most the model's longest."""
+        """The longest sequence whose KV the usable blocks hold; with `kv_groups`, at most `max_model_len`."""
         if not self.has_kv_groups:
             return self.num_usable_blocks * self.block_size
         return bisect_right(range(1, self.max_model_len + 1), self.num_usable_blocks, key=self.most_blocks)
 
     @property
     def num_full_length(self) -> float:
-        """Number of requests of the model's longest length that the usable blocks hold at once, if all but one decode:
-        the other may have all tokens of a step."""
+        """Number of requests of length `max_model_len` that the usable blocks hold at once, if all but one decode; the
+        last one may compute all tokens of a step."""
         usable, most = self.num_usable_blocks, self.most_blocks(self.max_model_len)
         return usable / most if usable <= most else 1 + (usable - most) / self.decode_blocks(self.max_model_len)
 
     @property
     def num_full_length_tokens(self) -> int:
-        """Tokens that the usable blocks hold; with `kv_groups`, in requests of the model's longest length."""
+        """Tokens that the usable blocks hold; with `kv_groups`, in requests of length `max_model_len`."""
         if not self.has_kv_groups:
             return self.num_usable_blocks * self.block_size
         return int(self.num_full_length * self.max_model_len)
 
     @property
     def max_tokens_in_flight(self) -> int:
-        """Tokens that steps in flight compute at most."""
+        """Maximum number of tokens that the steps in flight compute together."""
         return self.max_num_batched_tokens * self.max_steps_in_flight
 
     def most_blocks(self, num_tokens: int) -> int:
-        """The most blocks that a request holds at a time until it has computed its first `num_tokens`."""
+        """Maximum number of blocks that a request holds at a time until it has computed its first `num_tokens`."""
         groups = self.kv_groups or (FULL,)
         return sum(group.most_blocks(num_tokens, self.max_tokens_in_flight, self.block_size) for group in groups)
 
     def decode_blocks(self, num_tokens: int) -> int:
-        """The most blocks that a request holds that decodes, with so many tokens."""
+        """Maximum number of blocks that a decoding request with `num_tokens` tokens holds."""
         most = self.max_steps_in_flight * (1 + self.num_draft_tokens)
         groups = self.kv_groups or (FULL,)
         return sum(group.most_blocks(num_tokens, most, self.block_size) for group in groups)
@@ -541,9 +542,9 @@ class SchedulerConfig(metaclass=Documented):
         capped = self.max_num_partial_prefills is not None or self.max_long_partial_prefills is not None
         if self.max_overtakes != MAX_OVERTAKES and not (self.max_loras or self.encoder_budget or capped):
             raise ConfigError(
-                f"max_overtakes is {self.max_overtakes}, and nobody is passed over without adapters, encoder inputs or "
-                "a cap on partial prefills; set max_loras, encoder_budget or max_num_partial_prefills, or leave it at "
-                "its default"
+                f"max_overtakes is {self.max_overtakes}, and no request is skipped without adapters, encoder inputs "
+                "or a cap on partial prefills; set max_loras, encoder_budget or max_num_partial_prefills, or leave it "
+                "at its default"
             )
         self._check_encoder()
         self._check_speculation()
@@ -589,7 +590,7 @@ class SchedulerConfig(metaclass=Documented):
         cap, long_cap = self.max_num_partial_prefills, self.max_long_partial_prefills
         if (cap is not None or long_cap is not None) and not self.enable_chunked_prefill:
             raise ConfigError(
-                "a cap on partial prefills has no effect with enable_chunked_prefill off, where none is partial; leave "
+                "a cap on partial prefills has no effect with enable_chunked_prefill off: there are none; leave "
                 "it unset or turn chunked prefill on"
             )
         if long_cap is not None and not self.prefill_threshold:
@@ -606,7 +607,7 @@ class SchedulerConfig(metaclass=Documented):
     def _check_prefill_first(self) -> None:
         if self.batching == "prefill-first" and self.shortage == "replan":
             raise ConfigError(
-                'batching "prefill-first" goes row by row when blocks run out; set shortage to "in-order" or '
+                'batching "prefill-first" allocates row by row when blocks run out; set shortage to "in-order" or '
                 '"look-ahead"'
             )
         if self.batching != "prefill-first" and self.num_sequence_slots > self.max_num_seqs:
@@ -627,20 +628,20 @@ class SchedulerConfig(metaclass=Documented):
 
 @cache
 def scheduler_knobs() -> Mapping[str, Knob]:
-    """The fields of `SchedulerConfig` as they are declared, by name, in their order."""
+    """The declared fields of `SchedulerConfig`, by name, in order."""
     return declared_in(SchedulerConfig)
 
 
 def _written(knob: Knob, value: Any) -> Any:
-    """A value as JSON has it."""
+    """A knob's value for JSON."""
     if knob.is_list_of_policies:
         return [_named(policy) for policy in value]
     return _named(value) if knob.policy is not None else value
 
 
 def _named(policy: Any) -> Any:
-    """How a policy is written down. Parameters of an object are not known, so a name that others could be made by does
-    not stand for it."""
+    """A policy's name for JSON. The parameters of an object are unknown, so the name alone would not recreate it: if
+    the policy takes parameters, the name gets a suffix."""
     if policy is None or isinstance(policy, str):
         return policy
     return f"{policy.name} (object)" if getattr(policy, "parameters", ()) else policy.name

@@ -1,4 +1,4 @@
-"""What the scheduler raises. Each message names the value, the limit and the remedy."""
+"""Errors that the scheduler raises. Each message names the value, the limit and the remedy."""
 
 
 class PointsmanError(Exception):
@@ -14,7 +14,7 @@ class RequestRefused(PointsmanError, ValueError):
 
 
 class DuplicateRequest(PointsmanError, ValueError):
-    """A request id that is still in use: until its end has been reported in a scheduler output."""
+    """A request id that is still in use: no scheduler output has reported its request finished."""
 
 
 class UnknownRequest(PointsmanError, KeyError):
@@ -25,18 +25,18 @@ class UnknownRequest(PointsmanError, KeyError):
 
 
 class UnknownTransfer(PointsmanError, KeyError):
-    """A transfer that is not under way: it never was, or its end has been told."""
+    """A transfer that is not under way: it never was, or its end has been reported."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
 
 class InvalidTransition(PointsmanError, RuntimeError):
-    """A change of status that the life of a request does not allow."""
+    """A change of status that a request's state machine does not allow."""
 
 
 class StepOrderError(PointsmanError, RuntimeError):
-    """Steps must be updated, or failed, in the order in which they were scheduled."""
+    """A step out of order: steps must be updated, or failed, in the order in which they were scheduled."""
 
 
 class ClockError(PointsmanError, ValueError):
@@ -44,23 +44,23 @@ class ClockError(PointsmanError, ValueError):
 
 
 class StepResultError(PointsmanError, ValueError):
-    """A step result that does not fit the output it answers. Nothing of it was applied."""
+    """A step result that does not fit its output. Nothing of it was applied."""
 
 
 class ProposalError(PointsmanError, ValueError):
-    """Drafts that do not fit the output they are proposed for. Nothing of them was kept."""
+    """Drafts that do not fit their output. None of them was kept."""
 
 
 class InvariantError(PointsmanError, AssertionError):
-    """A promise of the scheduler is broken. The message names the promise."""
+    """A broken promise of the scheduler. The message names the promise."""
 
 
 class PolicyError(PointsmanError, RuntimeError):
-    """A policy raised, or broke its contract. The step that asked it is void; no request is lost.
+    """A policy that raised, or broke its contract. The step that called it is void; no request is lost.
 
     Args:
         message: names the policy.
-        what: it did.
+        what: the policy did.
     """
 
     def __init__(self, message: str, what: str = "") -> None:

@@ -1,4 +1,4 @@
-"""How a field of `SchedulerConfig` declares a knob: its range, its option, and whether a search of settings tries it.
+"""Knobs: a field of `SchedulerConfig` declares its range, its option, and the values that a search of settings tries.
 
     max_num_seqs: Annotated[
         int,
@@ -7,10 +7,10 @@
         Tried((8, 16, 32, 64), rank=2),
     ] = 256
 
-`scheduler_knobs` in `core/config.py` returns the declarations. Other places are made from them, so that a new field
-needs none of its own:
+`scheduler_knobs` in `core/config.py` returns the declarations. The following are generated from them, so that a new
+field needs no code there:
 
-| what | where |
+| generated | where |
 | --- | --- |
 | checks of the ranges; `bool` and `Literal` are ranges themselves | `SchedulerConfig` |
 | options of the command line, keys of its configuration file, arguments on Ray | `cli/scheduler_options.py` |
@@ -66,7 +66,7 @@ class AtLeast:
 
     least: int
     of: str = ""
-    """What it counts; needed where the knob may be a word, too."""
+    """The unit that it counts; needed if the knob may also be a word."""
 
     def check(self, name: str, value: object) -> None:
         if not isinstance(value, int) or isinstance(value, bool):
@@ -98,7 +98,7 @@ class Seconds:
 
 
 Range: TypeAlias = AtLeast | ShareOf | Seconds
-"""Each raises `ConfigError` for the value of a knob that is outside."""
+"""Each raises `ConfigError` for a value out of range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,36 +123,36 @@ policy_checks: list[Callable[[str, Any], None]] = []
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The option of the command line that sets a knob."""
+    """The command-line option that sets a knob."""
 
     panel: str
-    """Title of the part of a help page in which it is listed."""
+    """Title of its section of the help page."""
     help: str
-    """What it does, in one sentence without its full stop. The help page adds the default."""
+    """Its effect, in one sentence without a full stop. The help page adds the default."""
     default: str | None = None
-    """The default in words; None: the value of the field, where that can be read."""
+    """The default in words; None: the field's value, if readable."""
     flag: str | None = None
-    """Name, such as "--reserve"; None: by the name of the field."""
+    """Name, such as "--reserve"; None: derived from the field's name."""
     metavar: str | None = None
-    """What stands for the value in the help; None: by the type of the field."""
+    """Placeholder of the value in the help; None: derived from the field's type."""
     is_simulated: bool = True
-    """Whether the simulator has it too; False: it has no effect without a model that runs."""
+    """Whether the simulator has it too; False: it has no effect without a real model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What a search of settings (`pointsman tune`) tries."""
+    """The values that a search of settings (`pointsman tune`) tries."""
 
     values: tuple[Any, ...] = ()
-    """In their order. Of a policy: left out, because the registered ones are tried."""
+    """The values, in order. Left out for a policy: all registered ones are tried."""
     is_ordered: bool = True
-    """Whether values that stand beside each other are alike."""
+    """Whether neighbouring values have similar effects."""
     is_for_short_pool: bool = False
-    """Whether it makes a difference only where KV blocks run out."""
+    """Whether the knob matters only if KV blocks run out."""
     rank: float = math.inf
-    """Place among the settings of a search, those with the largest effect first."""
+    """Position among the settings of a search, which tries those with the largest effect first."""
     first: tuple[Any, ...] = ()
-    """A search begins with all combinations of these; (): it begins with the default alone."""
+    """Values of which a search first tries all combinations; (): only the default."""
 
 
 # ---------------------------------------------------------------------- knobs
@@ -160,15 +160,15 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """A field of `SchedulerConfig` as it is declared."""
+    """A declared field of `SchedulerConfig`."""
 
     name: str
     default: Any
-    """`dataclasses.MISSING`: it must be given."""
+    """`dataclasses.MISSING`: required."""
     kinds: tuple[Any, ...]
-    """Types of its values without None and words: `(int,)`."""
+    """Types of its values, except None and words: `(int,)`."""
     words: tuple[str, ...]
-    """Words that it may be, the choices of its `Literal`."""
+    """Allowed words, the choices of its `Literal`."""
     is_optional: bool
     """Whether it may be None."""
     range: Range | None
@@ -182,7 +182,7 @@ class Knob:
         return self.policy is not None and tuple in self.kinds
 
     def check(self, value: object) -> None:
-        """Whether the value is in range.
+        """Check that the value is in range.
 
         Raises:
             ConfigError: it is not.
@@ -209,7 +209,7 @@ class Knob:
 
 
 def declared_in(config: type[Any]) -> Mapping[str, Knob]:
-    """The knobs that the fields of a dataclass declare, by name, in their order."""
+    """The knobs that the fields of a dataclass declare, by name, in order."""
     hints = get_type_hints(config, include_extras=True)
     return MappingProxyType({field.name: _knob(field, hints[field.name]) for field in fields(config)})
 
@@ -240,6 +240,6 @@ def _of_type(kind: Any, declared: tuple[Any, ...]) -> Any:
 
 
 def _either(*choices: str) -> str:
-    """The choices as a reader lists them: "a, b or c"."""
+    """The choices as a list in words: "a, b or c"."""
     *others, last = choices
     return f"{', '.join(others)} or {last}" if others else last

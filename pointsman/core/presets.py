@@ -1,9 +1,9 @@
-"""Named configurations: settings to start from, and the schedulers whose decisions this one can reproduce.
+"""Presets: named settings to start from, and settings that reproduce the decisions of other schedulers.
 
 `PRESETS` are starting points for serving. `SYSTEMS` are other schedulers of the field: under such a preset, Pointsman
 admits the same requests, schedules the same chunks and preempts the same victims on the same input, except where
-docs/presets.md says otherwise. It names the version and date of each original, and lists where the original crashes,
-hangs or loses a request. Every setting used here can also be set on its own.
+docs/presets.md says otherwise. That page names the version and date of each original, and lists the cases in which the
+original crashes, hangs or loses a request. Every setting used here can also be set on its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
     # For comparison.
     "static": {"batching": "static"},
-    # Short steps: few requests share a step, and a prompt's chunk delays the next token of the others little.
+    # Short steps: few requests share a step, and a prompt's chunk delays the others' next tokens only a little.
     "low-latency": {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "enable_chunked_prefill": True},
     # Full steps: weights are read once for many tokens, and each request waits longer for its next token.
     "high-throughput": {
@@ -25,22 +25,22 @@ PRESETS: dict[str, dict[str, Any]] = {
         "enable_chunked_prefill": True,
         "token_limits": (),
     },
-    # Few sequence slots, so that long sequences fit the pool together; chunks large enough to get through a prompt.
+    # Few sequence slots, so that long sequences fit the pool together; large chunks, so that prompts take few steps.
     "long-context": {"max_num_seqs": 128, "max_num_batched_tokens": 8192, "enable_chunked_prefill": True},
     # Many small requests: each prompt is computed in one step or waits, so that there are no partial prefills.
     "short-requests": {"max_num_seqs": 512, "max_num_batched_tokens": 4096, "enable_chunked_prefill": False},
-    # As many requests as possible with a first token within 2 s and no long gaps: `benchmarks/auto.py` chooses it.
+    # The most requests with a first token within 2 s and no long gaps: `benchmarks/auto.py` chose it.
     "auto": {
         "order": "earliest-ttft:default=2.0",
         "reserves": ("growth",),
         "token_limits": ("target-itl",),
     },
 }
-"""Named settings to start from; a setting that is not named keeps its default."""
+"""Named settings to start from; settings that are not listed keep their defaults."""
 
 _PREFILL_FIRST: dict[str, Any] = {
     "batching": "prefill-first",
-    "max_num_active_seqs": NO_LIMIT,  # their max_num_seqs bounds a step; only the pool bounds the running set
+    "max_num_active_seqs": NO_LIMIT,  # their max_num_seqs limits a step; only the pool limits the running requests
     "first_chunk_only": True,
     "order": "fcfs-front",
     "shortage": "in-order",
@@ -56,13 +56,13 @@ _VLLM: dict[str, Any] = {
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     # nano-vLLM of 2026-04-13 (commit 9e8507e), before chunked prefill: a prompt must fit the step and the free blocks
-    # as if none of it were cached.
+    # without counting cached tokens.
     "nano-vllm": {**_NANO_VLLM, "enable_chunked_prefill": False, "admission_charge": "whole-fits"},
     # nano-vLLM's main branch since late April 2026 (pull request 218): cached tokens are not charged, the first prompt
     # of a step may be chunked, and a block enters the prefix cache after the step that computes it.
     "nano-vllm-chunked": {**_NANO_VLLM, "enable_chunked_prefill": True, "share_within_step": False},
-    # miniVLLM as its documentation lists it, `can_append` repaired, with its engine's limits: the whole prompt is
-    # charged, and the first row beyond the step's limits asks for its block too.
+    # miniVLLM as its documentation lists it, with `can_append` repaired and its engine's limits: the whole prompt is
+    # charged, and the first row that the step's limits exclude asks for its block too.
     "minivllm": {
         **_PREFILL_FIRST,
         "max_num_seqs": 16,
@@ -71,7 +71,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "admission_charge": "whole",
         "shortage": "look-ahead",
     },
-    # Five actions a step, and no limit but the pool. 128 tokens is this preset's guess at "the expected decode length".
+    # Five actions a step, limited only by the pool. 128 tokens is this preset's guess at "the expected decode length".
     "textbook": {
         "max_num_seqs": NO_LIMIT,
         "max_num_batched_tokens": NO_LIMIT,

@@ -1,15 +1,16 @@
-"""Recordings: every call into a scheduler and every decision it made, as JSON Lines (`replay.py` plays them again).
+"""Recordings: writes every call into a scheduler and every decision as JSON Lines, for `replay.py`.
 
-A recording is the inputs, so that it can be run again: a header (format, library version, configuration), then one
-line per call in order, each with its `now`. `schedule` and `update` lines also carry what was decided. The recorder
-listens to the scheduler's calls (`state/events.py`).
+A recording holds the inputs of a run: a header (format, library version, configuration), then one line per call in
+order, each with its `now`. `schedule` and `update` lines also hold the decisions. The recorder listens to the
+scheduler's calls (`state/events.py`).
 
-A recording of another scheduler is observed: its header has `observed`, and it has no prompt and no decision of a row.
+A recording of another scheduler is called observed: its header has `observed`, and it has no prompts and no decisions
+about rows.
 
     add       a request by its number: lengths, and its prompt's full blocks as [parent, first, count], or null where
               blocks have no hashes; block ids first to first + count - 1 are new here, and follow block `parent`
-    steps     columns of consecutive steps (`OBSERVED_STEPS`)
-    result    the end of a request, and in which steps it got a token: `steps` is a list of [first, last]
+    steps     columns of consecutive steps (`OBSERVED_STEPS`) result    the end of a request, and the steps in which it
+    got a token: `steps` is a list of [first, last]
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from pointsman.version import __version__
 FORMAT = "pointsman-recording"
 FORMAT_VERSION = 1
 MAX_BLOCKS = 2**25
-"""KV blocks of a pool that a file may ask for when it is replayed or simulated: about 0.5 GB, and four seconds."""
+"""Maximum number of KV blocks that a file may ask for when it is replayed or simulated: about 0.5 GB, and four seconds.
+"""
 
 OBSERVED_STEPS = (
     "began_us",
@@ -50,8 +52,8 @@ OBSERVED_STEPS = (
     "num_waiting",
     "num_free_blocks",
 )
-"""Columns of a `steps` line: microseconds on the clock of `now`, what the step computed (`sim/step_time.py`), and the
-unfinished requests that do not run and the free blocks after it. A step begins when the one before it ends, or when it
+"""Columns of a `steps` line: microseconds on the clock of `now`; the step's work (`sim/step_time.py`); after it, the
+number of unfinished requests that do not run and of free blocks. A step begins when the step before it ends, or when it
 was scheduled if the engine was idle; it ends when the scheduler gets its tokens."""
 
 REQUEST_FIELDS = (
@@ -94,11 +96,11 @@ _OUTPUT_ARRAYS = (
 
 
 class RecordingError(PointsmanError, ValueError):
-    """A line that is no part of a recording. The message names the line."""
+    """A recording that cannot be read or replayed. The message names the line."""
 
 
 def check_num_blocks(value: object) -> None:
-    """Refuse a pool that a broken file asks for, and that would fill the memory.
+    """Refuse a pool size from a broken file that would fill the memory.
 
     Raises:
         ValueError: it has more than `MAX_BLOCKS` blocks.
@@ -108,12 +110,12 @@ def check_num_blocks(value: object) -> None:
 
 
 class WholeLines(Generic[AnyStr]):
-    """The lines of a recording, without a last one that was cut off, by a kill or a full disk. The header stays."""
+    """The lines of a recording, without a last line that was cut off by a kill or a full disk. The header stays."""
 
     def __init__(self, lines: Iterable[AnyStr]) -> None:
         self._lines: Iterable[AnyStr] = lines
         self.is_cut = False
-        """Whether a part of a line was left out, once the end is reached."""
+        """Whether a partial last line was left out; valid at the end of the lines."""
 
     def __iter__(self) -> Iterator[AnyStr]:
         lines = iter(self._lines)
@@ -142,18 +144,18 @@ def _is_cut(line: str | bytes) -> bool:
 
 
 class RecordingState(NamedTuple):
-    """What has become of a recording."""
+    """The state of a recording."""
 
     ended_by: str
-    """Why it ended early; empty: it did not."""
+    """Why it ended early; empty: it did not end early."""
     num_waiting_bytes: int
     """Bytes that wait for the disk."""
 
 
 class Recorder(Listener):
-    """Writes a recording as the calls happen, a line with each `write`. One recorder serves one scheduler.
+    """Writes a recording as the calls happen, one line with each `write`. One recorder serves one scheduler.
 
-    A file that cannot be written ends the recording, and nothing else: see `observe/side_file.py`.
+    If the file cannot be written, only the recording ends: see `observe/side_file.py`.
 
     Args:
         file: a `BackgroundFile`, or a text file, which is written in the scheduler's thread.
@@ -166,20 +168,20 @@ class Recorder(Listener):
     def start(
         self, config: SchedulerConfig, start: Start, policies: dict[str, int], answers: AnswerLog | None = None
     ) -> None:
-        """The header; called once, by the scheduler. `policies`: versions by name; `answers`: of its connector."""
+        """Write the header; the scheduler calls it once. `policies`: versions by name; `answers`: of the connector."""
         header = {"format": FORMAT, "format_version": FORMAT_VERSION, "library_version": __version__}
         self._answers = answers
         connector = None if answers is None else {"saves_evicted": answers.saves_evicted}
         header |= {"config": config.to_dict(), "policies": policies}
         numbers = start._asdict()
         replaced = [list(each) for each in numbers.pop("replaced")]
-        if replaced:  # earlier versions, which know of none, read every other recording
+        if replaced:  # earlier versions lack this field, and read all recordings without it
             numbers["replaced"] = replaced
         self._write({**header, "start": numbers, "connector": connector})
 
     @property
     def state(self) -> RecordingState:
-        """What has become of the recording so far."""
+        """The state of the recording so far."""
         return RecordingState(self._file.ended_by, self._file.num_waiting_bytes)
 
     def on_call(self, event: Call) -> None:
@@ -192,7 +194,7 @@ class Recorder(Listener):
         self._write(line | _FIELDS[event.name](**event.arguments))
 
     def _write(self, line: dict[str, Any]) -> None:
-        """One line: a call, with what the connector answered in it."""
+        """Write one line: a call, with the connector's answers in it."""
         if self._answers is not None and (answers := self._answers.take()):
             line["answers"] = answers
         self._file.write(json.dumps(line, separators=(",", ":"), default=_plain) + "\n")
@@ -272,7 +274,7 @@ _FIELDS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def _plain(value: object) -> object:
-    """What JSON knows for a NumPy scalar, or for parameters."""
+    """The JSON value of a NumPy scalar or of parameters."""
     if isinstance(value, np.generic):
         return value.item()
     if is_dataclass(value) and not isinstance(value, type):

@@ -1,4 +1,4 @@
-"""The replay of a recording: the same calls on a new scheduler, and every decision compared.
+"""Replay: makes the calls of a recording on a new scheduler, and compares every decision.
 
 The first difference names the line, the step and the field.
 """
@@ -34,7 +34,7 @@ from pointsman.files import MAX_MESSAGE, represented, shown
 
 
 class ReplayDifference(PointsmanError):
-    """The first decision of a replay that is not the recorded one."""
+    """The first decision of a replay that differs from the recorded one."""
 
     def __init__(self, line: int, step_id: int | None, field: str, recorded: object, replayed: object) -> None:
         where = f"step {represented(step_id)}" if step_id is not None else "a call outside steps"
@@ -51,14 +51,14 @@ class ReplayDifference(PointsmanError):
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """What a replay without a difference went through."""
+    """The counts of a replay without a difference."""
 
     num_calls: int
     num_steps: int
     num_requests: int
     num_preemptions: int
     is_cut: bool
-    """Whether the recording ends with a part of a line, which was left out."""
+    """Whether the recording ended with a partial line, which was left out."""
 
 
 def replay(file: Iterable[str], watch: Callable[[Scheduler], None] | None = None) -> ReplayReport:
@@ -116,7 +116,7 @@ class _Replay:
                 raise RecordingError(
                     f"line {number} is not JSON ({error.msg}); the recording is cut or broken"
                 ) from None
-            except Exception as error:  # values that no recorder wrote can fail anywhere in the scheduler
+            except Exception as error:  # values that no recorder writes can fail anywhere in the scheduler
                 what = str(error) if isinstance(error, PointsmanError) else f"{type(error).__name__}: {error}"
                 raise RecordingError(f"line {number} cannot be replayed: {shown(what, MAX_MESSAGE)}") from error
         if self._scheduler is None:
@@ -151,7 +151,7 @@ class _Replay:
         if "observed" in header:
             other = shown(str(header["observed"]["scheduler"]))
             raise RecordingError(
-                f"it was observed: {other} decided, and prompts are not in it, so nothing can be decided again; "
+                f"it was observed: {other} decided, and it has no prompts, so no decision can be replayed; "
                 "pointsman vllm compare simulates it"
             )
         config = header["config"]
@@ -213,7 +213,7 @@ class _Replay:
         self._num_steps += 1
 
     def _schedule_failed(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
-        """A policy failed, and does so again."""
+        """A policy failed in the recording, and must fail again."""
         try:
             step: int | None = scheduler.schedule(call["now"]).step_id
             failed = ""
@@ -234,7 +234,7 @@ class _Replay:
 
     def _propose(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
         output, kept = self._updated, 0
-        if output is not None and output.step_id == call["step"]:  # otherwise it was stale
+        if output is not None and output.step_id == call["step"]:  # otherwise the proposal was stale
             kept = scheduler.propose(output, call["token_ids"], call["counts"], call["now"])
         _compare(number, call["step"], call["decision"], {"kept": kept})
 

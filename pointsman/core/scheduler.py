@@ -5,18 +5,18 @@
     done   = scheduler.update(output, result, now)   append tokens, stop conditions, free
              scheduler.propose(output, ...)          optional: drafts, to be verified in the next step
 
-`schedule` and `update` are here, with their parts in order; what a part does is in `step/`, which requests it chooses
-in `policy/`, which blocks it allocates in `kv/`, the state that it works on in `state/`.
+`schedule` and `update` are here, with their parts in order. The parts are in `step/`, the choice of requests in
+`policy/`, the allocation of blocks in `kv/`, the state that all work on in `state/`.
 
 There is no prefill phase and no decode phase (unless `batching` asks for them): each request's `num_computed_tokens`
 chases its `num_tokens`, and a prefill chunk is a long prompt cut to the budget. The scheduler reads no clock and no
 random number; the same calls give the same decisions. One thread owns it.
 
-A host writes to nothing that it gets from here. Outputs, updates and requests are read-only, and only the scheduler's
-methods change them (`set_priority`, `extend`, `park`, ...); they may be kept. A view (`block_table`) is valid until the
-next call; other arrays and lists that a method returns are copies. What a host makes stays its own: a `StepResult` and
-its arrays are copied from, and `Request.metadata` is never read. A listener gets the scheduler's own record of a step,
-and only reads it.
+A host writes to no object that it gets from here. Outputs, updates and requests are read-only; the host may keep them,
+and only the scheduler's methods change them (`set_priority`, `extend`, `park`, ...). A view (`block_table`) is valid
+until the next call; other arrays and lists that a method returns are copies. The scheduler copies from a `StepResult`
+and its arrays, and never reads `Request.metadata`. A listener gets the scheduler's own record of a step, and must not
+change it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from pointsman.core.step.assembly import NEW, Start, assemble
 from pointsman.core.step.emit import input_token_ids
 from pointsman.core.step.in_flight import StepRecord
 from pointsman.core.step.request_table import End
-from pointsman.core.step.rewind import take_back
+from pointsman.core.step.rewind import roll_back
 from pointsman.core.step.running import InOrder
 from pointsman.core.step.validation import checked_end, refused, settle_limits
 
@@ -67,18 +67,18 @@ class Scheduler:
     """Continuous batching over a paged KV cache, for any host that can execute a `SchedulerOutput`.
 
     Args:
-        config: every knob.
-        recorder: where to write every call and every decision, so that they can be replayed; None: nowhere, until
+        config: all knobs.
+        recorder: writes every call and every decision, so that a replay can repeat them; None: no recording until
             `start_recording`.
-        connector: where KV comes from and goes to besides the pool, see `kv/connector.py`; None: nowhere.
-        kv_cache: who owns the KV blocks, see `kv/cache.py`; None: the scheduler, in one pool of equal blocks.
-        listeners: are called for every decision, see `state/events.py`.
-        start: where the numbers of steps and admissions begin; a replay takes them from the recording.
-        check_guaranteed_steps: after steps done at once, compare the `guaranteed_steps` of the policies with their
-            decisions, and raise `PolicyError` where these differ; for tests of policies.
+        connector: saves KV outside the pool and loads it, see `kv/connector.py`; None: KV stays in the pool.
+        kv_cache: owner of the KV blocks, see `kv/cache.py`; None: the scheduler, in one pool of equal blocks.
+        listeners: get every decision, see `state/events.py`.
+        start: first step number and admission number; a replay takes them from the recording.
+        check_guaranteed_steps: after `advance`, compare the `guaranteed_steps` of the policies with their decisions,
+            and raise `PolicyError` where these differ; for tests of policies.
 
     Raises:
-        ConfigError: the configuration names a policy that does not exist, or is about a connector that is not there.
+        ConfigError: the configuration names a policy that does not exist, or needs a connector and there is none.
     """
 
     __slots__ = (
@@ -144,7 +144,7 @@ class Scheduler:
             recorder.start(config, start._replace(replaced=self.replaced_policies), self.policies, answers)
 
     def _assemble(self, start: Start, connector: KVConnector | None = None) -> None:
-        """Create all parts for the present configuration; statistics and listeners stay."""
+        """Create all parts for the current configuration; statistics and listeners stay."""
         config, events = self._config, self._events
         log = [RequestLog()] if config.log_request_events else []
         events.set([self._statistics, *log, *self._listeners])
@@ -160,7 +160,11 @@ class Scheduler:
         events.set([self._statistics, *log, *parts.policy_listeners, *self._listeners])
         self._batch, self._kv, self._table, self._steps = parts.batch, parts.kv, parts.table, parts.steps
         self._running, self._drafts, self._emission = parts.running, parts.drafts, parts.emission
-        self._admission, self._priority_preemption, self._loading = parts.admission, parts.displacement, parts.loading
+        self._admission, self._priority_preemption, self._loading = (
+            parts.admission,
+            parts.priority_preemption,
+            parts.loading,
+        )
         self._swap = parts.swap
         self._update, self._encoder, self._load_followers = parts.update, parts.encoder, parts.gates.load_followers
         self._fast_forward, self._view, self._budget = parts.fast_forward, parts.view, parts.budget
@@ -189,7 +193,7 @@ class Scheduler:
                 self._budget.open_step(self._view)
             if self._open_eviction is not None:
                 self._open_eviction()
-            output = self._run_parts(step)  # displace, advance, publish, admit, emit: see `_mixed_step`
+            output = self._run_parts(step)  # preempt, advance, publish, admit, emit: see `_mixed_step`
         except PolicyError as error:
             self._void([step], now)
             self._note_policy_failure(error, now)
@@ -206,8 +210,8 @@ class Scheduler:
         return output
 
     def schedule_again(self, now: float) -> SchedulerOutput:
-        """As `schedule`, for a host that can decide a step anew at once: again, until no policy fails in it. A policy
-        that does not stop is replaced.
+        """Call `schedule` until no policy fails in it, for a host that can repeat a failed step at once. A policy that
+        keeps failing is replaced.
 
         Raises:
             StepOrderError: as in `schedule`.
@@ -225,19 +229,19 @@ class Scheduler:
             send(self._events.called, Call("schedule_failed", now, {"error": str(error)}))
 
     def _mixed_step(self, step: StepRecord) -> SchedulerOutput:
-        """The five parts of a step, prompts and decoding in one ("mixed" and "static")."""
+        """The five parts of a step that holds prompts and decodes together ("mixed" and "static")."""
         if self._kv.gives_back and len(self._table.queue):
             self._kv.give_back(self._batch)
-        # 1. Displace: running requests are preempted for a more urgent waiting one (`step/priority_preemption.py`).
+        # 1. Preempt: a more urgent waiting request preempts running ones (`step/priority_preemption.py`).
         if self._priority_preemption is not None:
             self._preempt_for_urgent(step)
-        # 2. Advance: the running requests, under limits, budget and blocks, preempting if need be (`step/running.py`).
+        # 2. Advance: the running requests, under limits, budget and blocks; may preempt for memory (`step/running.py`).
         advance = self._running.advance(len(self._steps.records) > 0, self._table.preempt)
         step.advanced(advance)
-        # 3. Publish: their prompt blocks, so that the requests admitted next can share them (`kv/manager.py`).
+        # 3. Publish: their prompt blocks, so that requests admitted next can share them (`kv/manager.py`).
         for request in advance.unpublished:
             self._kv.publish_prompt(self._batch, request)
-        # 4. Admit: waiting requests, one after the other, until one blocks the queue (`step/admission.py`).
+        # 4. Admit: waiting requests in order, until one blocks the queue (`step/admission.py`).
         self._admission.admit(step)
         if self._kv.unpublished:
             self._kv.publish_deferred(self._batch)
@@ -245,7 +249,7 @@ class Scheduler:
         return self._emission.emit(step)
 
     def _prefill_first_step(self, step: StepRecord) -> SchedulerOutput:
-        """A step is for prompts or for decoding: the rows that decode advance only if there is nothing else to do."""
+        """A step holds prompts or decodes: decodes advance only if no prompt does."""
         running, table = self._running, self._table
         assert isinstance(running, InOrder), "checked by the configuration"
         if self._kv.gives_back and len(table.queue):
@@ -263,7 +267,7 @@ class Scheduler:
         return self._emission.emit(step)
 
     def _paused_step(self, step: StepRecord) -> SchedulerOutput:
-        """No row advances; the admission notes why the head of the queue waits."""
+        """A step of a pause: no row advances; the admission notes why the head of the queue waits."""
         step.advanced(self._running.rest())
         self._admission.admit(step)
         return self._emission.emit(step)
@@ -284,11 +288,11 @@ class Scheduler:
         if now < self._now:
             raise self._clock_went_back(now)
         step, self._now = records[0], now
-        # 1. Append and 2. stop: the result is checked, its tokens appended, stop conditions tested (`step/update.py`).
+        # 1. Append and 2. stop: check the result, append its tokens, test stop conditions (`step/update.py`).
         fields, ends = self._update.append(step, output, result, now)
         if self._swap is not None:
             self._swap.observe(result.copies)
-        # 3. Free: requests that stop finish, and give back their blocks.
+        # 3. Free: requests that stop finish, and release their blocks.
         if ends:
             self._update.finish(fields, ends, now)
         # 4. Close: the step is over, and rows that waited for it may be reused.
@@ -308,17 +312,17 @@ class Scheduler:
         return update
 
     def propose(self, output: SchedulerOutput, token_ids: Integers, counts: Integers, now: float) -> int:
-        """Drafts: tokens that the host guesses to follow those of an updated output's rows, to be verified in their
-        next step. They replace earlier proposals.
+        """Propose drafts: the tokens that the host expects next for the rows of an updated output. Their next step
+        verifies them. They replace earlier proposals.
 
         Args:
             output: the step that was updated last. For an older one the proposal is stale and is dropped.
-            token_ids: the drafts, ragged, in row order; an int32 array costs least.
-            counts: [output.num_rows] drafts of each row, 0 to `num_draft_tokens`. Drafts of rows that do not decode
-                (any more), or have further samples in flight, are dropped, as are those beyond a token limit.
+            token_ids: the drafts of all rows, one row after the other; an int32 array is fastest.
+            counts: [output.num_rows] number of drafts of each row, 0 to `num_draft_tokens`. Drafts beyond a token limit
+                are dropped, and so are drafts of rows that no longer decode or that have further samples in flight.
 
         Returns:
-            The number of drafts that now wait for these rows.
+            The number of drafts that were kept for these rows.
 
         Raises:
             StepOrderError: `output` has not been updated.
@@ -331,11 +335,12 @@ class Scheduler:
         return kept
 
     def fail(self, output: SchedulerOutput, now: float) -> None:
-        """A step could not be executed: it, and every later one in flight, is void.
+        """Void a step that could not be executed, and every later step in flight.
 
-        Requests admitted since return to their places in the queue, the others are rewound and keep their blocks, and
-        blocks published since leave the prefix cache, embeddings computed since the encoder cache. Preemptions and
-        finished requests remain valid; the next output reports them again, with the full block table of every row.
+        Requests admitted since then return to their places in the queue; the others are rewound and keep their blocks.
+        Blocks published since leave the prefix cache, and embeddings computed since leave the encoder cache.
+        Preemptions and finished requests remain valid; the next output reports them again, with the full block table of
+        every row.
 
         Raises:
             StepOrderError: `output` is not in flight.
@@ -348,8 +353,8 @@ class Scheduler:
             send(self._events.called, Call("fail", now, {"output": output}))
 
     def _void(self, void: list[StepRecord], now: float) -> None:
-        """Roll back steps that are no longer in flight, or never were, newest first."""
-        take_back(void, self._steps, self._batch, self._kv, self._table, self._encoder, self._loading, now)
+        """Roll back steps, newest first, that are no longer in flight or never were."""
+        roll_back(void, self._steps, self._batch, self._kv, self._table, self._encoder, self._loading, now)
         self._kv.drop_unpublished()
         self._admission.forget()
         self._emission.resync()
@@ -362,10 +367,10 @@ class Scheduler:
         return self.guaranteed_steps(limit)
 
     def guaranteed_steps(self, limit: int = MAX_INT) -> int:
-        """How many of the next `limit` steps are sure to let every running request decode one token, and to do nothing
-        else, if no call but `advance` comes before them and no token stops a request. 0: the next one must be
-        scheduled; also while a step is in flight, a listener wants every step, or a policy fails: a step can fail for
-        that, and this call cannot.
+        """Number of the next steps, at most `limit`, that are guaranteed to be plain decodes: every running request
+        decodes one token, and nothing else happens. The guarantee holds if only `advance` is called and no token stops
+        a request. 0: the next step must be scheduled. Also 0 while a step is in flight, a listener needs every step, or
+        a policy fails: then `schedule` raises, and this method does not.
         """
         if not self._guards:
             return self._fast_forward.guaranteed_steps(limit)
@@ -384,15 +389,16 @@ class Scheduler:
         token_ids: Integers,
         last_token_ids: Integers | None = None,
     ) -> StepUpdate:
-        """Decide, and apply, as many steps at once as `times` has ends. The state is then that of so many calls of
-        `schedule` and `update`; their outputs are not made, and what they would have reported counts as reported.
+        """Decide and apply several steps at once, one for each end in `times`. The state is then as after the same
+        number of calls of `schedule` and `update`. No outputs are made, and all that they would report counts as
+        reported.
 
         Args:
-            times: [steps + 1] seconds: when the first step is scheduled, and the end of each step, when it is updated
-                and the next one scheduled.
-            token_ids: what the model samples: [rows], the same in each step, or [steps, rows]; rows are the running
+            times: [steps + 1] seconds: the time at which the first step is scheduled, then the end of each step, at
+                which it is updated and the next one is scheduled.
+            token_ids: the sampled tokens: [rows], the same in each step, or [steps, rows]. Rows are the running
                 requests in admission order. Only the last step's tokens may stop requests.
-            last_token_ids: [rows] those of the last step, if they are others.
+            last_token_ids: [rows] the last step's tokens, if they differ.
 
         Returns:
             The update of the last step.
@@ -440,7 +446,7 @@ class Scheduler:
         )
 
     def _choose_parts(self) -> None:
-        """The parts of a step, by `batching`, and by whether there is a pause."""
+        """Choose the parts of a step, by `batching` and pause."""
         self._run_parts: Callable[[StepRecord], SchedulerOutput] = self._paused_step
         if self.pause_mode is not PauseMode.ALL:
             is_mixed = self._config.batching != "prefill-first"
@@ -452,12 +458,12 @@ class Scheduler:
         if self._admission.pause is not None or not len(table.queue) or not len(self._batch):
             return
         head = table.queue.peek()
-        displaced = self._priority_preemption.choose(head)
-        for request in displaced:
+        victims = self._priority_preemption.choose(head)
+        for request in victims:
             table.preempt(request, PreemptionCause.DISPLACED, Need(head, 0, ""), step.now)
-        if displaced and self._budget.policies:  # what they would have computed is left to the others
+        if victims and self._budget.policies:  # their tokens are free for the others
             self._budget.open_step(self._view)
-        step.preempted_for(head if displaced else None)
+        step.preempted_for(head if victims else None)
 
     # ------------------------------------------------------------------ requests
 
@@ -492,13 +498,16 @@ class Scheduler:
         max_tokens: int,
         encoder_inputs: Sequence[EncoderInput | Sequence[Any]] = (),
     ) -> Request:
-        """The next part of the prompt of a request that was added with `more_input` (see `step/prompt_parts.py`).
+        """Append the next part of the prompt of a request that was added with `more_input` (see
+        `step/prompt_parts.py`).
 
         Args:
-            token_ids: of the part; may be empty if it is the last.
+            token_ids: the tokens of the part; may be empty if it is the last.
             more: whether further parts follow.
-            max_tokens: maximum number of tokens to generate before the next part is taken; 0: it is only computed.
-            encoder_inputs: of the part, as for `Request`; their placeholders are counted from its own first token.
+            max_tokens: maximum number of tokens to generate before the next part is taken; 0: the part is only
+                computed.
+            encoder_inputs: the encoder inputs of the part, as for `Request`; their placeholders are counted from the
+                part's first token.
 
         Raises:
             UnknownRequest, InvalidTransition: there is no such request, or its prompt is complete.
@@ -512,7 +521,7 @@ class Scheduler:
         return request
 
     def abort(self, request_id: str, now: float) -> Request | None:
-        """Finish a request at its caller's wish, in any state. None: unknown, or finished already."""
+        """Abort a request in any state. None: unknown, or finished already."""
         return self.finish(request_id, FinishReason.ABORT, now)
 
     def finish(
@@ -543,8 +552,8 @@ class Scheduler:
         return request
 
     def park(self, request_id: str, reason: ParkReason, now: float) -> None:
-        """Let a request wait for something other than capacity. It keeps its place and holds no blocks; a running one
-        releases them as if preempted.
+        """Make a request wait for something other than capacity. It keeps its place and holds no blocks; a running
+        request releases its blocks as in a preemption.
 
         Raises:
             UnknownRequest: no such request, or it has finished.
@@ -555,7 +564,7 @@ class Scheduler:
             send(self._events.called, Call("park", now, {"request_id": request_id, "reason": reason}))
 
     def ready(self, request_id: str, now: float) -> None:
-        """What a parked request waited for is available.
+        """Unpark a request: what it waited for is available.
 
         Raises:
             UnknownRequest: no such request, or it has finished.
@@ -583,10 +592,10 @@ class Scheduler:
             send(self._events.called, Call("set_priority", now, {"request_id": request_id, "priority": priority}))
 
     def reset_prefix_cache(self, now: float, *, preempt_running: bool = False) -> None:
-        """Remove every cached prefix (after the weights changed, say), in the pool and in the connector.
+        """Remove every cached prefix in the pool and in the connector, for example after the weights changed.
 
         Running requests continue with the KV that they have, and publish no more. With `preempt_running` they recompute
-        it: they return to the queue with their tokens, and with the samples of steps in flight when these return.
+        it: they return to the queue with their tokens, and get the samples of steps in flight later.
         """
         if preempt_running:
             self._table.preempt_all(now)
@@ -606,7 +615,7 @@ class Scheduler:
             send(self._events.called, Call("reset_encoder_cache", now, {}))
 
     def set_max_num_active_seqs(self, limit: int | None, now: float) -> None:
-        """Change how many requests may run at once, from the next step on; None: `max_num_seqs`. `config` has it then.
+        """Set the maximum number of running requests from the next step on; None: `max_num_seqs`. `config` then has it.
 
         If more than `limit` run, they continue, and no request is admitted until fewer do.
 
@@ -634,9 +643,9 @@ class Scheduler:
             send(self._events.called, Call("pause", now, {"mode": mode}))
 
     def resume(self, now: float) -> None:
-        """Go on after a `pause`; nothing happens if there was none."""
+        """Continue after a `pause`; nothing happens if there was none."""
         self._admission.set_pause(None)
-        self._emission.forget_output()  # a step in the pause left rows out that run next
+        self._emission.forget_output()  # a step of the pause left out rows that run next
         self._choose_parts()
         if self._events.called:
             send(self._events.called, Call("resume", now, {}))
@@ -644,10 +653,10 @@ class Scheduler:
     def transfer_done(
         self, transfer_id: int, now: float, *, num_loaded_tokens: int | None = None, failed_blocks: Iterable[int] = ()
     ) -> Request | None:
-        """An asynchronous load, or a send, has finished: the device no longer accesses its blocks.
+        """Report that an asynchronous load or send has finished: the device no longer accesses its blocks.
 
         Of a load, the first `num_loaded_tokens` are valid (None: all), up to the first of the `failed_blocks`. Returns
-        the request that fails by it (`kv_load_failure_policy` "fail"), or None.
+        the request that fails because of missing KV (`kv_load_failure_policy` "fail"), or None.
 
         Raises:
             UnknownTransfer: no such transfer is under way.
@@ -661,14 +670,15 @@ class Scheduler:
             send(self._events.called, Call("transfer_done", now, arguments))
         return ended
 
-    # ------------------------------------------------------------------ what there is to report
+    # ------------------------------------------------------------------ reports
 
     def stalled(self, now: float, seconds: float) -> list[Stall]:
         """Requests without progress for `seconds` or longer; call it a few times in that span (see `watchdog.py`)."""
         return self._watchdog.stalled(self._parts, self.explain, now, seconds)
 
     def take_kv_events(self) -> list[KVEvent]:
-        """What entered and left the prefix cache since the last call, in order; with `enable_kv_cache_events`."""
+        """Return the blocks that entered or left the prefix cache since the last call, in order; needs
+        `enable_kv_cache_events`."""
         return self._kv.events.take() if self._kv.events is not None else []
 
     # ------------------------------------------------------------------ listeners and recordings
@@ -688,11 +698,11 @@ class Scheduler:
         self._kv.track_returned(self._events.wants_blocks)
 
     def check_recordable(self) -> None:
-        """Whether a recording may begin later than the scheduler, once there are no requests.
+        """Check that a recording may begin after the scheduler has run, once there are no requests.
 
         Raises:
-            InvalidTransition: never, as there is an encoder cache, a connector or a `kv_cache` of the caller, whose
-                state a new scheduler lacks.
+            InvalidTransition: it never may, as there is an encoder cache, a connector or the caller's `kv_cache`: a new
+                scheduler lacks their state.
         """
         if self._config.encoder_budget or self._kv.has_connector:
             what = "a connector" if self._kv.has_connector else "encoder_budget"
@@ -704,7 +714,7 @@ class Scheduler:
             )
 
     def start_recording(self, recorder: Recorder) -> None:
-        """Record all that happens from now on.
+        """Record every call and decision from now on.
 
         A replay begins with a new scheduler, so this one is reset to a new one's state: it drops every cached prefix,
         and its observations of the requests so far. Counters, a pause, and step and admission numbers continue.
@@ -719,7 +729,7 @@ class Scheduler:
         if not self.is_idle:
             raise InvalidTransition(
                 f"a recording begins with no request present: {self.num_running} running, {self.num_queued} queued, "
-                f"{self.num_parked} parked, {self.num_steps_in_flight} step(s) in flight, and ends to tell of"
+                f"{self.num_parked} parked, {self.num_steps_in_flight} step(s) in flight, or unreported finishes"
             )
         # One step number is left out, so that drafts for an earlier step are stale and not checked.
         start = Start(self._next_step_id + 1, self._table.next_serial, self.replaced_policies)
@@ -739,11 +749,11 @@ class Scheduler:
             self._recorder = None
 
     def start_film(self, film: FilmRecorder) -> None:
-        """Film every decision from now on, see `observe/film.py`; until `remove_listener(film)` and `film.close()`."""
+        """Film every decision, see `observe/film.py`, until `remove_listener(film)` and `film.close()`."""
         film.start(self.config, self.policies, max(self._now, 0.0), lambda: self._parts)
         self.add_listener(film)
 
-    # ------------------------------------------------------------------ questions, which change nothing
+    # ------------------------------------------------------------------ queries
 
     def __repr__(self) -> str:
         pool = self._kv.pool
@@ -754,7 +764,7 @@ class Scheduler:
 
     @property
     def recording(self) -> RecordingState | None:
-        """What has become of the recording under way; None: there is none."""
+        """The state of the active recording; None: there is none."""
         return None if self._recorder is None else self._recorder.state
 
     @property
@@ -769,8 +779,7 @@ class Scheduler:
 
     @property
     def replaced_policies(self) -> tuple[Replaced, ...]:
-        """Policies of other packages that failed too often, or could not be constructed, and what decides in their
-        place."""
+        """Policies of other packages that failed too often or could not be constructed, each with its replacement."""
         return replaced_among(self._parts.policies)
 
     @property
@@ -783,7 +792,7 @@ class Scheduler:
         return bool(len(self._batch) or len(self._table.queue) or self._table.parked)
 
     def has_runnable_requests(self) -> bool:
-        """Whether a step may run anything now: whether a request is running or queued, and not held up by a pause.
+        """Whether a step may run anything now: a request is running or queued, and no pause stops it.
 
         If not, a host may wait for a call instead of scheduling empty steps. (The next output reports requests that
         finished since the last one; a host that needs this report schedules a step anyway.)
@@ -798,8 +807,8 @@ class Scheduler:
         return self._table.get(request_id)
 
     def is_id_in_use(self, request_id: str) -> bool:
-        """Whether a request with this id would be refused as a duplicate: one has not finished, or no output has
-        reported yet that it has."""
+        """Whether a request with this id would be refused as a duplicate: there is one that has not finished, or whose
+        finish no output has reported yet."""
         return request_id in self._table.requests
 
     @property
@@ -834,8 +843,8 @@ class Scheduler:
 
     @property
     def waiting(self) -> tuple[Request, ...]:
-        """The requests that wait for capacity, the next one first. Takes time with their number, more where the order
-        has no key for each."""
+        """The requests that wait for capacity, the next one first. O(n log n), slower where the order has no key for
+        each request."""
         queue = self._table.queue
         if isinstance(queue, FirstComeFirstServed):
             return tuple(sorted(queue, key=lambda request: request._state.queue_entry or []))
@@ -852,7 +861,8 @@ class Scheduler:
         return self._kv.pool.usage
 
     def gauges(self) -> tuple[int, int, int, float]:
-        """(`num_running`, `num_queued`, `num_parked`, `kv_cache_usage`), for hosts that report them in every step."""
+        """Return (`num_running`, `num_queued`, `num_parked`, `kv_cache_usage`), for hosts that report them in every
+        step."""
         table = self._table
         return len(self._batch.members.requests), len(table.queue), len(table.parked), self._kv.pool.usage
 
@@ -881,8 +891,9 @@ class Scheduler:
         return not (self._table.requests or self._steps.records or self._table.preempted or self._table.finished)
 
     def can_advance(self) -> bool:
-        """Whether a step that is scheduled now may have anything to run: a request is queued, or a running one lacks a
-        token that no step in flight computes, and no pause holds it up. For hosts that run ahead and avoid empty steps.
+        """Whether a step that is scheduled now may have anything to run: a request is queued, or a running one has an
+        uncomputed token that no step in flight covers, and no pause stops it. For hosts that run ahead and avoid empty
+        steps.
         """
         if self.pause_mode is PauseMode.ALL:
             return False
@@ -903,14 +914,14 @@ class Scheduler:
 
     @property
     def group_block_tables(self) -> Int32Array:
-        """int32 [rows, groups, blocks], read-only: the table of each row in each group of KV. Entries of blocks that
-        fell behind a window, or behind the end of a table, mean nothing. Valid until the next call. Not with a
-        `kv_cache` of the host's."""
+        """int32 [rows, groups, blocks], read-only: the table of each row in each group of KV. Entries of blocks behind
+        a window, or past the end of a table, are undefined. Valid until the next call. Not with a `kv_cache` of the
+        host's."""
         return self._kv.group_tables(self._batch)
 
     def block_tables(self, request_id: str) -> Int32Array:
-        """int32 [groups, blocks]: a copy of the block table of a request in each group of KV, 0 where a block was given
-        back; no block while the request has no row.
+        """int32 [groups, blocks]: a copy of a request's block table in each group of KV, 0 where a block was returned
+        to the pool; no blocks while the request has no row.
 
         Raises:
             UnknownRequest: no such request, or an output has reported it finished.
@@ -933,8 +944,8 @@ class Scheduler:
         """[total_num_scheduled_tokens] int32: the tokens that a step computes, row after row, drafts included.
 
         Args:
-            allow_unsampled: put `UNSAMPLED` for tokens that an earlier step in flight has yet to sample; the host has
-                them itself when it executes the step.
+            allow_unsampled: put `UNSAMPLED` for tokens that an earlier step in flight has yet to sample; the host knows
+                them when it executes the step.
 
         Raises:
             StepOrderError: there are such tokens, and they are not allowed.
@@ -942,7 +953,7 @@ class Scheduler:
         return input_token_ids(self._batch, output, allow_unsampled)
 
     def explain(self, request_id: str) -> Explanation:
-        """The state of a request, why it waits, for which requests and since when.
+        """Explain the state of a request: why it waits, for which requests, and since when.
 
         Raises:
             UnknownRequest: no such request, or an output has reported it finished.
@@ -955,7 +966,7 @@ class Scheduler:
         return self._statistics.snapshot(self._parts)
 
     def check_invariants(self) -> None:
-        """Verify blocks, places and bookkeeping, in any state. O(everything): for tests and sampling.
+        """Verify blocks, places and bookkeeping, in any state. O(requests + blocks): for tests and sampling.
 
         Raises:
             InvariantError: naming the invariant ("promise") that is broken.

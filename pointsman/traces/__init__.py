@@ -1,8 +1,8 @@
-"""Readers of request traces: arrival times, prompt lengths and output lengths; and of what a server measured.
+"""Reads request traces (arrival times, prompt and output lengths) and the measurements of servers.
 
-A published trace has no text, but enough to load a scheduler as the traced service was loaded: arrival times, prompt
-and output lengths, and in some formats which prompts share a prefix. `read_trace` recognises the format by the
-beginning of the file:
+A published trace has no text, but enough to reproduce the load of the traced service: arrival times, prompt and output
+lengths, and in some formats the prompts' shared prefixes. `read_trace` recognises the format by the beginning of the
+file:
 
     format               begins with                                  arrival        prompts that share a prefix
     Azure CSV            TIMESTAMP,ContextTokens,GeneratedTokens      date and time  unknown
@@ -17,20 +17,21 @@ beginning of the file:
     guidellm report      {"metadata": {"version": ..., ...}, ...}     seconds        unknown
     Pointsman recording  {"format": "pointsman-recording", ...}       seconds        one hash id per block
 
-Lines with hash ids may have a `retention` too, seconds after its end for which a request's prefix is worth keeping.
+Lines with hash ids may also have a `retention`: seconds after a request's end for which its prefix is worth keeping.
 
-A recording is of Pointsman's own scheduler, or of vLLM's own as `pointsman.integrations.vllm.Observer` wrote it; of
-that, `read_observed` reads the steps too.
+A recording is of Pointsman's scheduler, or of vLLM's own, written by `pointsman.integrations.vllm.Observer`. Of the
+latter `read_observed` also reads the steps.
 
-Every format has the same rules for odd rows. Left out and counted (`Trace.left_out`) are rows that hold no request: no
-prompt tokens, or never sent. A request without output tokens failed; `served` leaves it out. A value that cannot be is
-an error with its line: a field that is missing, a number that is negative, no number, no whole number of tokens, or
-beyond 2**31 - 1 tokens. Blank lines and a byte-order mark are nothing.
+Every format has the same rules for odd rows. Rows without prompt tokens, or that were never sent, are left out and
+counted (`Trace.left_out`). A request without output tokens failed; `served` leaves it out. An impossible value is an
+error with its line: a missing field, a negative number, no number, no whole number of tokens, or more than 2**31 - 1
+tokens. Blank lines and a byte-order mark are ignored.
 
-`read_measurements` reads the last four with the times that were measured. Begin with `read.py`; `requests.py` says what
-comes out, and each format family has its file. May import `pointsman.core`; needs NumPy and the standard library.
+`read_measurements` reads the last four formats with their measured times. Begin with `read.py`; the results are defined
+in `requests.py`, and each family of formats has its file. May import `pointsman.core`; needs NumPy and the standard
+library.
 
-A hash id stands for the content of its block and of everything before it. `prompt_token_ids` turns ids into tokens:
+A hash id identifies the content of its block and of all blocks before it. `prompt_token_ids` turns ids into tokens:
 equal ids at the same place become equal tokens, so a prefix cache has the same hits.
 """
 

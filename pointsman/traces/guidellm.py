@@ -1,9 +1,9 @@
-"""Reports of guidellm in JSON (`benchmarks.json`): benchmarks, each with the requests that it made.
+"""Reads reports of guidellm in JSON (`benchmarks.json`): benchmarks, each with its requests.
 
-Schema versions 1 (guidellm 0.5 and 0.6) and 2 (0.7 and 0.8) are read; `metadata.version` names it. Of a request:
-`prompt_tokens`, `output_tokens`, and in `info.timings` the Unix times `request_start`, `first_token_iteration` and
-`last_token_iteration`. Several benchmarks, as a sweep makes them, are one trace: they ran one after the other. Requests
-that failed, or that the end of a benchmark cut, are part of the load and have no times.
+It reads the schema versions 1 (guidellm 0.5 and 0.6) and 2 (0.7 and 0.8), which `metadata.version` names. Fields of a
+request: `prompt_tokens`, `output_tokens`, and in `info.timings` the Unix times `request_start`, `first_token_iteration`
+and `last_token_iteration`. Several benchmarks of a sweep, which run one after the other, are one trace. Requests that
+failed, or that the end of a benchmark cut, are part of the load and have no times.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def read_guidellm(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest | L
     """The requests of a report, by benchmark and status.
 
     Raises:
-        Broken: the schema's version is another one, the report holds a sample of its requests, or a value is missing.
+        Broken: the schema has another version, the report holds a sample of its requests, or a value is missing.
     """
     stream = JsonStream(file)
     known = False
@@ -71,7 +71,7 @@ def _benchmark(stream: JsonStream, place: str) -> Iterator[TraceRequest | Measur
 
 
 def _num_successful(stream: JsonStream) -> int:
-    """The successful requests of the measured period, by the benchmark's own count; 0 where it has none."""
+    """Number of successful requests of the measured period, by the benchmark's own count; 0 without one."""
     totals: Any = None
     for key in stream.members():
         if key == "request_totals":
@@ -83,7 +83,7 @@ def _num_successful(stream: JsonStream) -> int:
 
 
 def _request(stream: JsonStream, place: str, successful: bool) -> TraceRequest | MeasuredRequest | LeftOut:
-    """The request at the position; one that was never sent, or whose length is unknown as it failed, is left out."""
+    """The request at the position. A request that was never sent, or that failed and has no length, is left out."""
     fields = stream.value()
     try:
         if not isinstance(fields, dict):
@@ -107,7 +107,7 @@ def _request(stream: JsonStream, place: str, successful: bool) -> TraceRequest |
             return request
         names = ("first_token_iteration", "last_token_iteration")
         if any(timings.get(name) is None for name in names):
-            return request  # it was not streamed, so no token has a time
+            return request  # not streamed, so tokens have no times
         first, last = (number(name, timings[name]) for name in names)
         return measured(request, str(fields.get("request_id", "")), first, last)
     except Broken as error:

@@ -1,7 +1,7 @@
-"""A JSON document read piece by piece, so that one of gigabytes costs no memory.
+"""Reads a JSON document piece by piece, so that gigabytes need no memory.
 
-The caller walks: `members()` of an object and `items()` of a list, and at each takes the `value()` or `skip()`s it.
-What is skipped, such as the texts of a benchmark result, is not kept.
+The caller walks the `members()` of an object and the `items()` of a list, and takes each `value()` or `skip()`s it.
+Skipped values, such as the texts of a benchmark result, are not kept.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pointsman.traces.values import Broken
 
 CHUNK = 2**18
 MAX_VALUE = MAX_LINE
-"""Characters of one value that is taken whole."""
+"""Maximum characters of a value that is taken whole."""
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _STRUCTURE = re.compile(r'["{}\[\]]')
 _STRING_END = re.compile(r'["\\]')
-_GOES_ON = ("", ".", "e", "E")  # what follows a number of which only the beginning is there
+_MAY_CONTINUE = ("", ".", "e", "E")  # text after a number that may be incomplete
 _DECODER = json.JSONDecoder()
 
 
@@ -46,7 +46,7 @@ class JsonStream:
         return Broken(f"line {self.line}: {what}")
 
     def peek(self) -> str:
-        """The next character that is no space, "" at the end of the file."""
+        """The next character other than a space, "" at the end of the file."""
         while True:
             self._at = _SPACE.match(self._text, self._at).end()  # type: ignore[union-attr]  # it matches nothing, too
             if self._at < len(self._text):
@@ -55,7 +55,7 @@ class JsonStream:
                 return ""
 
     def members(self) -> Iterator[str]:
-        """The keys of an object; at each, the caller takes or skips its value before it goes on."""
+        """The keys of an object. After each key the caller takes or skips its value."""
         for _ in self._elements("{", "}"):
             if self.peek() != '"':
                 raise self._unexpected("a key")
@@ -64,7 +64,7 @@ class JsonStream:
             yield key
 
     def items(self) -> Iterator[int]:
-        """The indices of a list; at each, the caller takes or skips the element before it goes on."""
+        """The indices of a list. After each index the caller takes or skips the element."""
         yield from self._elements("[", "]")
 
     def value(self) -> Any:
@@ -82,7 +82,7 @@ class JsonStream:
                     reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
                     raise self._unexpected(reason) from None
             else:
-                if self._ended or self._text[end : end + 1] not in _GOES_ON:
+                if self._ended or self._text[end : end + 1] not in _MAY_CONTINUE:
                     self._at = end
                     return value
             if len(self._text) - self._at > MAX_VALUE:
@@ -90,7 +90,7 @@ class JsonStream:
             self._more(max(CHUNK, len(self._text) - self._at))
 
     def skip(self) -> None:
-        """Passes the value at the position."""
+        """Skip the value at the position."""
         depth = 0
         first = self.peek()
         if first not in ("{", "[", '"'):
@@ -133,7 +133,7 @@ class JsonStream:
         self._at += 1
 
     def _pass_string(self) -> None:
-        """Passes the remainder of a string whose first quote was passed."""
+        """Skip the remainder of a string after its first quote."""
         while True:
             found = _STRING_END.search(self._text, self._at)
             if found is None:
@@ -145,14 +145,14 @@ class JsonStream:
                 return
             if self._at == len(self._text):
                 self._need()
-            self._at += 1  # what the backslash escapes
+            self._at += 1  # the escaped character
 
     def _need(self) -> None:
         if not self._more(CHUNK):
             raise self._unexpected("the end of the value")
 
     def _more(self, size: int) -> bool:
-        """Reads about `size` more characters and forgets those before the position; False: there are none."""
+        """Read about `size` more characters, and forget the text before the position; False: at the end of the file."""
         while not self._ended:
             data = self._file.read(size)
             self._ended = not data

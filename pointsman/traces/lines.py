@@ -1,4 +1,4 @@
-"""Formats of one request a line: Azure and BurstGPT CSV, Mooncake, Qwen-Bailian and measured JSON lines."""
+"""Reads formats with one request a line: Azure and BurstGPT CSV, Mooncake, Qwen-Bailian and measured JSON lines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def numbered_lines(file: BinaryIO, *, of_recording: bool = False) -> Iterator[tu
     """(line number, text) of the lines that are not blank.
 
     Args:
-        of_recording: a last line that was cut off is left out.
+        of_recording: leave out a last line that was cut off.
 
     Raises:
         Broken: a line is no UTF-8 text, or too long.
@@ -53,7 +53,7 @@ def read_lines(file: BinaryIO, read_line: LineReader) -> Iterator[TraceRequest |
 
 
 def read_csv(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest]:
-    """The requests of a CSV, in the file's order; its header says which trace it is."""
+    """The requests of a CSV, in the file's order. The header determines the format."""
     lines = numbered_lines(file)
     for line_number, header in lines:
         columns = [column.strip(' "').lower() for column in header.split(",")]
@@ -98,8 +98,8 @@ def _csv_reader(
 def read_hashed(file: BinaryIO) -> Iterator[TraceRequest]:
     """The requests of JSON lines with hash ids, in the file's order: a trace of Mooncake or of Qwen-Bailian.
 
-    A line of Qwen-Bailian has a "chat_id", and a timestamp in seconds; one of Mooncake has none, and milliseconds. The
-    tokens of a block are told by the numbers of ids and not by that: see `_BlockSize`.
+    A line of Qwen-Bailian has a "chat_id", and a timestamp in seconds; a line of Mooncake has no "chat_id", and
+    milliseconds. The block size follows from the numbers of ids: see `_BlockSize`.
 
     Raises:
         Broken: a value is wrong, lines have a "chat_id" and others have none, or no block size fits all lines.
@@ -123,7 +123,7 @@ def read_hashed(file: BinaryIO) -> Iterator[TraceRequest]:
 
 
 def _hashed(fields: dict[str, Any], line_number: int, units: float, block_size: _BlockSize) -> TraceRequest:
-    """The request of a line, whose timestamp counts so many `units` a second."""
+    """The request of a line whose timestamp has `units` a second."""
     length = tokens("input_length", field(fields, "input_length"), 0)
     hash_ids = fields.get("hash_ids", [])
     if not isinstance(hash_ids, list) or not all(type(i) is int and 0 <= i < MAX_HASH_ID for i in hash_ids):
@@ -142,22 +142,22 @@ def _hashed(fields: dict[str, Any], line_number: int, units: float, block_size: 
 
 
 class _BlockSize:
-    """How many tokens a hash id covers, told by the lengths of prompts and the numbers of their ids.
+    """Infers the number of tokens that a hash id covers from the lengths of prompts and the numbers of their ids.
 
-    Blocks of 512 tokens (Mooncake): no prompt has more ids than blocks; tokens behind its last id are not shared.
-    Blocks of 16 tokens (Qwen-Bailian): a prompt with ids has one for each block, the last, partial block included.
-    Only a prompt of up to 16 tokens with one id fits both. The id covers all of it, so either size gives the same
-    prompt, and later lines decide.
+    Blocks of 512 tokens (Mooncake): no prompt has more ids than blocks; tokens after its last id are not shared. Blocks
+    of 16 tokens (Qwen-Bailian): a prompt with ids has one for each block, the last, partial block included. Only a
+    prompt of up to 16 tokens with one id fits both. The id covers the whole prompt, so both sizes give the same result,
+    and later lines decide.
     """
 
     def __init__(self) -> None:
         self._against: dict[int, str] = {}  # the first line that excludes a size, in words
 
     def of(self, num_ids: int, length: int, line_number: int) -> int:
-        """The block size, as far as the lines up to this one tell.
+        """The block size by the lines so far.
 
         Raises:
-            Broken: this line excludes the last size that was left.
+            Broken: this line excludes the last remaining size.
         """
         most, exact = -(-length // MOONCAKE_BLOCK_SIZE), -(-length // QWEN_BLOCK_SIZE)
         fits = {MOONCAKE_BLOCK_SIZE: num_ids <= most, QWEN_BLOCK_SIZE: num_ids in (0, exact)}
@@ -187,7 +187,7 @@ def read_measured(line: str) -> TraceRequest:
 
 
 def read_measured_times(line: str) -> TraceRequest | MeasuredRequest:
-    """As `read_measured`, with the times of the server's monotonic clock; a request without output has none."""
+    """As `read_measured`, with times of the server's monotonic clock. A request without output has no times."""
     fields = json_object(line)
     request = TraceRequest(
         arrival_time=number("queued_ts", field(fields, "queued_ts")),

@@ -1,8 +1,9 @@
-"""Observed recordings: what vLLM's own scheduler did, as `pointsman.integrations.vllm.Observer` writes it.
+"""Reads observed recordings: `pointsman.integrations.vllm.Observer` writes them of vLLM's own scheduler.
 
-The format is described in `core/recording.py`. A request is queued when the engine could first have seen it: its
-arrival at the server plus the shortest way from there to the engine of all requests in the file, within the step after
-which the scheduler got it. Requests that had not finished when the recording ended have no result.
+The format is described in `core/recording.py`. The queue time of a request is the earliest time at which the engine
+could have seen it: its arrival at the server plus the shortest delay from there to the scheduler of any request in the
+file, but not before the step began after which the scheduler got it. Requests that had not finished when the recording
+ended have no result.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(slots=True)
 class ObservedRequest:
-    """A request, and what became of it. Times are seconds on the recording's clock."""
+    """A request and its result. Times are seconds on the recording's clock."""
 
     request_id: str
     arrival: float
-    """At the server."""
+    """Time of arrival at the server."""
     queued: float
     num_prompt_tokens: int
     max_tokens: int | None
@@ -48,7 +49,7 @@ class ObservedRequest:
     num_output_tokens: int = 0
     num_preemptions: int = 0
     runs: list[tuple[int, int]] = field(default_factory=list)
-    """Of steps in which it got a token: the first one and the last one of each run."""
+    """Runs of consecutive steps in which it got a token: the first and the last step of each run."""
 
     @property
     def num_runs_tokens(self) -> int:
@@ -61,13 +62,13 @@ class Observed:
     """An observed recording."""
 
     config: dict[str, Any]
-    """Of the scheduler, as `SchedulerConfig.to_dict` has it, with vLLM's decisions."""
+    """The scheduler's configuration, as `SchedulerConfig.to_dict` returns it, for vLLM's decisions."""
     scheduler: str
-    """The one that decided, and its version."""
+    """Name and version of the scheduler that decided."""
     model: str
-    """As `vllm serve` took it."""
+    """The model, as given to `vllm serve`."""
     lacking: list[str]
-    """What of its set-up the simulator lacks."""
+    """Parts of the set-up that the simulator lacks."""
     hash_block_size: int
     requests: list[ObservedRequest]
     """In the order in which they were added."""
@@ -81,7 +82,7 @@ class Observed:
 
     @property
     def seconds(self) -> FloatArray:
-        """[steps] what each step took."""
+        """[steps] duration of each step."""
         return (self.steps["ended_us"] - self.steps["began_us"]) / 1e6
 
     def trace_request(self, request: ObservedRequest) -> TraceRequest:
@@ -124,7 +125,7 @@ def read_observed(path: str | PathLike[str]) -> Observed:
     """The observed recording in a file.
 
     Raises:
-        TraceError: it is none; the message names the file and the line.
+        TraceError: it is not an observed recording; the message names the file and the line.
         OSError: it cannot be read.
     """
     with BufferedReader(open_input(path)) as file:
@@ -238,13 +239,13 @@ class _Reader:
         found.steps = {name: np.array(column, dtype=np.int64) for name, column in self._columns.items()}
         self._queue_times()
         for request in found.requests:
-            if request.runs and request.runs[-1][1] >= self._num_steps:  # the end of the file is missing
+            if request.runs and request.runs[-1][1] >= self._num_steps:  # the file is cut
                 request.runs, request.num_output_tokens, request.reason = [], 0, None
         return found
 
     def _queue_times(self) -> None:
-        """When each request was queued. The engine takes what has come before each step, so a request that it got after
-        a step was not there before that step began."""
+        """Set the queue time of each request. The engine takes all arrived requests before each step, so a request that
+        it got after a step had not arrived when that step began."""
         requests, steps = self._found.requests, self._found.steps
         if not requests:
             return
@@ -257,10 +258,10 @@ class _Reader:
 
 
 class _Chains:
-    """Block ids of prompts: each block follows one other, or is the first of its prompt."""
+    """Block ids of prompts: each block follows another block, or is the first of its prompt."""
 
     def __init__(self) -> None:
-        self._firsts: list[int] = []  # of runs of ids that were new together, ascending
+        self._firsts: list[int] = []  # first ids of runs that were new together, ascending
         self._parents: list[int | None] = []  # the block before each run
         self._next = 0
 

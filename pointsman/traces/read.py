@@ -1,4 +1,4 @@
-"""Which format is a file in, and which requests does it hold?"""
+"""Recognises the format of a trace file and reads its requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pointsman.traces.values import Broken
 from pointsman.traces.vllm_bench import read_vllm_bench
 
 HEAD = 2**20
-"""Bytes at the start of a file within which its format shows."""
+"""Maximum number of bytes at the start of a file that are used to recognise its format."""
 
 Row: TypeAlias = TraceRequest | MeasuredRequest | LeftOut
 Reader: TypeAlias = Callable[[BinaryIO], Iterator[Row]]
@@ -57,7 +57,7 @@ def read_trace(path: str | PathLike[str], *, limit: int | None = None) -> Trace[
     if not requests:
         found = about_left_out(left_out.total(), left_out) or "Expected are a CSV or JSON lines with a request a line."
         raise TraceError(f"{path}: no request in it. {found}")
-    requests.sort(key=lambda request: request.arrival_time)  # stable: those of one moment keep the file's order
+    requests.sort(key=lambda request: request.arrival_time)  # stable: simultaneous requests keep the file's order
     start = requests[0].arrival_time
     return Trace((replace(request, arrival_time=request.arrival_time - start) for request in requests), left_out)
 
@@ -65,8 +65,8 @@ def read_trace(path: str | PathLike[str], *, limit: int | None = None) -> Trace[
 def read_measurements(path: str | PathLike[str]) -> Trace[MeasuredRequest]:
     """The requests of a file with their measured times, by arrival, the first one queued at 0 seconds.
 
-    Requests without output (those that failed) and without times (those that were not streamed) are left out and
-    counted, as are rows that `read_trace` leaves out.
+    Requests without output (failed) or without times (not streamed) are left out and counted, as are rows that
+    `read_trace` leaves out.
 
     Args:
         path: measured JSON lines, a result of `vllm bench serve`, a guidellm report or a Pointsman recording.
@@ -95,7 +95,7 @@ def read_measurements(path: str | PathLike[str]) -> Trace[MeasuredRequest]:
 
 
 def _open(path: str | PathLike[str]) -> io.BufferedReader:
-    """A file whose head can be seen before it is read, a pipe included."""
+    """Open a file or a pipe whose head can be peeked at before it is read."""
     return io.BufferedReader(open_input(path), HEAD)
 
 

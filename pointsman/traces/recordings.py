@@ -1,8 +1,8 @@
-"""Recordings of a Pointsman scheduler (`core/recording.py`) as traces.
+"""Reads recordings of a Pointsman scheduler (`core/recording.py`) as traces.
 
-A request arrives when it was added. Its prompt is what was given, parts included, and its output what was generated,
-until the recording ends. Full blocks of the prompt become hash ids, chained from the start of the prompt, its salt and
-its adapter. A time of a token is that of the update which reported it. Observed recordings are read by `observed.py`.
+A request arrives when it is added. Its prompt includes all parts; its output is all tokens generated before the
+recording ends. Full blocks of the prompt become hash ids, chained from the start of the prompt, its salt and its
+adapter. The time of a token is the time of its update. `observed.py` reads observed recordings.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pointsman.traces.values import Broken, json_object, measured, number, token
 
 @dataclass(slots=True)
 class _Recorded:
-    """A request so far. Its prompt's tokens are kept no longer than a block."""
+    """A request so far. Only the prompt tokens of its last, partial block are kept."""
 
     request_id: str
     queued: float
@@ -105,13 +105,13 @@ def read_recording(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest]:
 
 
 class _Reader:
-    """Follows the calls: which requests are there, and which step appended how much to them."""
+    """Follows the calls: collects the requests, and the tokens that each step appended to them."""
 
     def __init__(self) -> None:
         self.block_size = 0
         self.recorded: list[_Recorded] = []
         self._by_id: dict[str, _Recorded] = {}
-        self._steps: dict[int, list[str]] = {}  # in flight: the requests of each row
+        self._steps: dict[int, list[str]] = {}  # in flight: the request of each row
 
     def take(self, call: dict[str, Any]) -> None:
         if not self.block_size:
@@ -157,7 +157,8 @@ class _Reader:
         self.recorded.append(recorded)
 
     def _advance(self, call: dict[str, Any]) -> None:
-        """Each step appended one token to every row; of the last one, the update says which were kept."""
+        """Account for several steps at once: each appended one token to every row, except tokens of the last step that
+        its update dropped."""
         decision, times = call["decision"], call["times"]
         steps = decision["num_steps"]
         if len(times) != steps + 1:

@@ -1,4 +1,4 @@
-"""What is in a trace? A request as it arrived, what a server measured of it, and the rows that were left out."""
+"""Defines the content of a trace: requests as they arrived, their measured times, and counts of left-out rows."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 class TraceError(PointsmanError, ValueError):
-    """A trace that cannot be read. The message names the file, the line and what is wrong with it."""
+    """A trace that cannot be read. The message names the file, the line and the fault."""
 
 
 class LeftOut(StrEnum):
-    """Why a row of a file is left out. The values are the words of reports."""
+    """Why a row of a file is left out. Reports use the values as words."""
 
     NO_PROMPT = "without prompt tokens"
     NO_OUTPUT = "without output tokens"
@@ -41,23 +41,23 @@ class TraceRequest:
     num_prompt_tokens: int
     """At least 1."""
     num_output_tokens: int
-    """What the traced service generated; 0 for a request that failed there."""
+    """Number of tokens that the traced service generated; 0 for a request that failed there."""
     block_hash_ids: tuple[int, ...] = ()
     """One id per `hash_block_size` prompt tokens: equal ids, equal content from the start of the prompt. Prompt
     tokens beyond the last id are not shared."""
     hash_block_size: int = MOONCAKE_BLOCK_SIZE
     """Tokens that one hash id covers."""
     max_tokens: int | None = None
-    """The output tokens that the client asked for at most; None: unknown, or no limit."""
+    """The client's maximum number of output tokens; None: unknown, or no limit."""
     priority: int = 0
     """Smaller is more urgent; only recordings have it."""
     retention: float | None = None
-    """Seconds after its end for which the client wanted its prefix kept cached; None: it did not say, or is unknown."""
+    """Seconds after its end for which the client wanted its prefix kept cached; None: not given, or unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRequest:
-    """One request of a trace, and when a server queued it and produced its tokens.
+    """One request of a trace, with the times at which a server queued it and produced its tokens.
 
     The times are seconds on one clock, whose zero is the time at which the first request of the file was queued.
     """
@@ -66,7 +66,7 @@ class MeasuredRequest:
     """Its `arrival_time` is `queued`, and it has at least one output token."""
     request_id: str
     queued: float
-    """When the server received it; in results of a load generator, when the client sent it."""
+    """Time at which the server received it; in results of a load generator, at which the client sent it."""
     first_token: float
     last_token: float
 
@@ -82,20 +82,20 @@ class MeasuredRequest:
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds per output token after the first; None where there is only one."""
+        """Mean seconds per output token after the first; None with only one token."""
         gaps = self.request.num_output_tokens - 1
         return (self.last_token - self.first_token) / gaps if gaps else None
 
 
 class Trace(list[T]):
-    """The requests of a file, by arrival, and how many of its rows were left out."""
+    """The requests of a file, by arrival, and the number of rows that were left out."""
 
     def __init__(self, requests: Iterable[T], left_out: Mapping[LeftOut, int]) -> None:
         super().__init__(requests)
         self.left_out = {reason: left_out[reason] for reason in LeftOut if left_out.get(reason)}
         """Rows that are not in the list, by reason."""
         self.num_rows = len(self) + sum(self.left_out.values())
-        """Rows that were read; blank lines are none."""
+        """Number of rows that were read, without blank lines."""
 
 
 def about_left_out(num_rows: int, left_out: Mapping[LeftOut, int]) -> str:
@@ -107,14 +107,14 @@ def about_left_out(num_rows: int, left_out: Mapping[LeftOut, int]) -> str:
 
 
 def served(trace: Trace[TraceRequest], source: str) -> Trace[TraceRequest]:
-    """The requests of a trace that have output; those without failed where they were traced.
+    """The requests of a trace that have output. Requests without output failed in the traced service.
 
     Args:
         trace: as `read_trace` returns it.
-        source: its name, for the message.
+        source: the trace's name, for the message.
 
     Raises:
-        TraceError: none has output.
+        TraceError: no request has output.
     """
     requests = [request for request in trace if request.num_output_tokens]
     left_out = {**trace.left_out, LeftOut.NO_OUTPUT: len(trace) - len(requests)}

@@ -1,4 +1,4 @@
-"""Which tokens has a traced prompt? Invented ones, equal where hash ids are equal."""
+"""Invents tokens for traced prompts, equal where hash ids are equal."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pointsman.traces.requests import MAX_TOKENS, TraceRequest
 
 
 def prompt_token_ids(request: TraceRequest, vocab_size: int, seed: int, index: int) -> npt.NDArray[np.int32]:
-    """Tokens for a prompt of the traced length: where hash ids are equal, so are the tokens.
+    """Tokens for a prompt of the traced length. Equal hash ids give equal tokens.
 
-    A token is a hash of (seed, content, position) and depends on nothing else, where the content is the hash id of
-    the token's block, or the request itself where it has none. Prompts with different content agree in a token only
-    by chance, once in `vocab_size` positions.
+    A token is a hash of (seed, content, position) and depends on nothing else. The content is the hash id of the
+    token's block, or else the request itself. Prompts with different content agree in a token only by chance, once in
+    `vocab_size` positions.
 
     Args:
         request: the request of the trace.
         vocab_size: tokens are drawn from 0 to vocab_size - 1.
-        seed: another seed gives other tokens to the whole trace.
+        seed: changes the tokens of the whole trace.
         index: the request's index in the trace, which distinguishes requests without hash ids.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Values of trace files, checked: what is wrong with one is raised as `Broken`, and `read.py` adds the file."""
+"""Checks the values of trace files. It raises `Broken` for a wrong value, and `read.py` adds the file."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pointsman.files import represented, shown
 from pointsman.traces.requests import MAX_HASH_ID, MAX_TOKENS, MeasuredRequest, TraceRequest
 
 MAX_NUMBER = 1e20
-"""Nanoseconds since 1970 are less."""
+"""More than the nanoseconds since 1970."""
 
 
 class Broken(Exception):
-    """What is wrong with a value or a line; its readers add the place, and `read.py` the file."""
+    """A wrong value or line. The readers add the place, and `read.py` the file."""
 
 
 def measured(request: TraceRequest, request_id: str, first_token: float, last_token: float) -> MeasuredRequest:
@@ -35,7 +35,7 @@ def measured(request: TraceRequest, request_id: str, first_token: float, last_to
 
 
 def json_object(line: str) -> dict[str, Any]:
-    """The object that a line of JSON is."""
+    """Parse a line that is one JSON object."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
@@ -61,7 +61,7 @@ def tokens(name: str, value: object, least: int) -> int:
 
 
 def whole(name: str, value: object) -> int:
-    """A whole number of any size that a column of 64 bits holds."""
+    """A whole number that fits a column of 64 bits."""
     if not isinstance(value, int) or isinstance(value, bool) or abs(value) > MAX_HASH_ID:
         raise Broken(f"{name} is {represented(value)}; it must be a whole number of at most 2**62")
     return value
@@ -73,7 +73,7 @@ def integer(text: str) -> int | str:
 
 
 def number(name: str, value: object) -> float:
-    """A number, of seconds or the like; squares and quotients of two are finite."""
+    """A number such as seconds. Its square, and the quotient of two, are finite."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER:
         return float(value)
     raise Broken(f"{name} is {represented(value)}; it must be a finite number of at most {MAX_NUMBER:g}")

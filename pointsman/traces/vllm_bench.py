@@ -1,9 +1,10 @@
-"""Results of `vllm bench serve --save-result --save-detailed`: one JSON object whose lists have an item a request.
+"""Reads results of `vllm bench serve --save-result --save-detailed`: one JSON object whose lists have an item a
+request.
 
-Read are `input_lens`, `output_lens` (tokens; 0 for a request that failed), `start_times` (seconds, the client's
-monotonic clock), `ttfts` (seconds), `itls` (a list of seconds a request; their sum is the time from the first token to
-the last) and `errors` (texts, "" for none); the formats of vLLM 0.32 and 0.33. Generated texts are passed over. Times
-are the client's: they contain its own overhead and the network's.
+It reads `input_lens`, `output_lens` (tokens; 0 for a request that failed), `start_times` (seconds, the client's
+monotonic clock), `ttfts` (seconds) and `itls` (a list of seconds a request; their sum is the time from the first token
+to the last), in the formats of vLLM 0.32 and 0.33. Generated texts are skipped. Times are the client's: they include
+its own overhead and the network's.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _DETAIL = "run vllm bench serve with --save-result --save-detailed"
 
 
 def read_vllm_bench(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest | LeftOut]:
-    """The requests of a result, in its order; those that failed have no output and no times.
+    """The requests of a result, in its order. Failed requests have no output and no times.
 
     Raises:
-        Broken: a list is missing or has another length than the others, or a value is out of range.
+        Broken: a list is missing or differs in length from the others, or a value is out of range.
     """
     columns = _columns(JsonStream(file))
     input_lens, output_lens, start_times, ttfts, decode_times = (columns[name] for name in COLUMNS)
@@ -46,7 +47,7 @@ def read_vllm_bench(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest |
 
 
 def _columns(stream: JsonStream) -> dict[str, array[float]]:
-    """The lists by name, checked; `itls` as the sum of each request's."""
+    """The lists by name, checked; `itls` is summed for each request."""
     columns: dict[str, array[float]] = {}
     for key in stream.members():
         if key in COLUMNS:

@@ -1,6 +1,5 @@
-"""A small host for tests: a scheduler, a clock that ticks at every call, and a deterministic model.
-
-Every call is followed by `check_invariants`, so an example also fails where the bookkeeping does.
+"""A small host for tests: a scheduler, a clock that ticks at every call, and a deterministic model. `check_invariants`
+follows every call, so a test also fails when the bookkeeping is wrong.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from pointsman.core import (
     StepUpdate,
 )
 
-EOS = 999  # the model below never samples it: tests hand it in
+EOS = 999  # the model below never samples it: tests pass it
 
 
 def small_config(**overrides: Any) -> SchedulerConfig:
-    """A pool of 16 blocks of 4 tokens, 4 seats and a budget of 16 tokens, with `overrides` on top."""
+    """A pool of 16 blocks of 4 tokens, 4 sequence slots and a budget of 16 tokens, with `overrides` on top."""
     values: dict[str, Any] = {
         "num_blocks": 16,
         "max_model_len": 64,
@@ -43,7 +42,7 @@ def small_config(**overrides: Any) -> SchedulerConfig:
 
 
 def next_token(tokens: npt.NDArray[np.integer]) -> int:
-    """What the model samples after `tokens`: 0 to 996, a function of all of them and their order."""
+    """The model's sample after `tokens`: 0 to 996, a function of all tokens and their order."""
     weights = np.arange(1, len(tokens) + 1, dtype=np.int64)
     return int((tokens.astype(np.int64) * weights).sum() % 997)
 
@@ -74,7 +73,7 @@ class Host:
         park: ParkReason | None = None,
         **fields: Any,
     ) -> Request:
-        """Add a request; a `prompt` given as a length gets tokens of its own. It arrives now unless told otherwise."""
+        """Add a request; a `prompt` given as a length gets tokens of its own. It arrives now by default."""
         now = self._tick()
         tokens = self.prompt(prompt) if isinstance(prompt, int) else prompt
         request = Request(request_id, tokens, **{"arrival_time": now, "max_tokens": max_tokens, **fields})
@@ -88,9 +87,8 @@ class Host:
         return output
 
     def result(self, output: SchedulerOutput, tokens: Mapping[str, int] | None = None) -> StepResult:
-        """What the model samples for an output; `tokens` overrules it for the requests named there.
-
-        It accepts the drafts that it would have sampled itself.
+        """The model's samples for an output; `tokens` overrides them for the named requests. The model accepts the
+        drafts that it would have sampled itself.
         """
         told = tokens or {}
         runs: list[list[int]] = []
@@ -113,7 +111,7 @@ class Host:
         return update
 
     def propose(self, output: SchedulerOutput, drafts: Mapping[str, Sequence[int]]) -> int:
-        """Propose drafts for the requests named there; returns how many wait."""
+        """Propose drafts for the named requests; returns the number of kept ones."""
         each = [list(drafts.get(name, ())) for name in names(output.requests)]
         flat = [token for tokens in each for token in tokens]
         kept = self.scheduler.propose(output, flat, [len(tokens) for tokens in each], self._tick())
@@ -157,7 +155,8 @@ class Host:
         self.scheduler.check_invariants()
 
     def extend(self, request_id: str, tokens: int | Sequence[int] = 4, **options: Any) -> Request:
-        """A part; one given as a length gets tokens of its own. The last, with 16 tokens, unless told otherwise."""
+        """Extend a request by a part; a part given as a length gets tokens of its own. By default the last part, with
+        `max_tokens` 16."""
         part = self.prompt(tokens) if isinstance(tokens, int) else tokens
         request = self.scheduler.extend(request_id, part, self._tick(), **{"max_tokens": 16, **options})
         self.scheduler.check_invariants()
@@ -200,12 +199,12 @@ class Host:
 
 
 class Connector:
-    """Offers what a test says, and remembers what it was asked."""
+    """Offers the tokens that a test gives it, and records its calls."""
 
     saves_evicted = True
 
     def __init__(self) -> None:
-        self.offers: dict[str, tuple[int | None, bool]] = {}  # by request id: tokens from position 0 on, and how
+        self.offers: dict[str, tuple[int | None, bool]] = {}  # by request id: (number of tokens, is_async)
         self.sends: set[str] = set()
         self.asked: list[str] = []
         self.ended: list[tuple[str, int, int]] = []
@@ -227,7 +226,7 @@ class Connector:
 
 
 def connected(**overrides: Any) -> tuple[Host, Connector]:
-    """A host with a connector, and a pool of 16 blocks of 4 tokens, of which a request of full length takes 8."""
+    """A host with a connector, and a pool of 16 blocks of 4 tokens; a request of full length takes 8 blocks."""
     connector = Connector()
     return Host(connector=connector, **{"max_model_len": 32, **overrides}), connector
 
@@ -238,7 +237,7 @@ def names(requests: Iterable[Request]) -> list[str]:
 
 
 def tokens_of(output: SchedulerOutput) -> dict[str, int]:
-    """How many tokens each request computes in the step, in row order."""
+    """Number of tokens that each request computes in the step, in row order."""
     return dict(zip(names(output.requests), output.num_scheduled_tokens.tolist(), strict=True))
 
 
@@ -249,17 +248,17 @@ def drafts_of(output: SchedulerOutput, index: int) -> list[int]:
 
 
 def cached_of(output: SchedulerOutput) -> dict[str, int]:
-    """How many tokens of each admitted request came from the prefix cache."""
+    """Number of tokens of each admitted request that came from the prefix cache."""
     return dict(zip(names(output.admitted), output.num_cached_tokens.tolist(), strict=True))
 
 
 def blocks_of(output: SchedulerOutput, request_id: str) -> list[int]:
-    """The block ids that the output tells of a request."""
+    """The block ids of a request in the output."""
     return [int(block) for block in output.blocks(names(output.requests).index(request_id))]
 
 
 def reference_output(prompt: Sequence[int] | npt.NDArray[np.int32], num_tokens: int) -> list[int]:
-    """What the model generates after `prompt` when nothing else runs."""
+    """The model's output for `prompt` when no other request runs."""
     tokens = np.array(prompt, dtype=np.int64)
     for _ in range(num_tokens):
         tokens = np.append(tokens, next_token(tokens))

@@ -1,9 +1,10 @@
-"""The border with a host: nothing that a host can reach changes what the scheduler decides, unless by an exception.
+"""The border with a host: no object that a host can reach changes the scheduler's decisions; attempts raise or change
+copies.
 
-Two schedulers are driven by the same calls. Around one of them a vandal tries, after every third call, to assign every
-public attribute that it finds from what a host holds, and to change every container and every array in place. What it
-finds is found by `dir`, so that an attribute that is added later is tried too. Each attempt raises, or changes a copy:
-both recordings are equal in the end. `check_invariants` is called after every call (`Host`).
+Two schedulers are driven by the same calls. After every third call of one of them, a vandal tries to assign every
+public attribute that is reachable from a host's objects, and to change every container and array in place. It uses
+`dir`, so that it finds attributes that are added later too. Each attempt raises, or changes a copy: both recordings are
+equal in the end. `check_invariants` is called after every call (`Host`).
 """
 
 from __future__ import annotations
@@ -34,22 +35,23 @@ from tests.core.helpers import Host, names
 
 LEAVES = (str, bytes, int, float, bool, complex, type(None), np.generic, type)
 SNAPSHOTS = (SchedulerStats, Explanation)
-"""What the host owns: made for it when it asks. Their dictionaries may be changed, and nothing else hears of it."""
+"""Objects that are made for the host on request. It owns them, and may change their dictionaries without effect
+elsewhere."""
 PURE = (SchedulerOutput, StepUpdate, Request, SchedulerConfig)
-"""Their methods without arguments are called too, and what they return is attacked."""
+"""Types whose methods without arguments are called too; their results are attacked."""
 
 OLD_NAMES = ("num_seats", "num_overtaken")
 """Deprecated names, which warn."""
 
 
 class Vandal:
-    """Tries to change whatever it can reach."""
+    """Tries to change all objects that it can reach."""
 
     def __init__(self) -> None:
         self.kinds: set[str] = set()
         self.num_assignments = 0
         self.num_arrays = 0
-        self._seen: dict[int, Any] = {}  # objects are kept, so that no id is given to another one
+        self._seen: dict[int, Any] = {}  # objects are kept, so that their ids are not reused
 
     def attack(self, *roots: Any) -> None:
         self._seen.clear()
@@ -84,7 +86,7 @@ class Vandal:
             if callable(value):
                 if isinstance(thing, PURE) and not _needs_arguments(value):
                     made = value()
-                    if type(made) is not type(thing):  # not a copy of the whole, as `replace` makes
+                    if type(made) is not type(thing):  # not copies of the whole, such as those of `replace`
                         self._attack(made)
                 continue
             if value is getattr(thing, name) and not isinstance(thing, SNAPSHOTS):
@@ -110,7 +112,7 @@ class Vandal:
 
     def _scribble(self, array: np.ndarray[Any, Any]) -> None:
         self.num_arrays += 1
-        if array.flags.writeable:  # then it is a copy, or the recordings will differ
+        if array.flags.writeable:  # it is a copy, or the recordings will differ
             array[...] = ~array if array.dtype == np.bool_ else array + 55
             return
         try:
@@ -129,7 +131,8 @@ def _needs_arguments(method: Callable[..., Any]) -> bool:
 
 
 class Connector:
-    """Offers two blocks of every third request, some at once and some later, and keeps all that it is given."""
+    """Offers two blocks of every third request, some at once and some asynchronously, and keeps all objects that it
+    gets."""
 
     saves_evicted = True
 
@@ -176,7 +179,7 @@ def drive(overrides: dict[str, Any], vandal: Vandal | None) -> str:
     num_calls = 0
 
     def attack(*own: Any) -> None:
-        """`own`: the host's own arrays and lists, which it reuses."""
+        """Let the vandal attack. `own`: the host's own arrays and lists, which it reuses."""
         nonlocal num_calls
         num_calls += 1
         if vandal is None:
@@ -272,7 +275,7 @@ def drive(overrides: dict[str, Any], vandal: Vandal | None) -> str:
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_nothing_that_a_host_reaches_changes_a_decision(scene: str) -> None:
+def test_no_object_that_a_host_reaches_changes_a_decision(scene: str) -> None:
     vandal = Vandal()
     undisturbed = drive(SCENES[scene], None)
     assert drive(SCENES[scene], vandal) == undisturbed
@@ -282,7 +285,7 @@ def test_nothing_that_a_host_reaches_changes_a_decision(scene: str) -> None:
     assert told.get(scene, "Request") in vandal.kinds
 
 
-def test_the_flag_of_the_block_table_cannot_be_taken_back() -> None:
+def test_the_block_table_cannot_be_made_writable_again() -> None:
     host = Host()
     host.add("a", 6)
     host.step()
@@ -327,7 +330,7 @@ def _assignable_requests(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", [_writable_table, _lists_of_the_batch, _assignable_requests])
-def test_a_hole_in_the_border_is_found(fault: Callable[[pytest.MonkeyPatch], None]) -> None:
+def test_a_planted_hole_in_the_border_is_found(fault: Callable[[pytest.MonkeyPatch], None]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
         with pytest.raises(AssertionError, match=r"twice|can be assigned"):

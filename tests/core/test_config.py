@@ -1,4 +1,4 @@
-"""Every knob is checked when the configuration is built, and the message says what to do."""
+"""Every knob is checked when the configuration is built, and the message names the remedy."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ NOT_NEGATIVE = ["num_reserved_blocks", "long_prefill_token_threshold"]
 
 @pytest.mark.parametrize("name", POSITIVE)
 @pytest.mark.parametrize("value", [0, -1, MAX_INT + 1])
-def test_a_count_out_of_range_is_named_with_its_limits(name: str, value: int) -> None:
+def test_a_count_out_of_range_is_reported_with_its_limits(name: str, value: int) -> None:
     with pytest.raises(ConfigError, match=rf"{name} is {value}; it must be between 1 and {MAX_INT}"):
         small_config(**{name: value})
 
 
 @pytest.mark.parametrize("name", NOT_NEGATIVE)
-def test_a_negative_amount_is_named_with_its_limits(name: str) -> None:
+def test_a_negative_amount_is_reported_with_its_limits(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name} is -1; it must be between 0 and {MAX_INT}"):
         small_config(**{name: -1})
 
 
 @pytest.mark.parametrize("name", POSITIVE + NOT_NEGATIVE)
 @pytest.mark.parametrize("value", [1.0, "8", True, None])
-def test_a_count_is_an_integer_and_nothing_like_it(name: str, value: object) -> None:
+def test_a_count_must_be_an_integer(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"{name} is .*; it must be an integer"):
         small_config(**{name: value})
 
@@ -87,14 +87,14 @@ def test_the_watermark_is_a_share_of_the_pool(value: float) -> None:
         ({"keep_embeddings": 1, "encoder_budget": 8}, "keep_embeddings is 1; it must be True or False"),
         ({"admission_charge": "half"}, 'admission_charge is \'half\'; choose "uncached", "whole-fits" or "whole"'),
         ({"shortage": "panic"}, 'shortage is \'panic\'; choose "replan", "in-order" or "look-ahead"'),
-        ({"batching": "prefill-first"}, 'batching "prefill-first" goes row by row .*; set shortage to "in-order"'),
+        ({"batching": "prefill-first"}, 'batching "prefill-first" allocates row by row .*; set shortage to "in-order"'),
         (
             {"max_num_active_seqs": 5},
             'max_num_active_seqs is 5, more than max_num_seqs 4; lower it, or use batching="pre',
         ),
         ({"count_common_prefix": True, "enable_prefix_caching": False}, "no block is common to two requests"),
         ({"max_num_partial_prefills": 0}, "max_num_partial_prefills is 0; it must be between 1"),
-        ({"max_num_partial_prefills": 2, "enable_chunked_prefill": False}, "where none is partial"),
+        ({"max_num_partial_prefills": 2, "enable_chunked_prefill": False}, "off: there are none"),
         ({"max_long_partial_prefills": 1}, "long_prefill_token_threshold is 0, so no prompt is long"),
         (
             {"max_long_partial_prefills": 2, "max_num_partial_prefills": 2},
@@ -142,9 +142,7 @@ def test_a_value_of_the_wrong_type_is_a_config_error(overrides: dict[str, Any]) 
         ),
     ],
 )
-def test_a_policy_that_does_not_exist_is_an_error_when_the_scheduler_is_made(
-    overrides: dict[str, Any], message: str
-) -> None:
+def test_an_unknown_policy_is_an_error_when_the_scheduler_is_made(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Scheduler(small_config(**overrides))
 
@@ -164,7 +162,7 @@ def test_only_the_pool_and_the_model_length_have_no_default() -> None:
     Scheduler(SchedulerConfig(num_blocks=100, max_model_len=1024))
 
 
-def test_a_configuration_cannot_be_changed_only_replaced_and_is_checked_again() -> None:
+def test_a_configuration_is_immutable_and_replace_checks_it_again() -> None:
     config = small_config()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.num_blocks = 99  # type: ignore[misc]
@@ -183,7 +181,7 @@ def test_a_preset_is_a_set_of_values_with_overrides_on_top() -> None:
         SchedulerConfig.preset("fast", num_blocks=8, max_model_len=32)
 
 
-def test_what_a_preset_sets_gives_way_where_an_override_leaves_it_no_effect() -> None:
+def test_an_override_drops_preset_values_that_lose_their_effect() -> None:
     config = SchedulerConfig.preset("vllm", num_blocks=8, max_model_len=32, full_sequence_must_fit=False)
     assert config.count_owed_blocks
     with pytest.raises(ConfigError, match="count_owed_blocks=False has no effect"):
@@ -201,7 +199,7 @@ def test_what_a_preset_sets_gives_way_where_an_override_leaves_it_no_effect() ->
         ("short-requests", 512, 4096, False),
     ],
 )
-def test_the_presets_to_start_from(
+def test_starting_presets_have_the_documented_values(
     name: str, max_num_seqs: int, max_num_batched_tokens: int, enable_chunked_prefill: bool
 ) -> None:
     config = SchedulerConfig.preset(name, num_blocks=100, max_model_len=1024)

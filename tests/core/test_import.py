@@ -1,4 +1,4 @@
-"""`import pointsman` needs NumPy alone, and costs next to nothing."""
+"""`import pointsman` needs NumPy alone, and costs little time."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ print(json.dumps([times_numpy, sorted(set(sys.modules) - before), sorted(sys.mod
 
 @cache
 def import_in_a_new_process(attempt: int = 0) -> tuple[float, list[str], list[str]]:
-    """CPU time of the import, as a multiple of NumPy's before it, the modules that it brought, and all that are loaded
-    then."""
+    """CPU time of the import as a multiple of NumPy's before it, the modules that it loaded, and all loaded modules."""
     run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     times_numpy, new, loaded = json.loads(run.stdout)
     return times_numpy, new, loaded
 
 
-def test_import_brings_numpy_the_standard_library_and_nothing_else() -> None:
+def test_import_loads_only_numpy_and_the_standard_library() -> None:
     _, new, loaded = import_in_a_new_process()
     tops = {name.partition(".")[0] for name in new}
     foreign = tops - set(sys.stdlib_module_names) - {"pointsman", "numpy"}
@@ -44,7 +43,7 @@ def test_import_brings_numpy_the_standard_library_and_nothing_else() -> None:
     assert {"torch", "transformers", "rich", "typer", "tokenizers", "safetensors", "matplotlib"}.isdisjoint(loaded)
 
 
-def test_import_brings_the_scheduler_and_no_host() -> None:
+def test_import_loads_the_scheduler_and_no_host() -> None:
     _, _, loaded = import_in_a_new_process()
     ours = {name for name in loaded if name.startswith("pointsman.")}
     assert {name for name in ours if not name.startswith("pointsman.core")} == {"pointsman.files", "pointsman.version"}
@@ -68,7 +67,7 @@ def test_dir_shows_public_names_alone() -> None:
 
 
 def test_names_of_the_engine_are_listed_and_typed() -> None:
-    """`dir` has them without loading anything; type checkers and editors read them where types are checked."""
+    """`dir` lists them without loading anything; type checkers and editors see them under `TYPE_CHECKING`."""
     assert set(dir(pointsman)) >= ENGINE_NAMES
     source = ast.parse(Path(pointsman.__file__).read_text())
     (typed,) = (node for node in source.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
@@ -77,7 +76,7 @@ def test_names_of_the_engine_are_listed_and_typed() -> None:
 
 
 def test_names_of_the_engine_are_resolved_on_first_use() -> None:
-    """In an order in which nothing was loaded before; sampling parameters need no PyTorch."""
+    """In a new process, in an order that shows what each loads; sampling parameters need no PyTorch."""
     program = """
 import sys
 import pointsman

@@ -1,7 +1,5 @@
-"""Bugs that schedulers had in the wild, each as a test of its own. The docstrings say what went wrong, and where it was
-seen if it was reported in public.
-
-What is promised in general is tried at random in `tests/property`; here the situations stand by name.
+"""Known bugs of schedulers, one test each. The docstrings describe the bug, and name the system if it was reported in
+public. `tests/property` tests the general promises at random.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ NO_CACHE = {"enable_prefix_caching": False}
 
 
 def test_a_prompt_larger_than_the_pool_does_not_wait_for_ever() -> None:
-    """It was accepted, never fitted, and everybody behind it waited too: vLLM, nano-vLLM, miniVLLM."""
+    """It was accepted, never fitted, and blocked the queue for ever: vLLM, nano-vLLM, miniVLLM."""
     host = Host(num_blocks=4, max_model_len=64)
     with pytest.raises(RequestRefused, match="needs 5 KV blocks of 4, and the pool has 4"):
         host.add("large", 17)
@@ -47,7 +45,7 @@ def test_a_prompt_larger_than_the_pool_does_not_wait_for_ever() -> None:
 
 
 def test_a_request_that_outgrows_the_pool_while_it_decodes_ends() -> None:
-    """It preempted everybody, then itself, and came back to the same wall: nano-vLLM stopped at an assertion there."""
+    """It preempted all others, then itself, and reached the same limit again: nano-vLLM stopped at an assertion."""
     host = Host(num_blocks=4, max_model_len=64)
     alone = host.add("alone", 12, max_tokens=50)
     other = host.add("other", 4, max_tokens=3)
@@ -57,9 +55,9 @@ def test_a_request_that_outgrows_the_pool_while_it_decodes_ends() -> None:
     assert other.num_output_tokens == 3
 
 
-def test_a_prompt_of_which_only_a_chunk_fits_is_not_admitted_and_preempted_in_turns() -> None:
-    """Admitted because its first chunk fitted, preempted at the second or third, and again, for as long as others
-    decoded: vLLM before it asked for the full sequence."""
+def test_a_prompt_that_fits_only_in_part_is_not_admitted_repeatedly() -> None:
+    """It was admitted because its first chunk fitted, and preempted at the second or third chunk, again and again while
+    others decoded: vLLM before it asked for the full sequence."""
     host = Host(num_blocks=8, max_num_batched_tokens=8, max_model_len=32, **NO_CACHE)
     host.add("decodes", 8, max_tokens=8)
     host.step()
@@ -70,12 +68,12 @@ def test_a_prompt_of_which_only_a_chunk_fits_is_not_admitted_and_preempted_in_tu
     assert long.num_preemptions == 0
 
 
-def test_two_long_prompts_do_not_both_count_on_the_same_free_blocks() -> None:
-    """Each passed the check that its whole sequence fits, against blocks that the other was still owed, and they
-    preempted each other: vLLM's check sees only what is allocated."""
+def test_two_long_prompts_are_not_admitted_for_the_same_free_blocks() -> None:
+    """Each passed the check that its whole sequence fits, counting blocks that the other still needed, and they
+    preempted each other: vLLM's check sees only allocated blocks."""
     host = Host(num_blocks=8, long_prefill_token_threshold=4, max_model_len=32, **NO_CACHE)
     requests = [host.add("a", 22, max_tokens=2), host.add("b", 22, max_tokens=2)]
-    assert tokens_of(host.step()) == {"a": 4}, "7 blocks are free, b needs 6, and a is owed 5"
+    assert tokens_of(host.step()) == {"a": 4}, "7 blocks are free, b needs 6, and a still needs 5"
     assert host.explain("b").reason is Reason.FULL_SEQUENCE
     host.run_to_end()
     assert [request.num_preemptions for request in requests] == [0, 0]
@@ -92,8 +90,8 @@ def test_two_long_prompts_do_not_both_count_on_the_same_free_blocks() -> None:
     ids=str,
 )
 def test_no_rounding_makes_a_chunk_empty(knobs: dict[str, Any]) -> None:
-    """A chunk was rounded down to whole blocks (for hybrid models) or to what other limits left, to 0 tokens, in every
-    step anew: vLLM."""
+    """A chunk was rounded down, to whole blocks (for hybrid models) or by other limits, to 0 tokens in every step:
+    vLLM."""
     host = Host(**knobs)
     prompt = host.prompt(8)
     for request_id in ("a", "b", "c"):
@@ -106,7 +104,7 @@ def test_no_rounding_makes_a_chunk_empty(knobs: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("length", [4, 8, 16])
-def test_a_prompt_that_is_cached_as_a_whole_leaves_something_to_compute(length: int) -> None:
+def test_a_fully_cached_prompt_still_computes_a_token(length: int) -> None:
     """No token was left to compute, so there was no logit to sample from: an assertion in vLLM's connectors, an empty
     tensor in nano-vLLM."""
     host = Host()
@@ -122,7 +120,7 @@ def test_a_prompt_that_is_cached_as_a_whole_leaves_something_to_compute(length: 
 
 
 def test_a_limit_of_zero_is_a_limit_of_zero() -> None:
-    """0 was read as "not given" (it is false in Python), or let through to a loop that never ends."""
+    """0 was taken as "not given" (it is false in Python), or accepted and then caused an endless loop."""
     host = Host()
     with pytest.raises(RequestRefused, match="is 0; it must be between 1"):
         host.add("none", 4, max_tokens=4, max_total_tokens=0)
@@ -140,8 +138,7 @@ def test_a_limit_of_zero_is_a_limit_of_zero() -> None:
 
 
 def test_a_step_with_nothing_to_run_is_a_step() -> None:
-    """An empty batch went to the model, or the step was never updated and held up everything after it: vLLM,
-    nano-vLLM."""
+    """An empty batch went to the model, or the step was never updated and stopped all later ones: vLLM, nano-vLLM."""
     host = Host(max_steps_in_flight=2)
     first, second = host.schedule(), host.schedule()
     assert (first.num_rows, second.total_num_scheduled_tokens) == (0, 0)
@@ -152,13 +149,13 @@ def test_a_step_with_nothing_to_run_is_a_step() -> None:
     assert tokens_of(host.step()) == {"a": 4}
 
 
-# ------------------------------------------------------------ who gives way, and when
+# ------------------------------------------------------------ victims
 
 
 @pytest.mark.parametrize("shortage", ["replan", "in-order"])
 def test_a_victim_that_was_scheduled_in_this_step_is_taken_out_of_it(shortage: str) -> None:
-    """The victim stood before the row that asked and had its share of the step already. It stayed in the output
-    without blocks (a crash), or its tokens stayed charged to the budget: vLLM under "priority"."""
+    """The victim came before the asking row and already had its share of the step. It stayed in the output without
+    blocks (a crash), or its tokens stayed charged to the budget: vLLM under "priority"."""
     host = Host(order="priority", displace=False, shortage=shortage, num_blocks=4, max_model_len=16, **NO_CACHE)
     low = host.add("low", 3, max_tokens=5, priority=9)
     host.step()
@@ -173,8 +170,9 @@ def test_a_victim_that_was_scheduled_in_this_step_is_taken_out_of_it(shortage: s
 
 
 @pytest.mark.parametrize("shortage", ["replan", "in-order"])
-def test_what_a_victim_was_granted_in_this_step_is_for_the_others(shortage: str) -> None:
-    """The same victim, where the budget is short: its token was charged, and the next one's chunk was shorter by it."""
+def test_a_victim_s_tokens_of_the_step_go_to_the_others(shortage: str) -> None:
+    """The same victim, with a short budget: its token stayed charged, and the next request's chunk was one token
+    shorter."""
     host = Host(
         order="priority",
         displace=False,
@@ -199,8 +197,8 @@ def test_what_a_victim_was_granted_in_this_step_is_for_the_others(shortage: str)
 
 @pytest.mark.parametrize("shortage", ["replan", "in-order"])
 def test_a_victim_earlier_in_the_list_does_not_make_the_walk_skip_a_row(shortage: str) -> None:
-    """Taking the victim out of the list moved those behind it forward by one, under an index that had not moved: the
-    next row was silently left out of the step. vLLM under "priority"."""
+    """Removing the victim from the list moved later rows forward by one, but not the loop's index: the next row was
+    silently left out of the step. vLLM under "priority"."""
     host = Host(order="priority", displace=False, shortage=shortage, num_blocks=5, max_model_len=20, **NO_CACHE)
     host.add("low", 2, max_tokens=12, priority=9)
     host.step()
@@ -212,8 +210,8 @@ def test_a_victim_earlier_in_the_list_does_not_make_the_walk_skip_a_row(shortage
     assert tokens_of(output) == {"asks": 1, "next": 1}
 
 
-def test_a_preemption_with_output_in_flight_loses_no_token_and_counts_none_twice() -> None:
-    """The sample came back after the row was gone: it was appended to a request that computed its prompt anew, or was
+def test_a_preemption_with_output_in_flight_keeps_each_token_once() -> None:
+    """The sample arrived after the row was released: it was appended to a request that recomputed its prompt, or was
     dropped and sampled again. vLLM with asynchronous scheduling."""
     host = Host(num_blocks=4, max_model_len=16, max_steps_in_flight=3, **NO_CACHE)
     prompts = {"a": host.prompt(7), "b": host.prompt(7)}
@@ -226,7 +224,7 @@ def test_a_preemption_with_output_in_flight_loses_no_token_and_counts_none_twice
     assert (b.num_pending, b.num_output_tokens) == (1, 1)
     host.abort("a")
     fourth = host.schedule()
-    assert names(fourth.requests) == [], "b has room again, and its token is still on its way"
+    assert names(fourth.requests) == [], "b fits again, and its token is still in flight"
     assert host.update(second).counts.tolist() == [0, 1]
     assert (b.num_pending, b.num_output_tokens) == (0, 2)
     host.update(third)
@@ -235,8 +233,8 @@ def test_a_preemption_with_output_in_flight_loses_no_token_and_counts_none_twice
     assert b.output_token_ids.tolist() == reference_output(prompts["b"], 6)
 
 
-def test_a_finish_with_output_in_flight_drops_what_comes_back() -> None:
-    """The result of the step was looked up by a request that was gone (a KeyError), or appended to it: vLLM."""
+def test_a_finish_with_output_in_flight_drops_the_sample() -> None:
+    """The step's result was looked up by a finished request (a KeyError), or appended to it: vLLM."""
     host = Host(max_steps_in_flight=2)
     a, b = host.add("a", 4), host.add("b", 4)
     first = host.schedule()
@@ -250,8 +248,8 @@ def test_a_finish_with_output_in_flight_drops_what_comes_back() -> None:
 
 
 def test_a_row_is_not_reused_while_a_step_in_flight_names_it() -> None:
-    """The row of a request that ended went to the next one, and the sample in flight for the old one was taken for the
-    new one's."""
+    """The row of a finished request went to the next one, and the old request's sample in flight was taken for the new
+    one's."""
     host = Host(max_steps_in_flight=2, max_num_seqs=1)
     host.add("old", 4)
     in_flight = host.schedule()
@@ -268,8 +266,8 @@ def test_a_row_is_not_reused_while_a_step_in_flight_names_it() -> None:
 
 
 def test_a_step_admits_only_what_it_can_allocate() -> None:
-    """Several requests were judged against the same free blocks, or against hits that were gone when the blocks were
-    taken, and the last ones could not be given theirs: an assertion in TensorRT-LLM and in vLLM's connectors."""
+    """Several requests were checked against the same free blocks, or against cache hits that were evicted before the
+    allocation, and the last ones got no blocks: an assertion in TensorRT-LLM and in vLLM's connectors."""
     host = Host(num_blocks=4, max_model_len=16, max_num_batched_tokens=64)
     for request_id in "abc":
         host.add(request_id, 8, max_tokens=1)
@@ -280,26 +278,26 @@ def test_a_step_admits_only_what_it_can_allocate() -> None:
     assert tokens_of(host.step()) == {"c": 8}
 
 
-def test_a_blocked_head_is_not_remembered_as_blocked_when_it_could_start() -> None:
-    """What blocked the head was remembered by its length and the free blocks alone. Somebody else computed its prefix
-    meanwhile, so that it needed fewer blocks, and nobody looked again."""
+def test_a_kept_verdict_is_dropped_when_the_head_could_start() -> None:
+    """The verdict was remembered by the head's length and the free blocks alone. Another request computed its prefix
+    meanwhile, so that it needed fewer blocks, and it was not checked again."""
     host = Host(num_blocks=8, max_model_len=32, long_prefill_token_threshold=2)
     prompt = host.prompt(17)
     host.add("computes", prompt)
     host.add("head", prompt)
     host.step()
-    assert host.explain("head").missing == 2, "5 blocks for it and 4 that the other is owed, of 7"
+    assert host.explain("head").missing == 2, "it needs 5 blocks, the other still needs 4, and 7 are free"
     host.step()
-    assert host.explain("head").missing == 1, "the first block of its prompt is there now"
+    assert host.explain("head").missing == 1, "the first block of its prompt is cached now"
     while "head" not in names(host.step().admitted):
         assert host.explain("head").missing > 0
     assert host.explain("computes").phase == "prefill"
 
 
 @pytest.mark.parametrize("num_outputs", [1, 9])
-def test_a_resumed_request_computes_its_prompt_again_before_it_decodes(num_outputs: int) -> None:
-    """Whether a request decodes was told from its having output, or from its prompt being computed. A resumed request
-    has output and computes again; in chunks, beyond its prompt, it looked as if it decoded."""
+def test_a_resumed_request_recomputes_its_prompt_before_it_decodes(num_outputs: int) -> None:
+    """A request with output, or with a computed prompt, was taken to decode. A resumed request has output and
+    recomputes its KV; in chunks, beyond its prompt, it seemed to decode."""
     host = Host(max_num_batched_tokens=4, max_num_seqs=1, **NO_CACHE)
     request = host.add("a", 5, max_tokens=num_outputs + 2)
     while request.num_output_tokens < num_outputs:
@@ -320,9 +318,9 @@ def test_a_resumed_request_computes_its_prompt_again_before_it_decodes(num_outpu
 # ------------------------------------------------------------ blocks, and what is in them
 
 
-def test_blocks_that_two_requests_share_are_freed_once_when_both_end_together() -> None:
-    """All tables of a step were freed in one go with `counts[blocks] -= 1`, which subtracts once where a block is named
-    twice: the block was lost, or free while it was held."""
+def test_blocks_shared_by_two_finishing_requests_are_freed_once() -> None:
+    """All tables of a step were freed at once with `counts[blocks] -= 1`, which subtracts only once if a block occurs
+    twice: the block leaked, or was free while it was held."""
     host = Host()
     prompt = host.prompt(8)
     host.add("a", [*prompt, 1], max_tokens=2)
@@ -335,8 +333,8 @@ def test_blocks_that_two_requests_share_are_freed_once_when_both_end_together() 
 
 
 def test_a_prefix_is_found_only_as_far_as_it_is_computed() -> None:
-    """All blocks of a prompt could be found as soon as they were allocated, also those of chunks to come: the second
-    request read what nobody had written. nano-vLLM with chunks, ATOM."""
+    """All blocks of a prompt could be found as soon as they were allocated, also those of later chunks: the second
+    request read blocks that were not written yet. nano-vLLM with chunks, ATOM."""
     host = Host(max_num_batched_tokens=12, long_prefill_token_threshold=8)
     prompt = host.prompt(24)
     host.add("first", prompt)
@@ -346,9 +344,9 @@ def test_a_prefix_is_found_only_as_far_as_it_is_computed() -> None:
     assert cached_of(output) == {"first": 0, "second": 8}
 
 
-def test_in_a_host_that_cannot_share_within_a_step_nothing_of_the_step_is_found_in_it() -> None:
-    """Two requests of one step shared a block that one of them was to write in that very step, in a host whose rows do
-    not wait for each other."""
+def test_without_share_within_step_blocks_of_the_step_are_not_found() -> None:
+    """Two requests of one step shared a block that one of them wrote in that step, in a host whose rows do not wait for
+    each other."""
     host = Host(share_within_step=False)
     prompt = host.prompt(8)
     host.add("first", prompt)
@@ -358,8 +356,8 @@ def test_in_a_host_that_cannot_share_within_a_step_nothing_of_the_step_is_found_
 
 @pytest.mark.parametrize("aborted", [False, True])
 def test_blocks_of_a_failed_step_are_not_found(aborted: bool) -> None:
-    """The step did not run, or its request was aborted before it did, and its blocks stayed in the prefix cache with
-    nothing in them: vLLM, which registers blocks when they are allocated."""
+    """The step did not run, or its request was aborted before, and its unwritten blocks stayed in the prefix cache:
+    vLLM, which registers blocks when they are allocated."""
     host = Host(max_steps_in_flight=2)
     prompt = host.prompt(12)
     host.add("first", prompt)
@@ -374,9 +372,9 @@ def test_blocks_of_a_failed_step_are_not_found(aborted: bool) -> None:
 
 
 @pytest.mark.parametrize("preempt_running", [False, True])
-def test_after_a_reset_no_old_kv_is_found_though_a_request_ran_through_it(preempt_running: bool) -> None:
-    """The cache was emptied, and whoever ran at that moment put its blocks back when it ended: KV of the old weights.
-    vLLM refuses the reset while anything runs, or preempts it."""
+def test_after_a_reset_no_old_kv_is_found_even_of_running_requests(preempt_running: bool) -> None:
+    """The cache was emptied, and requests that ran at that moment put back their blocks when they finished: KV of the
+    old weights. vLLM refuses the reset while anything runs, or preempts it."""
     host = Host(max_steps_in_flight=2)
     prompt = host.prompt(12)
     host.add("old", prompt, max_tokens=3)
@@ -390,13 +388,13 @@ def test_after_a_reset_no_old_kv_is_found_though_a_request_ran_through_it(preemp
         assert cached_of(host.step()) == {"new": 0}
         return
     output = host.step()
-    assert cached_of(output)["old"] == 0, "what it computed before the reset is gone for itself, too"
+    assert cached_of(output)["old"] == 0, "its own KV from before the reset is gone, too"
 
 
-def test_a_block_that_was_half_computed_at_a_reset_is_not_found() -> None:
-    """The request had published nothing when the cache was emptied. Its first block was filled afterwards, half of it
-    with KV of the old weights, and put into the new cache."""
-    host = Host(long_prefill_token_threshold=2)  # which holds while others are there
+def test_a_block_half_computed_at_a_reset_is_not_found() -> None:
+    """The request had published nothing when the cache was emptied. Its first block, half of it with KV of the old
+    weights, was completed afterwards and put into the new cache."""
+    host = Host(long_prefill_token_threshold=2)  # which holds while there are other requests
     prompt = host.prompt(12)
     host.add("old", prompt)
     host.add("other", 30)
@@ -407,10 +405,10 @@ def test_a_block_that_was_half_computed_at_a_reset_is_not_found() -> None:
     assert cached_of(host.step()) == {"new": 0}
 
 
-def test_the_hits_that_an_admission_counted_on_are_not_evicted_by_it() -> None:
-    """The hit was counted, and when the blocks were taken they were the request's own cached ones, which were free: it
-    overwrote what it was about to read. Also the other way round: the hit grew between check and allocation, and the
-    number of tokens to compute was stale (nano-vLLM)."""
+def test_an_admission_does_not_evict_its_own_cache_hits() -> None:
+    """The cache hit was counted, and the allocation then took the request's own cached blocks, which were free: it
+    overwrote the KV that it was about to read. Or the hit grew between check and allocation, and the number of tokens
+    to compute was stale (nano-vLLM)."""
     host = Host(num_blocks=5, max_model_len=20)
     prompt = host.prompt(8)
     host.add("writes", [*prompt, 1], max_tokens=1)
@@ -422,7 +420,7 @@ def test_the_hits_that_an_admission_counted_on_are_not_evicted_by_it() -> None:
     output = host.step()
     assert names(output.admitted) == []
     assert host.explain("reads").missing == 2, (
-        "2 hits that are free, and 2 new blocks, of 2 free ones after holds' third"
+        "2 free cached blocks and 2 new ones are needed, and 2 are free after holds' third"
     )
     host.abort("holds")
     output = host.step()
@@ -431,9 +429,9 @@ def test_the_hits_that_an_admission_counted_on_are_not_evicted_by_it() -> None:
     assert len(set(table)) == 4
 
 
-def test_an_adapter_called_like_anothers_salt_does_not_share_its_cache() -> None:
-    """Adapter name and cache salt went into the key of a block as bare strings, one after the other: vLLM, and in
-    another form SGLang."""
+def test_an_adapter_named_like_another_salt_does_not_share_its_cache() -> None:
+    """The key of a block had adapter name and cache salt as bare strings, one after the other: vLLM, and in another
+    form SGLang."""
     host = Host(max_loras=2)
     prompt = host.prompt(8)
     host.add("adapter", [*prompt, 1], max_tokens=1, adapter=("secret", 0))
@@ -447,9 +445,9 @@ def test_an_adapter_called_like_anothers_salt_does_not_share_its_cache() -> None
 # ------------------------------------------------------------ adapters and pauses
 
 
-def test_a_request_between_two_chunks_of_its_prompt_counts_against_the_adapter_slots() -> None:
-    """Only decoding requests were counted. One that was computing its prompt in chunks brought one adapter too many
-    into the step: SGLang crashed on it."""
+def test_a_partial_prefill_counts_against_the_adapter_slots() -> None:
+    """Only decoding requests were counted. A partial prefill brought one adapter too many into the step: SGLang
+    crashed."""
     host = Host(max_loras=1, max_num_batched_tokens=8, long_prefill_token_threshold=4)
     host.add("chunked", 12, adapter=("one", 0))
     host.add("other", 4, adapter=("two", 0))
@@ -459,8 +457,8 @@ def test_a_request_between_two_chunks_of_its_prompt_counts_against_the_adapter_s
 
 
 def test_pausing_twice_is_undone_by_one_resume() -> None:
-    """Pauses were counted, or the second one remembered the paused state as the one to return to, so that one resume
-    was not enough."""
+    """Pauses were counted, or the second one saved the paused state as the state to return to, so one resume was not
+    enough."""
     host = Host()
     request = host.add("a", 4, max_tokens=2)
     for mode in (PauseMode.ALL, PauseMode.ALL, PauseMode.ADMISSIONS):
@@ -476,9 +474,9 @@ def test_pausing_twice_is_undone_by_one_resume() -> None:
 
 @pytest.mark.parametrize("order", ["abort first", "loaded first", "abort after its admission"])
 def test_an_abort_and_the_end_of_a_load_may_come_in_any_order(order: str) -> None:
-    """The blocks of a load that was aborted were free at once, while the device still wrote them; or they were kept for
-    an end of the load that had come before and did not come again; or the end met a request that was gone, and an
-    assertion stopped the engine: vLLM, in turns."""
+    """The blocks of an aborted load were free at once, while the device still wrote them; or they were kept for an end
+    of the load that had already been reported; or the end concerned a finished request, and an assertion stopped the
+    engine: vLLM, in different versions."""
     host, connector = connected()
     connector.offers["a"] = (8, True)
     host.add("a", 12)
@@ -505,9 +503,9 @@ def test_an_abort_and_the_end_of_a_load_may_come_in_any_order(order: str) -> Non
     assert again.output_token_ids.tolist() == reference_output(again.prompt_token_ids, 2)
 
 
-def test_a_loaded_request_and_one_that_lacks_its_blocks_do_not_wait_for_each_other() -> None:
-    """The first in the queue lacked blocks, which a loaded request behind it held, and the loaded one had to wait for
-    its turn: nothing ran ever again, with offloading to host memory in vLLM."""
+def test_a_loaded_request_and_a_head_without_blocks_do_not_deadlock() -> None:
+    """The head of the queue lacked blocks that a loaded request behind it held, and the loaded one had to wait behind
+    the head: a deadlock, with offloading to host memory in vLLM."""
     host, connector = connected(max_model_len=40)
     connector.offers["loaded"] = (24, True)
     host.add("runs", 20, max_tokens=3)
@@ -524,8 +522,8 @@ def test_a_loaded_request_and_one_that_lacks_its_blocks_do_not_wait_for_each_oth
 
 
 def test_a_request_that_waits_holds_no_embeddings() -> None:
-    """Its place in the encoder cache was taken before its blocks, and kept when these could not be had, or while its KV
-    was loaded. Those who ran had no room for their own, and nothing moved: vLLM."""
+    """It took its entry in the encoder cache before its blocks, and kept it when blocks were missing, or while its KV
+    was loaded. Running requests had no space for their own embeddings: a deadlock in vLLM."""
     host, connector = connected(encoder_budget=8, encoder_cache_size=8, num_blocks=10, max_model_len=24)
     connector.offers["loads"] = (8, True)
     host.add("runs", 16, max_tokens=8)

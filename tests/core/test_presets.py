@@ -1,6 +1,5 @@
-"""Presets named after other schedulers decide as those do: step by step, against their specifications.
-
-The long form compares many more workloads.
+"""Presets named after other schedulers decide as these do: step by step, against their specifications. The long form
+compares many more workloads.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from .specifications.vllm import Vllm, Vllm032
 
 WORKLOADS = seeds(25, 200)
 NUM_WITH_ORIGINAL_CACHE = short_or_long(20, 600)
-NUM_TOKENS = 5  # in the vocabulary: so few that unrelated requests meet in the prefix cache
+NUM_TOKENS = 5  # size of the vocabulary: so small that unrelated requests share cached prefixes
 
 SPECIFICATIONS: dict[str, type[Specification]] = {
     "nano-vllm": NanoVllm,
@@ -61,19 +60,19 @@ ORIGINALS: dict[str, type[Specification]] = {
     "nano-vllm-chunked, own cache": OriginalNanoVllmChunked,
     "minivllm, own cache": OriginalMiniVllm,
 }
-"""By name of the preset; after a comma, which of its originals, or which of the original's policies."""
+"""By name of the preset; after a comma, the original or the original's policy."""
 
 
 @dataclass
 class Tally:
-    """What happened in the workloads of a preset, so that they cannot pass because nothing did."""
+    """Counts of events in the workloads of a preset, to prove that the comparison covers them."""
 
     steps: int = 0
     preemptions: int = 0
     hits: int = 0
     chunks: int = 0
     steps_without_decode: int = 0
-    """Steps for prompts while others could have decoded."""
+    """Steps for prompts while other requests could have decoded."""
     waiting: int = 0
     other_hits: int = 0
     """Steps in which the original finds more or fewer cached tokens."""
@@ -81,7 +80,7 @@ class Tally:
 
 @dataclass
 class Workload:
-    """A configuration, and requests with the step before which each arrives."""
+    """A configuration, and requests, each with the step before which it arrives."""
 
     settings: Settings
     overrides: dict[str, Any]
@@ -115,12 +114,12 @@ def make_workload(name: str, seed: int) -> Workload:
         prompt = random_.choice(documents)[: random_.randint(0, 24)]
         prompt = [*prompt, *(random_.randrange(NUM_TOKENS) for _ in range(random_.randint(1, 6)))][:longest]
         if name == "minivllm, newest":
-            prompt[0] = NUM_TOKENS + index  # nothing is shared: that is where the preset differs from it
+            prompt[0] = NUM_TOKENS + index  # no prefix is shared: there the preset differs from it
         max_tokens, total = random_.randint(1, 20), None
         if system == "minivllm" and random_.random() < 0.5:
             total = len(prompt) + random_.randint(1, 12)
         if name in ORIGINALS and system != "nano-vllm-chunked":
-            # None outgrows the budget: in how many chunks it is then computed depends on what is cached.
+            # No request outgrows the budget: its number of chunks would then depend on the cached blocks.
             total = min(total or max_model_len, settings.max_num_batched_tokens + 1)
         bounds = [len(prompt) + max_tokens, max_model_len, num_blocks * size + 1, *([total] if total else [])]
         priority = random_.randint(0, 2) if by_priority else 0
@@ -136,8 +135,8 @@ def make_workload(name: str, seed: int) -> Workload:
 def compare(name: str, seed: int, tally: Tally) -> None:
     """Run one workload in both; every decision must be equal, and so must every finish.
 
-    Against a specification with a cache of its own the requests of the step are compared, and not how many of their
-    tokens are cached.
+    Against a specification with a cache of its own, the requests of each step are compared, but not their numbers of
+    cached tokens.
     """
     workload = make_workload(name, seed)
     scheduler = Scheduler(SchedulerConfig.preset(name.partition(",")[0], **workload.overrides))
@@ -186,7 +185,7 @@ def host_of(name: str, **overrides: Any) -> Host:
 
 
 @pytest.mark.parametrize("name", SPECIFICATIONS)
-def test_a_preset_decides_as_its_specification(name: str) -> None:
+def test_a_preset_decides_like_its_specification(name: str) -> None:
     tally = Tally()
     workloads = WORKLOADS[::4] if name == "minivllm, newest" else WORKLOADS
     num_workloads = len(workloads)
@@ -229,7 +228,7 @@ def test_the_limits_are_those_of_the_original_engine(name: str, max_num_seqs: in
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (max_num_seqs, max_num_batched_tokens)
 
 
-def test_the_main_branch_of_nano_vllm_shares_no_prompt_blocks_within_a_step() -> None:
+def test_nano_vllm_main_shares_no_prompt_blocks_within_a_step() -> None:
     steps = {}
     for name in ("nano-vllm", "nano-vllm-chunked"):
         host = host_of(name)
@@ -242,7 +241,7 @@ def test_the_main_branch_of_nano_vllm_shares_no_prompt_blocks_within_a_step() ->
     assert steps == {"nano-vllm": ({"a": 9, "b": 1}, {"c": 1}), "nano-vllm-chunked": ({"a": 9, "b": 9}, {"c": 1})}
 
 
-def test_a_preset_without_prefix_caching_leaves_out_what_is_about_the_cache() -> None:
+def test_a_preset_without_prefix_caching_drops_settings_of_the_cache() -> None:
     config = SchedulerConfig.preset("nano-vllm-chunked", num_blocks=8, max_model_len=32, enable_prefix_caching=False)
     assert config.share_within_step
 
@@ -268,7 +267,7 @@ def test_a_lone_sequence_that_outgrows_the_pool_finishes_by_length(name: str) ->
 
 
 @pytest.mark.parametrize("name", ["nano-vllm", "nano-vllm-chunked", "minivllm"])
-def test_a_preempted_sequence_that_outgrew_the_budget_is_computed_in_chunks(name: str) -> None:
+def test_a_preempted_sequence_beyond_the_budget_is_chunked(name: str) -> None:
     host = host_of(name, num_blocks=6, max_num_batched_tokens=8, enable_prefix_caching=False)
     first, second = host.add("a", 7, max_tokens=9), host.add("b", 7, max_tokens=9)
     outputs = host.run_to_end()
@@ -288,7 +287,7 @@ def test_a_fully_cached_prompt_leaves_a_token_to_compute(name: str) -> None:
     assert tokens_of(host.step()) == {"b": 4}
 
 
-def test_a_row_that_the_token_budget_keeps_out_of_a_step_is_not_lost() -> None:
+def test_a_row_left_out_for_the_token_budget_is_not_lost() -> None:
     host = host_of("minivllm", max_num_seqs=4, max_num_batched_tokens=2)
     for name in "abc":
         host.add(name, 2, max_tokens=3)
@@ -316,7 +315,7 @@ def test_minivllm_as_listed_asks_for_a_block_when_none_is_needed() -> None:
     assert steps == {"MiniVllm": [both, both], "MiniVllmAsListed": [both, (["a"], ["b"])], "preset": [both, both]}
 
 
-def test_minivllm_as_listed_takes_a_block_that_is_not_there() -> None:
+def test_minivllm_as_listed_takes_a_missing_block() -> None:
     """Both rows need a second block, and no block is free."""
     specification = MiniVllmAsListed(Settings(num_blocks=2, block_size=4, max_num_seqs=4, max_num_batched_tokens=16))
     host = host_of("minivllm", num_blocks=2, enable_prefix_caching=False)
@@ -329,7 +328,7 @@ def test_minivllm_as_listed_takes_a_block_that_is_not_there() -> None:
     assert names(host.step().preempted) == ["b"]
 
 
-def test_the_newest_minivllm_does_not_count_held_blocks_and_the_preset_does() -> None:
+def test_only_the_preset_of_minivllm_counts_held_blocks() -> None:
     admitted = {}
     settings = Settings(num_blocks=5, block_size=4, max_num_seqs=4, max_num_batched_tokens=16)
     for kind in (MiniVllm, MiniVllmNewest):
@@ -364,7 +363,7 @@ def test_a_prompt_of_exactly_the_maximum_length_is_refused() -> None:
 
 
 def test_every_duplicate_of_a_block_can_be_found() -> None:
-    """nano-vLLM knows only the one written last, which is b's, and c overwrites that."""
+    """nano-vLLM knows only the duplicate that was written last, b's, and c overwrites it."""
     host = host_of("nano-vllm-chunked", num_blocks=4)
     prompt = host.prompt(5)
     host.add("a", prompt)
@@ -377,7 +376,7 @@ def test_every_duplicate_of_a_block_can_be_found() -> None:
 
 
 def run(specification: Specification, num_steps: int) -> list[Decision]:
-    """The decisions of the first steps; every sample is the token 99."""
+    """The decisions of the first steps; every sample is token 99."""
     decisions = []
     for _ in range(num_steps):
         decisions.append(specification.schedule())
@@ -429,7 +428,7 @@ def test_the_preset_vllm_preempts_nothing_for_a_waiting_request() -> None:
         assert tokens_of(host.step()) == expected
 
 
-def test_behind_a_row_that_is_itself_the_victim_the_walk_ends_or_goes_on() -> None:
+def test_after_a_row_preempts_itself_the_walk_ends_or_continues() -> None:
     """Under priority: the least urgent row asks first, and is preempted."""
     steps = {}
     for name, knobs in {
@@ -475,7 +474,7 @@ def test_the_first_row_beyond_a_step_asks_for_its_block_too_in_minivllm() -> Non
 
 
 def test_a_victim_may_be_admitted_in_the_step_that_preempted_it() -> None:
-    """Its one full block is the first of a's; it finds it only now that it has a token beyond that block."""
+    """Its only full block equals a's first block. It hits it only now, as it has a token beyond that block."""
     steps = {}
     for again in (False, True):
         host = Host(admit_after_preemption=again, num_blocks=5, max_num_batched_tokens=24)

@@ -1,4 +1,4 @@
-"""A recording is every call and every decision; a replay makes the calls again and compares the decisions."""
+"""Recordings hold every call and every decision; replays repeat the calls and compare the decisions."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def recorded() -> list[str]:
 
 
 def changed(lines: list[str], call: str, change: Callable[[dict[str, Any]], None], *, which: int = 2) -> list[str]:
-    """The recording with one line of that call altered, the `which`th."""
+    """The recording with its `which`th line of that call altered."""
     numbers = [number for number, line in enumerate(lines) if json.loads(line).get("call") == call]
     number = numbers[which]
     value = json.loads(lines[number])
@@ -86,7 +86,7 @@ def changed(lines: list[str], call: str, change: Callable[[dict[str, Any]], None
     return [*lines[:number], json.dumps(value) + "\n", *lines[number + 1 :]]
 
 
-def test_a_recording_replays_without_a_difference_and_the_report_says_what_it_went_through() -> None:
+def test_a_recording_replays_without_a_difference_and_reports_counts() -> None:
     lines = recorded()
     report = replay(lines)
     calls = [json.loads(line)["call"] for line in lines[1:]]
@@ -230,7 +230,7 @@ def test_a_call_that_cannot_be_made_names_the_line() -> None:
         replay([*lines[:2], lines[1]])
 
 
-def test_a_policy_of_the_users_own_is_recorded_by_name_and_cannot_be_replayed_elsewhere() -> None:
+def test_a_user_policy_is_recorded_by_name_and_cannot_be_replayed() -> None:
     class Mine(FirstComeFirstServed):
         name = "mine"
 
@@ -242,7 +242,7 @@ def test_a_policy_of_the_users_own_is_recorded_by_name_and_cannot_be_replayed_el
         replay(file.getvalue().splitlines())
 
 
-def test_what_a_call_refused_is_not_in_the_recording() -> None:
+def test_refused_calls_are_not_recorded() -> None:
     file = io.StringIO()
     host = Host(recorder=Recorder(file))
     host.add("a", 4)
@@ -257,7 +257,7 @@ def test_what_a_call_refused_is_not_in_the_recording() -> None:
 
 
 def used_host(**overrides: Any) -> Host:
-    """A host whose pool, prefix cache and numbers show that requests have been there; nobody is left."""
+    """A host whose pool, prefix cache and numbers show earlier requests; none of them is present."""
     host = Host(num_blocks=9, max_model_len=28, max_steps_in_flight=2, decode_reserve="mean", **overrides)
     for name, length in (("a", 9), ("b", 5), ("c", 13)):
         host.add(name, length, max_tokens=6)
@@ -284,7 +284,7 @@ def test_a_recording_may_begin_in_the_middle_and_replays() -> None:
     assert report.num_preemptions == host.stats().num_preemptions - before.num_preemptions > 0
 
 
-def test_the_numbers_of_steps_and_admissions_go_on() -> None:
+def test_the_numbers_of_steps_and_admissions_continue() -> None:
     host = used_host()
     host.add("x", 5, max_tokens=1)
     last = host.step()
@@ -297,7 +297,7 @@ def test_the_numbers_of_steps_and_admissions_go_on() -> None:
     assert output.serials[0] > last.serials[0]
 
 
-def test_what_was_cached_before_a_recording_is_forgotten_and_listeners_are_told() -> None:
+def test_a_recording_drops_the_cache_and_reports_it_to_listeners() -> None:
     host = used_host(enable_kv_cache_events=True)
     assert host.stats().num_cached_free_blocks
     host.scheduler.take_kv_events()
@@ -308,7 +308,7 @@ def test_what_was_cached_before_a_recording_is_forgotten_and_listeners_are_told(
     assert host.scheduler.take_kv_events()
 
 
-def test_a_pause_goes_on_and_is_recorded() -> None:
+def test_a_pause_continues_and_is_recorded() -> None:
     host, file = used_host(), io.StringIO()
     host.pause(PauseMode.ADMISSIONS)
     host.scheduler.start_recording(Recorder(file))
@@ -318,7 +318,7 @@ def test_a_pause_goes_on_and_is_recorded() -> None:
     replay(file.getvalue().splitlines())
 
 
-def test_drafts_for_a_step_of_before_come_too_late() -> None:
+def test_drafts_for_a_step_before_the_recording_are_stale() -> None:
     host = Host(num_draft_tokens=2, num_blocks=64, max_num_seqs=8, max_num_batched_tokens=64)
     for name in "abcdefgh":
         host.add(name, 3, max_tokens=1)
@@ -328,7 +328,7 @@ def test_drafts_for_a_step_of_before_come_too_late() -> None:
     assert host.scheduler.propose(output, [1] * 8, [1] * 8, host.now) == 0
 
 
-def test_a_recording_begins_only_when_nobody_is_here() -> None:
+def test_a_recording_begins_only_without_requests() -> None:
     host = Host()
     recorder = Recorder(file := io.StringIO())
 
@@ -341,7 +341,7 @@ def test_a_recording_begins_only_when_nobody_is_here() -> None:
     output = host.schedule()
     refused("1 running")
     host.update(output)
-    refused("ends to tell of")
+    refused("unreported finishes")
     output = host.schedule()
     refused(r"1 step\(s\) in flight")
     host.update(output)
@@ -358,7 +358,7 @@ def test_with_embeddings_a_recording_begins_with_the_scheduler() -> None:
         host.scheduler.start_recording(Recorder(io.StringIO()))
 
 
-def test_numpy_integers_are_recorded_as_what_they_are() -> None:
+def test_numpy_integers_are_recorded_as_integers() -> None:
     file = io.StringIO()
     host = Host(recorder=Recorder(file), order="priority")
     host.add("a", 4, max_tokens=np.int32(2), priority=np.int64(3), eos_token_ids=(np.int64(5),))

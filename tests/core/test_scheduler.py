@@ -1,4 +1,4 @@
-"""Whole scenarios: what the parts do together."""
+"""Whole scenarios: the parts of the scheduler together."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def test_requests_join_and_leave_at_every_step() -> None:
     assert steps == [["a", "b"], ["b", "c"], ["b", "c"], ["b", "d"]]
 
 
-def test_a_crowd_in_a_small_pool_is_served_to_the_last_within_budget_and_seats() -> None:
+def test_many_requests_in_a_small_pool_all_finish_within_the_limits() -> None:
     host = Host(num_blocks=10, max_model_len=40, max_num_seqs=5, max_num_batched_tokens=12)
     requests = [host.add(f"r{index}", 1 + 5 * index % 17, max_tokens=3 + 7 * index % 15) for index in range(30)]
     for output in host.run_to_end(max_steps=2000):
         assert output.num_rows <= 5
         assert output.total_num_scheduled_tokens == sum(tokens_of(output).values()) <= 12
-        assert output.num_rows > 0 or not host.scheduler.has_unfinished_requests(), "while any can run, some run"
+        assert output.num_rows > 0 or not host.scheduler.has_unfinished_requests(), "while any can run, one runs"
     for request in requests:
         wanted = min(request.max_tokens, 41 - request.num_prompt_tokens)
         assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, wanted)
@@ -52,7 +52,7 @@ def test_a_crowd_in_a_small_pool_is_served_to_the_last_within_budget_and_seats()
     assert (stats.num_free_blocks, stats.num_running, stats.num_waiting) == (10, 0, 0)
 
 
-def test_under_fcfs_the_first_to_arrive_is_the_first_to_be_admitted_even_under_pressure() -> None:
+def test_under_fcfs_requests_are_admitted_in_order_of_arrival() -> None:
     host = Host(num_blocks=8, max_model_len=32)
     for index in range(12):
         host.add(f"r{index:02}", 3 + index % 7, max_tokens=9)
@@ -86,7 +86,7 @@ def test_several_samples_of_one_prompt_compute_it_once() -> None:
     assert host.stats().num_free_blocks == 16 - (5 + 3)
 
 
-def test_a_conversation_computes_only_what_is_new_at_each_turn() -> None:
+def test_a_conversation_computes_only_the_new_tokens_of_each_turn() -> None:
     host = Host(num_blocks=32)
     history: list[int] = host.prompt(8)
     computed = []
@@ -107,7 +107,7 @@ def test_a_request_added_between_schedule_and_update_runs_in_the_next_step() -> 
     assert tokens_of(host.step()) == {"a": 1, "b": 4}
 
 
-def test_there_is_something_unfinished_while_a_request_is_queued_parked_or_running() -> None:
+def test_queued_parked_and_running_requests_are_unfinished() -> None:
     host = Host(max_steps_in_flight=2)
     unfinished = host.scheduler.has_unfinished_requests
     assert not unfinished()
@@ -118,7 +118,7 @@ def test_there_is_something_unfinished_while_a_request_is_queued_parked_or_runni
     host.park("a")
     assert unfinished()
     host.update(output)
-    assert not unfinished(), "the sample that came back was its last token"
+    assert not unfinished(), "the returned sample was its last token"
 
 
 # ---------------------------------------------------------------------- the static preset
@@ -129,7 +129,7 @@ def static_config(**overrides: int) -> dict[str, Any]:
     return {**config.to_dict(), "max_num_batched_tokens": 64, **overrides}
 
 
-def test_a_static_batch_keeps_its_seats_until_the_last_of_it_ends() -> None:
+def test_a_static_batch_keeps_its_slots_until_its_last_request_finishes() -> None:
     host = Host(**static_config(max_num_seqs=2))
     host.add("short", 2, max_tokens=1)
     host.add("long", 2, max_tokens=4)
@@ -140,7 +140,7 @@ def test_a_static_batch_keeps_its_seats_until_the_last_of_it_ends() -> None:
     assert host.stats().deferrals["static_batch"] == 3
 
 
-def test_a_request_preempted_from_a_static_batch_comes_back_with_the_next_one() -> None:
+def test_a_request_preempted_from_a_static_batch_joins_the_next_one() -> None:
     host = Host(**static_config(num_blocks=4, max_model_len=16, max_num_seqs=2))
     requests = [host.add(request_id, 8, max_tokens=6) for request_id in "abc"]
     admissions = [names(output.admitted) for output in host.run_to_end() if output.num_continued == 0]
@@ -150,7 +150,7 @@ def test_a_request_preempted_from_a_static_batch_comes_back_with_the_next_one() 
         assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 6)
 
 
-def test_one_long_and_seven_short_requests_cost_a_static_batch_the_length_of_the_long_one() -> None:
+def test_a_static_batch_lasts_as_long_as_its_longest_request() -> None:
     def num_steps(**overrides: Any) -> int:
         host = Host(**{**static_config(max_num_seqs=8), **overrides})
         for group in range(4):
@@ -220,7 +220,7 @@ def test_the_same_calls_give_the_same_outputs_byte_for_byte() -> None:
     assert busy_recording() == busy_recording()
 
 
-def test_so_they_do_in_another_process_whatever_its_hash_seed() -> None:
+def test_outputs_do_not_depend_on_the_hash_seed() -> None:
     program = (
         "import hashlib; from tests.core.test_scheduler import busy_recording;"
         "print(hashlib.sha256(busy_recording().encode()).hexdigest())"
@@ -235,7 +235,7 @@ def test_so_they_do_in_another_process_whatever_its_hash_seed() -> None:
 
 
 @pytest.mark.parametrize("order", ["fcfs", "priority", "fcfs-front", "shortest-prefill", "fair"])
-def test_waiting_requests_are_told_in_the_order_of_their_admissions(order: str) -> None:
+def test_waiting_lists_requests_in_admission_order(order: str) -> None:
     host = Host(order=order, max_num_seqs=1, enable_prefix_caching=False)
     chance = random.Random(7)
     for number in range(12):

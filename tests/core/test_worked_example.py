@@ -1,8 +1,8 @@
 """The worked example of a published description of vLLM's scheduler, with numbers that add up.
 
 Budget 2,048 tokens, 4 sequences, blocks of 16. Running: A decodes (prompt 100, 50 outputs, 149 tokens computed), B has
-its first output (prompt 200), C has 300 of 500 prompt tokens computed. Waiting: D (1,000 tokens, 256 of them
-cached), E. A has two drafts, so that it gets three tokens.
+its first output (prompt 200), C has 300 of 500 prompt tokens computed. Waiting: D (1,000 tokens, 256 of them cached),
+E. A has two drafts, so it gets three tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .helpers import Host, cached_of, names, tokens_of
 
 
 class FirstChunk(Limit):
-    """Holds prompts at 300 tokens a step while it is on: in one step the budget alone could not cut C there."""
+    """Limits prompts to 300 tokens a step while it is on: the budget alone could not cut C there in one step."""
 
     is_on = True
 
@@ -73,11 +73,11 @@ def test_the_step_of_the_worked_example() -> None:
     assert (waiting.reason, waiting.missing) == (Reason.SEQUENCE_LIMIT, 1)
 
 
-def test_with_100_blocks_d_waits_and_nobody_gives_way_to_it() -> None:
+def test_with_100_blocks_d_waits_and_preempts_no_request() -> None:
     host = example(num_blocks=100)
     output = host.step()
     assert tokens_of(output) == {"A": 3, "B": 1, "C": 200}
     assert names(output.preempted) == []
     waiting = host.explain("D")
-    # A, B and C hold 10 + 13 + 32 of 100 blocks, and D needs 63: its cached blocks are free ones too.
+    # A, B and C hold 10 + 13 + 32 of 100 blocks, and D needs 63, as its cached blocks are free blocks too.
     assert (waiting.reason, waiting.missing, waiting.blocker) == (Reason.BLOCKS, 63 - 45, "C")

@@ -1,1 +1,1 @@
-"""Tests of the promises: a shadow host, a ledger, a state machine over every call, and faults planted on purpose."""
+"""Tests of the promises: a shadow host, a ledger, a state machine over every call, and planted faults."""

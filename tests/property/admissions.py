@@ -1,4 +1,4 @@
-"""What must hold of the admissions of a step: nobody displaced in vain, reserves kept, known prefixes found."""
+"""Checks the admissions of a step: no useless preemption, reserves kept, known prefixes found."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pointsman.core import KVGroup, Reason, SchedulerConfig, SchedulerOutput, Sc
 
 from .group_shadow import GroupShadowHost
 from .ledger import Entry, Place
-from .partials import LACKS_BLOCKS, bypass_bound, is_wall, may_lack_place, must_wait, passing
+from .partials import LACKS_BLOCKS, blocks_queue, bypass_bound, may_lack_place, must_wait, passing
 from .policies import has_unknown_reserve, is_in_sequence, parameter, sets_budget
 from .shadow import HostSequence, require
 from .slots import lacks_slot
@@ -48,7 +48,7 @@ def check_admissions(
 def _check_priority_preemption(
     world: World, output: SchedulerOutput, victims: list[Entry], num_displaced: int, tried_first: bool
 ) -> None:
-    """Nobody gives way in vain: whoever displaced is admitted in that very step, and alone."""
+    """No preemption is useless: the preemptor is admitted in the same step, and alone."""
     require(not num_displaced or world.pause is None, f"{num_displaced} displaced while admissions are paused")
     require(num_displaced <= len(victims), f"{num_displaced} displaced, but {len(victims)} lost their rows")
     if num_displaced:
@@ -61,7 +61,7 @@ def _check_priority_preemption(
 
 
 def _check_missed_priority_preemption(world: World, output: SchedulerOutput, num_free: int) -> None:
-    """The head of the queue does not wait if, on the worst assumption, it had room without the less urgent rows."""
+    """The head of the queue does not wait if, under the worst assumption, it fits without the less urgent rows."""
     config, queue = world.config, world.queue()
     displaces = config.order == "priority" and config.displace is not False and config.batching == "mixed"
     displaces &= world.pause is None
@@ -79,11 +79,11 @@ def _check_missed_priority_preemption(world: World, output: SchedulerOutput, num
     unclipped = output.total_num_scheduled_tokens < config.max_num_batched_tokens
     has_budget = unclipped and budget >= _least_budget(config, head)
     has_blocks = num_free + num_freed >= _enough_blocks(world, head, stays)
-    # A head that lacks only tokens of budget waits: displacement is for seats and blocks.
+    # A head that lacks only tokens of budget waits: priority preemption is for sequence slots and blocks.
     if lacks_slot(config, head, stays) or may_lack_place(config) or config.encoder_budget:
         return
     if stays and sets_budget(config):
-        return  # which may leave it nothing beside those, or let nobody start beside them
+        return  # which may leave it no tokens beside those rows, or let no request start beside them
     has_seat = len(stays) < min(len(running), world.num_sequence_slots) and len(running) <= world.num_sequence_slots
     lacks_budget_alone = world.scheduler.explain(head.request.request_id).reason in (
         Reason.BUDGET,
@@ -92,23 +92,23 @@ def _check_missed_priority_preemption(world: World, output: SchedulerOutput, num
         Reason.KV_ROOM,
     )
     missed = has_seat and has_budget and has_blocks and not lacks_budget_alone
-    require(not missed, f"{head.request} waits, though it had room without the less urgent of {running}")
+    require(not missed, f"{head.request} waits, and fits without the less urgent of {running}")
 
 
 def _check_deferrals(
     world: World, output: SchedulerOutput, before: SchedulerStats, after: SchedulerStats, tried_first: bool
 ) -> None:
-    """Each step counts one reason for the head of the queue, if somebody waits; the reason is explained, and true."""
+    """Each step counts one reason for the head of the queue, if a request waits; the reason is explained, and true."""
     counted = {reason: n - before.deferrals[reason] for reason, n in after.deferrals.items()}
     told = [Reason(reason) for reason, n in counted.items() if n]
     queue = world.queue()
     if tried_first and output.preempted:
-        return  # whoever lost its row after the admissions may be the head now
+        return  # a request that lost its row after the admissions may be the head now
     require(sum(counted.values()) == bool(queue), f"counted the deferrals {counted} with {len(queue)} waiting")
     if not queue:
         return
     if bypass_bound(world.config) and not is_in_sequence(str(world.config.order)):
-        return  # the head was skipped, and what was admitted behind it may have made another request the head
+        return  # the head was skipped, and admissions behind it may have made another request the head
     head = queue[0]
     explained = world.scheduler.explain(head.request.request_id).reason
     require(told == [explained], f"the head of the queue is explained by {explained}, but {told} was counted")
@@ -119,53 +119,55 @@ def _check_deferrals(
     if explained is Reason.PARTIAL_PREFILLS and not tried_first:
         require(must_wait(world, head), f"{head.request} waits, and the caps on partial prefills leave a place")
     passed = {
-        entry.request for entry in queue if _reason(world, entry) in passing(world.config) and not is_wall(world, entry)
+        entry.request
+        for entry in queue
+        if _reason(world, entry) in passing(world.config) and not blocks_queue(world, entry)
     }
-    wall = next((entry for entry in queue if entry.request not in passed), None)
-    if wall is not None:
-        _check_wall(world, output, wall, running, after.num_free_blocks, tried_first)
+    blocker = next((entry for entry in queue if entry.request not in passed), None)
+    if blocker is not None:
+        _check_blocker(world, output, blocker, running, after.num_free_blocks, tried_first)
 
 
 def _reason(world: World, entry: Entry) -> Reason | None:
     return world.scheduler.explain(entry.request.request_id).reason
 
 
-def _check_wall(
-    world: World, output: SchedulerOutput, wall: Entry, running: list[Entry], free: int, tried_first: bool
+def _check_blocker(
+    world: World, output: SchedulerOutput, blocker: Entry, running: list[Entry], free: int, tried_first: bool
 ) -> None:
-    """The first request that was not passed over waits for what it says."""
-    config, explained = world.config, _reason(world, wall)
+    """The first request that was not skipped waits for its stated reason."""
+    config, explained = world.config, _reason(world, blocker)
     if explained is Reason.SEQUENCE_LIMIT:
         limit = world.num_sequence_slots
         full = len(running) >= limit or (config.batching == "prefill-first" and output.num_rows >= config.max_num_seqs)
         require(full, f"sequence limit with {len(running)} of {limit} running, {output.num_rows} of them in the step")
     elif explained is Reason.BUDGET:
         budget = config.max_num_batched_tokens if tried_first else _budget_left(world, output)
-        least = _least_budget(config, wall)
+        least = _least_budget(config, blocker)
         short = budget < least or config.token_limits  # that may set a budget of their own
-        require(short, f"{wall.request} waits for budget, and {budget} is left of {least} that it may need")
+        require(short, f"{blocker.request} waits for budget, and {budget} is left of {least} that it may need")
     elif explained is Reason.STEP_TIME:
-        require(config.token_limits and running, f"{wall.request} waits for step time, and nothing else takes some")
+        require(config.token_limits and running, f"{blocker.request} waits for step time, and nothing else takes some")
     elif explained is Reason.PARTIAL_PREFILLS:
-        require(must_wait(world, wall) or tried_first, f"{wall.request} waits, and the caps leave a place")
+        require(must_wait(world, blocker) or tried_first, f"{blocker.request} waits, and the caps leave a place")
     elif explained is Reason.IN_FLIGHT:
-        require(world.host.num_pending(wall.request) > 0, f"{wall.request} has no sample in flight")
+        require(world.host.num_pending(blocker.request) > 0, f"{blocker.request} has no sample in flight")
     elif explained in LACKS_BLOCKS:
-        if wall is not world.queue()[0] and bypass_bound(config):
-            return  # of the free blocks some are kept for one before it
-        enough = _enough_blocks(world, wall, running)
+        if blocker is not world.queue()[0] and bypass_bound(config):
+            return  # some free blocks are kept for a request before it
+        enough = _enough_blocks(world, blocker, running)
         short = tried_first or free < enough
-        require(short, f"{wall.request} waits for blocks: {free} are free, {enough} are always enough")
+        require(short, f"{blocker.request} waits for blocks: {free} are free, {enough} are always enough")
     else:
         others = (Reason.PREEMPTION, Reason.DISPLACEMENT, Reason.STATIC_BATCH, Reason.PAUSED)
         require(
-            explained in others or is_wall(world, wall),
-            f"{wall.request} waits for {explained}, though it is the first that could go",
+            explained in others or blocks_queue(world, blocker),
+            f"{blocker.request} waits for {explained}, and it is the first that could be admitted",
         )
 
 
 def _budget_left(world: World, output: SchedulerOutput) -> int:
-    """Tokens of budget that the next admission finds after those of a step."""
+    """Remaining tokens of budget for the next admission after those of a step."""
     left = world.config.max_num_batched_tokens
     for index, tokens in enumerate(output.num_scheduled_tokens.tolist()):
         charges_whole = world.config.admission_charge == "whole" and index >= output.num_continued
@@ -174,7 +176,7 @@ def _budget_left(world: World, output: SchedulerOutput) -> int:
 
 
 def _least_budget(config: SchedulerConfig, head: Entry) -> int:
-    """Tokens of budget with which `head` is never short of it, on the worst assumption: nothing cached."""
+    """Tokens of budget that always suffice for `head`, under the worst assumption: nothing cached."""
     whole = not config.enable_chunked_prefill and not head.ran_before
     first = 1 + config.num_draft_tokens if config.pad_first_decodes else 1
     return max(head.num_tokens, first) if whole or config.first_chunk_only else first
@@ -187,11 +189,11 @@ def _watermark(config: SchedulerConfig) -> int:
 
 
 def _enough_blocks(world: World, head: Entry, running: list[Entry]) -> int:
-    """Free blocks that admit `head` on the worst assumption: nothing cached, every reserve in full."""
+    """Free blocks that admit `head` under the worst assumption: nothing cached, every reserve in full."""
     config, size = world.config, world.config.block_size
     if has_unknown_reserve(config):
         return config.num_usable_blocks + 1
-    if config.has_kv_groups:  # what the running rows hold is not told
+    if config.has_kv_groups:  # the blocks of the running rows are not reported
         enough = sum(config.most_blocks(entry.num_tokens) for entry in [head, *running])
         reserved = _watermark(config) + _growth(config) + _expected_output(world, head)
         return enough + (reserved if running else 0)
@@ -202,7 +204,7 @@ def _enough_blocks(world: World, head: Entry, running: list[Entry]) -> int:
 
 
 def _growth(config: SchedulerConfig) -> int:
-    """Blocks that the reserve "growth" keeps at most."""
+    """Maximum number of blocks that the reserve "growth" keeps."""
     return len(parameter(config, "reserve", "growth", "scale")) * (config.num_usable_blocks // 8)
 
 
@@ -221,7 +223,7 @@ def _expected_output(world: World, entry: Entry) -> int:
 
 
 def _check_need_of_victims(world: World, output: SchedulerOutput, victims: list[Entry], num_free: int) -> None:
-    """Whoever alone gave way could not have stayed: his blocks were used, or there was none for his own next tokens."""
+    """A single victim could not have stayed: its blocks were used, or there were none for its own next tokens."""
     if len(victims) != 1 or len(output.admitted) or output.loads:
         return
     (entry,) = victims
@@ -230,11 +232,12 @@ def _check_need_of_victims(world: World, output: SchedulerOutput, victims: list[
     elsewhere = {block for request, table in tables.items() if request is not entry.request for block in table}
     num_freed = len(set(mine) - elsewhere)
     num_wanted = -(-entry.num_tokens // world.config.block_size) + 1 - len(mine)
-    require(num_free - num_freed < max(1, num_wanted), f"{entry.request} gave way for nothing: {num_free} are free")
+    require(num_free - num_freed < max(1, num_wanted), f"{entry.request} was preempted in vain: {num_free} are free")
 
 
 def _check_reserves(world: World, output: SchedulerOutput, num_free: int) -> None:
-    """After the last admission each reserve is free: the watermark, the last one's output, what prompts are owed."""
+    """After the last admission each reserve is free: the watermark, the last request's output, the blocks that prompts
+    need."""
     config = world.config
     reserved = 0
     running = [entry for entry in world.live if entry.place is Place.RUNNING]
@@ -250,7 +253,7 @@ def _num_owed(world: World, entry: Entry) -> int:
     """Blocks that a request still needs for the tokens it has, if they are computed in part only."""
     if entry.num_computed >= entry.num_tokens - 1:
         return 0
-    if isinstance(world.host, GroupShadowHost):  # of groups with windows it is not told what they hold
+    if isinstance(world.host, GroupShadowHost):  # the blocks of groups with windows are not reported
         full = [index for index, group in enumerate(world.config.kv_groups) if group.is_full]
         table = world.host.placed(entry.request)
         return sum(
@@ -268,7 +271,7 @@ def _check_hits(world: World, output: SchedulerOutput) -> None:
     holders = [
         (world.host.sequences[request], min(int(output.num_computed_tokens[index]), request.num_prompt_tokens))
         for index, request in enumerate(output.continued)
-        # After an error of some row, prefixes may be withdrawn from those that ran beside it.
+        # After a row's error, prefixes of rows that ran beside it may be withdrawn.
         if world.entries[request].admitted_step > world.last_row_error_step
     ]
     resumed = world.host.device.resumed if world.host.device is not None else set()
@@ -284,7 +287,7 @@ def _check_hits(world: World, output: SchedulerOutput) -> None:
 
 
 def _check_own_hits(world: World, output: SchedulerOutput, num_evictions: int) -> None:
-    """A request that comes back finds all its own full blocks, unless something was evicted or withdrawn meanwhile."""
+    """A resumed request finds all its own full blocks, unless some were evicted or withdrawn meanwhile."""
     size = world.config.block_size
     for index, request in enumerate(output.admitted):
         entry = world.entries[request]
@@ -293,13 +296,13 @@ def _check_own_hits(world: World, output: SchedulerOutput, num_evictions: int) -
         at_least = min(entry.kept.num_tokens, entry.num_tokens - 1) // size * size
         ends_within = any(group.size % size for group in world.config.kv_groups)
         if world.config.has_kv_groups and (ends_within or entry.kept.num_tokens - at_least >= size - 1):
-            continue  # a block that a window needs up to the last full block may have been given back
+            continue  # a block that a window needs up to the last full block may have returned to the pool
         cached = int(output.num_cached_tokens[index])
         require(cached >= at_least, f"{request.request_id} finds {cached} tokens, it left {at_least} and none is gone")
 
 
 def _num_common_blocks(sequence: HostSequence, holder: HostSequence, num_published: int, size: int) -> int:
-    """Full blocks among the holder's first `num_published` tokens that have just the content `sequence` needs."""
+    """Full blocks among the holder's first `num_published` tokens with exactly the content that `sequence` needs."""
     if holder.epoch != sequence.epoch:
         return 0
     common = 0

@@ -1,4 +1,4 @@
-"""Sequences here are short and batches are small: what is done for long and large ones begins early."""
+"""Lowers thresholds, so that these short sequences and small batches also run the code for long and large ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shadow host's encoder: it remembers which embeddings are there, and refuses a step that needs one that is not."""
+"""The shadow host's encoder: tracks the cached embeddings, and refuses a step that needs a missing one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .faults import require
 
 
 def placeholder_marks(request: Request) -> dict[int, Hashable]:
-    """What stands at each placeholder of a prompt: its content, and the place in it."""
+    """The content at each placeholder of a prompt, and the place in the content."""
     return {
         position: (item.entry, item.length, item.mask, position - item.start)
         for item in request.encoder_inputs
@@ -38,13 +38,13 @@ class ShadowEncoder:
         self._budget = config.encoder_budget
         self._size = config.encoder_cache_size
         self.present: dict[EncoderEntry, bool] = {}
-        """What is there, and whether it is sound: what a void step computed may be garbage."""
+        """The cached embeddings, and whether each is valid: a void step may have computed garbage."""
 
     def snapshot(self) -> dict[EncoderEntry, bool]:
         return dict(self.present)
 
     def execute(self, output: SchedulerOutput) -> None:
-        """Free, compute, and look whether every row has what it needs."""
+        """Free and compute embeddings, and check that every row has those that it needs."""
         for entry in output.freed_encoder_entries:
             self.present.pop(entry, None)
         num_computed = 0
@@ -70,11 +70,11 @@ class ShadowEncoder:
             require(entry in needed, f"{entry} is computed, and no row reaches it in this step")
 
     def distrust(self) -> None:
-        """Whatever is there is of no use any longer."""
+        """Mark all cached embeddings as invalid."""
         self.present = dict.fromkeys(self.present, False)
 
     def void(self, outputs: list[SchedulerOutput], before: dict[EncoderEntry, bool] | None) -> None:
-        """These steps are void; `before`: what was there before the first, if the workers never got it."""
+        """Void these steps; `before`: the embeddings before the first one, if the workers never got it."""
         if before is not None:
             self.present = dict(before)
             return

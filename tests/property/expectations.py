@@ -1,4 +1,4 @@
-"""What the scheduler must answer: an output of `schedule`, given where everything stood before, and `explain`."""
+"""Checks the outputs of `schedule`, given the state before the call, and explanations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Expectations:
-    """The ledger just before a call of `schedule`, and the promises about what the call may answer."""
+    """The ledger just before a call of `schedule`, and the promises about its output."""
 
     config: SchedulerConfig
     entries: dict[Request, Entry]
@@ -45,15 +45,15 @@ class Expectations:
     num_losses: int
     resync: bool
     idle: bool  # nothing is in flight
-    held: list[Adapter]  # adapters that run, the one that came first in front
-    batch_forms: bool  # static: only the budget kept the last step from admitting more
+    held: list[Adapter]  # running adapters, the earliest first
+    batch_forms: bool  # static: only the budget stopped the last step's admissions
     pause: PauseMode | None
     num_held: int  # blocks held outside the batch
-    passed: list[Entry] = field(default_factory=list)  # who may stay behind, once that is known
+    passed: list[Entry] = field(default_factory=list)  # requests that may be skipped, once known
 
     @classmethod
     def of(cls, world: World) -> Expectations:
-        """Remember how everything stands in `world`."""
+        """Take the state of `world`."""
         running = [entry for entry in world.live if entry.place is Place.RUNNING]
         return cls(
             config=world.config,
@@ -90,7 +90,7 @@ class Expectations:
         self._check_progress(output)
 
     def _check_pause(self, output: SchedulerOutput) -> None:
-        """Paused, a step runs nothing, or admits nobody."""
+        """A paused step runs nothing, or admits no request."""
         if self.pause is PauseMode.ALL:
             lost = [request for request in output.preempted if request not in self.unreported_losses]
             require(not output.num_rows and not lost, f"paused, but step {output.step_id} runs {output.requests}")
@@ -104,7 +104,7 @@ class Expectations:
         require(output.num_rows <= config.max_num_seqs, f"{output.num_rows} rows, limit {config.max_num_seqs}")
         for request in output.requests:
             known, limit = self.num_known[request], self.entries[request].reference.limit
-            require(known < limit, f"{request.request_id} runs on, though {known} tokens in flight end it at {limit}")
+            require(known < limit, f"{request.request_id} continues, and {known} tokens in flight end it at {limit}")
             waits = not request.runs_ahead and request in self.pending
             require(not waits, f"{request.request_id} runs ahead of its sample in flight")
         has_threshold = config.prefill_threshold or parameter(config, "limit", "prefill-threshold", "tokens")
@@ -112,7 +112,7 @@ class Expectations:
             self._check_threshold(output)
 
     def _threshold(self) -> int:
-        """Most tokens that a row advances in this step."""
+        """Maximum number of tokens that a row advances in this step."""
         threshold, budget = self.config.prefill_threshold, self.config.max_num_batched_tokens
         if len(self.queue) + len(self.running) <= 1:
             return budget
@@ -122,8 +122,7 @@ class Expectations:
         return int(min([threshold or budget, *named]))
 
     def _check_threshold(self, output: SchedulerOutput) -> None:
-        """No row advances further than the threshold, and nothing else but its encoder inputs cuts what the oldest row
-        wants."""
+        """No row advances further than the threshold, and only encoder inputs cut the oldest row's chunk further."""
         config, threshold = self.config, self._threshold()
         budget = config.max_num_batched_tokens
         most = int(output.num_scheduled_tokens.max())
@@ -144,17 +143,17 @@ class Expectations:
         require(same, f"step {output.step_id} reports the ends {list(output.finished)}, expected {expected}")
 
     def _check_continued(self, output: SchedulerOutput) -> None:
-        """Continued rows are running ones, in admission order, and go on where they stood."""
+        """Continued rows are running ones, in admission order, and continue at their positions."""
         continued = [self.entries[request] for request in output.continued]
         order = [entry for entry in self.running if entry in continued]
         require(continued == order, f"continued rows are not the running ones in admission order: {output.continued}")
         for index, entry in enumerate(continued):
             start = int(output.num_computed_tokens[index])
             stood = entry.num_computed
-            require(start == stood, f"{entry.request.request_id} goes on at {start}, it stood at {stood}")
+            require(start == stood, f"{entry.request.request_id} continues at {start}, and was at {stood}")
 
     def is_decode_step(self, output: SchedulerOutput) -> bool:
-        """Under "prefill-first": whether no prompt was left to compute, and nobody was admitted."""
+        """Under "prefill-first": whether no prompt was computed, and no request was admitted."""
         if self.config.batching != "prefill-first" or output.admitted:
             return False
         return all(self._decodes(entry) for entry in self.running if entry.request in output.continued)
@@ -172,21 +171,22 @@ class Expectations:
             require(gave_way or not cut, f"step {output.step_id} decodes, with the prompts of {cut} half computed")
 
     def _decodes(self, entry: Entry) -> bool:
-        """Whether a running request has sampled since its admission, what is in flight included."""
+        """Whether a running request has sampled since its admission, including samples in flight."""
         return self.num_known[entry.request] > entry.num_admitted
 
     def _losses(self, output: SchedulerOutput) -> dict[Entry, int]:
-        """Who loses its row in this step, with the number that this loss gets."""
+        """The requests that lose their rows in this step, each with the number of the loss."""
         lost = [self.entries[request] for request in output.preempted]
         return {entry: self.num_losses + 1 + lost.index(entry) for entry in self.running if entry in lost}
 
     def _check_drafts(self, output: SchedulerOutput) -> None:
-        """Drafts are the first of those proposed for a row that decodes, within every limit; nobody pays for them."""
+        """Drafts are the first proposed ones for a row that decodes, within every limit; no request is preempted for
+        them."""
         most = self.config.max_drafts(len(self.running))
         preempted = any(entry.request in output.preempted for entry in self.running)
         for index, request in enumerate(output.requests):
             name, drafts = request.request_id, drafts_of(output, index)
-            require(request not in self.verifying, f"{name} goes on, though its drafts are in flight")
+            require(request not in self.verifying, f"{name} continues while its drafts are in flight")
             if not drafts:
                 continue
             if index >= output.num_continued:
@@ -217,8 +217,8 @@ class Expectations:
         require(output.requests[index].max_tokens != 0, f"{name} is padded, and samples nothing")
 
     def contenders(self, output: SchedulerOutput) -> list[Entry]:
-        """Who may be admitted, in the order in which they are asked: where the configuration wants it, also those that
-        lost their row in this very step."""
+        """Requests that may be admitted, in the order in which they are checked; if the configuration says so,
+        including those that lost their row in this step."""
         losses = self._losses(output) if self.config.admit_after_preemption else {}
         order = str(self.config.order)
         if not is_in_sequence(order):
@@ -264,8 +264,8 @@ class Expectations:
             require(not closed, f"the static batch still runs, but {list(output.admitted)} are admitted")
 
     def _check_order(self, output: SchedulerOutput, admitted: list[Entry], ready: list[Entry]) -> None:
-        """Promise 5: who is admitted is who waits longest in the most urgent class, without gaps, except for those that
-        lack an adapter slot, embeddings, an answer from the connector or room for a load."""
+        """Promise 5: the admitted requests are those that wait longest in the most urgent class, without gaps, except
+        for requests that lack an adapter slot, embeddings, an answer from the connector or blocks for a load."""
         stays = [entry for entry in self.running if entry.request not in output.preempted]
         adapters = {entry.request.adapter for entry in stays}
         held = [adapter for adapter in self.held if adapter in adapters]
@@ -273,7 +273,8 @@ class Expectations:
         check_passing(self.config, held, ready, admitted, surely, self.passed)
 
     def _check_preempted(self, output: SchedulerOutput) -> None:
-        """Who lost a row; a step that preempted admits nobody, unless more urgent ones took their room."""
+        """Check the requests that lost a row; a step that preempted admits no request, except in a priority
+        preemption."""
         lost = list(output.preempted)
         require(len(set(lost)) == len(lost), f"a preemption is reported twice: {lost}")
         missing = [r for r in self.unreported_losses if r not in lost and self.entries[r].place is not Place.ENDED]
@@ -293,7 +294,7 @@ class Expectations:
             require(displaces, f"{names} were preempted in a step that admitted {list(output.admitted)}")
             highest = min(entry.request.priority for entry in victims)
             equal = [request for request in output.admitted if request.priority >= highest]
-            require(not equal, f"{equal} displaced {names}, though not strictly more urgent than all of them")
+            require(not equal, f"{equal} preempted {names}, and are not strictly more urgent than all of them")
 
     def _check_progress(self, output: SchedulerOutput) -> None:
         """Promise 4: with nothing in flight and something to run, a step runs something."""
@@ -301,14 +302,14 @@ class Expectations:
         queue = [entry for entry in self.queue if entry.request not in absent] if self.pause is None else []
         running = self.running if self.pause is not PauseMode.ALL else []
         if self.idle and (queue or running):
-            # In order, a row that asks and must itself give way keeps those behind it from running.
+            # In order, an asking row that is itself preempted keeps rows behind it from running.
             gave_way = self.config.shortage != "replan" and bool(self._losses(output))
             did_run = output.total_num_scheduled_tokens > 0 or gave_way
             require(did_run, f"step {output.step_id} is empty, with {queue} waiting and {running} running")
 
 
 def _num_held(world: World) -> int:
-    """And the device begins to note what it is asked."""
+    """Blocks held without a row; the device begins to record its calls."""
     device = world.host.device
     if device is None:
         return 0
@@ -404,7 +405,7 @@ def check_explanations(world: World) -> None:
 
 
 def _check_since(world: World, entry: Entry, told: Explanation) -> None:
-    """A reason began when it is said to, and it is not said to begin anew while it lasts."""
+    """A reason began at its stated time, and keeps this time while it lasts."""
     before, world.times_told[entry] = world.times_told.get(entry), (told.reason, told.since, len(entry.events))
     if told.reason is None or told.since is None:
         require(told.reason is None and told.since is None, f"{told.request_id}: {told.reason} since {told.since}")
@@ -414,32 +415,32 @@ def _check_since(world: World, entry: Entry, told: Explanation) -> None:
     is_right = times[-1] == told.since if moved else times[0] <= told.since <= world.now
     require(is_right, f"{told.request_id}: {told.reason} since {told.since}, it moved at {times}")
     if before is not None and (before[0], before[2]) == (told.reason, len(entry.events)):  # it has not moved
-        lasts = told.since == before[1] or told.reason is Reason.PAUSED  # a further pause begins anew
+        lasts = told.since == before[1] or told.reason is Reason.PAUSED  # a further pause has a new time
         require(lasts, f"{told.request_id}: {told.reason} since {told.since}, before {before[1]}")
 
 
 def _check_missing(world: World, entry: Entry, told: Explanation) -> None:
-    """What is missing is counted in the resource, and no more than could be."""
+    """Missing amounts are counted in units of the resource, within bounds."""
     config = world.config
     runs = entry.place is Place.RUNNING
     largest = max(config.num_usable_blocks, -(-config.max_model_len // config.block_size))
     least = int(told.resource is not None and not (runs and told.reason is Reason.BLOCKS))
     most = {
         None: 0,
-        "sequence slots": max(1, world.num_admissions),  # those that run, where their limit was lowered
+        "sequence slots": max(1, world.num_admissions),  # running requests above a lowered limit
         "places": 1,
         "adapter slots": 1,
         "samples": config.max_steps_in_flight,
         "tokens of the step's budget": entry.request.num_tokens,
         "embeddings": max(config.encoder_budget, config.encoder_cache_size),
-        "KV blocks": 1 if runs else 4 * largest,  # its own, the watermark, the reserve, what is owed
+        "KV blocks": 1 if runs else 4 * largest,  # its own, the watermark, the reserve, the owed blocks
     }[told.resource]
     amount = f"{told.request_id} lacks {told.missing} {told.resource} for {told.reason}"
     require(least <= told.missing <= most, f"{amount}; it is {least} to {most}")
 
 
 def _check_held_for_transfer(world: World, name: str, holder: Holder) -> None:
-    """A request is said to wait for blocks that are held without a row: by one that waits, or for a transfer."""
+    """A request waits for blocks held without a row only if a waiting request or a transfer holds some."""
     device, number = world.host.device, holder.transfer
     require(device is not None, f"{name} is explained as waiting for {holder}")
     assert device is not None
@@ -450,7 +451,7 @@ def _check_held_for_transfer(world: World, name: str, holder: Holder) -> None:
 
 
 def malformed_results(step: ExecutedStep) -> list[StepResult]:
-    """Results that do not fit the step, each wrong in one way."""
+    """Results that do not fit the step, each with one fault."""
     n = step.output.num_rows
     tokens = [token for run in step.sampled for token in run]
     counts = [len(run) for run in step.sampled]

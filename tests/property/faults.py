@@ -1,10 +1,10 @@
-"""How the checks say that something is wrong."""
+"""The error of the checks."""
 
 from __future__ import annotations
 
 
 class ShadowFault(AssertionError):
-    """The host was told something inconsistent, or a read found the wrong content."""
+    """The host got inconsistent data, or a read found wrong content."""
 
 
 def require(condition: bool, message: str) -> None:

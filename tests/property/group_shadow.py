@@ -1,7 +1,8 @@
 """The shadow host of a model whose KV is in groups: a block table for each group of layers, with holes.
 
 Each group's layers write every position, and read those that they attend to: all before it, a window, or a chunk. So a
-block that was given back too early, one of another group, and a cached block of other content all show as a read.
+block returned to the pool too early, a block of another group, and a cached block of other content all show as a wrong
+read.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ def reads_from(group: KVGroup, position: int) -> int:
 
 
 class GroupShadowHost(ShadowHost):
-    """As `ShadowHost`. The table of a sequence is what it was told, in order: a list of `Placed`."""
+    """As `ShadowHost`. The table of a sequence is the list of `Placed` that it got, in order."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
-        self.num_holes = 0  # blocks that an admission began without
+        self.num_holes = 0  # blocks that an admission lacked
 
     def blocks_in_use(self) -> set[int] | None:
-        """What was given back is not told."""
+        """Returned blocks are not reported."""
         return None
 
     def table(self, request: Request) -> list[int]:
         return [block for _, _, block in self.placed(request)]
 
     def placed(self, request: Request) -> list[Placed]:
-        """What the host was told of the blocks of a request."""
+        """The blocks of a request, as reported to the host."""
         table: list[Placed] = list(self.sequences[request].table or [])  # type: ignore[arg-type]
         return table
 
@@ -80,23 +81,23 @@ class GroupShadowHost(ShadowHost):
             sequence.is_stale = False
         if self.device is not None:
             self.device.check_free([block for _, _, block in told], name)
-        require(len(set(told)) == len(told), f"{name} is told twice of a block: {told}")
+        require(len(set(told)) == len(told), f"{name} gets a block twice: {told}")
         groups = {block: group for group, _, block in told}
         require(all(groups[block] == group for group, _, block in told), f"{name} has a block in two groups: {told}")
         low, high = self.config.num_reserved_blocks, self.config.num_blocks
         require(all(low <= block < high for block in groups), f"{name} got a block outside {low}..{high - 1}: {told}")
 
     def _check_common_prefix(self, output: SchedulerOutput) -> None:
-        """If asked for, it is that of the tables of the first group of full attention."""
+        """If enabled, it is that of the tables of the first group of full attention."""
         full = next((index for index, group in enumerate(self.config.kv_groups) if group.is_full), None)
         tables = [[block for group, _, block in self.placed(each) if group == full] for each in output.requests]
         same = takewhile(lambda blocks: len(set(blocks)) == 1, zip(*tables, strict=False))
         common = len(list(same)) if self.config.count_common_prefix else 0
         told = output.num_common_prefix_blocks
-        require(told == common, f"{told} blocks are told to be common to the rows, {common} are, of {tables}")
+        require(told == common, f"{told} blocks are reported as common to the rows, {common} are, of {tables}")
 
     def _slots_of(self, sequence: HostSequence, positions: range) -> list[list[int]]:
-        """[groups, positions] where each is; -1: the host was told of no block there."""
+        """[groups, positions] slot of each; -1: the host got no block there."""
         size = self.config.block_size
         tables: list[dict[int, int]] = [{} for _ in self.config.kv_groups]
         for group, place, block in self.placed(sequence.request):
@@ -113,7 +114,7 @@ class GroupShadowHost(ShadowHost):
         return slots
 
     def _read(self, sequence: HostSequence, end: int, start: int = 0) -> None:
-        """Read what the positions from `start` to `end` attend to, in each group."""
+        """Read the positions to which `start` to `end` attend, in each group."""
         for index, (group, slots) in enumerate(
             zip(self.config.kv_groups, self._slots_of(sequence, range(end)), strict=True)
         ):

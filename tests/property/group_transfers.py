@@ -41,13 +41,13 @@ class GroupDevice(Device):
         return block_name(keys[place], group, len(self._host.config.kv_groups))
 
     def needed(self, num_places: int) -> list[Spot]:
-        """What the token after so many blocks attends to, place by place."""
+        """(group, place) of the blocks to which the token after this number of blocks attends."""
         size, groups = self._host.config.block_size, self._host.config.kv_groups
         firsts = [reads_from(group, num_places * size) // size for group in groups]
         return [(group, place) for place in range(num_places) for group, first in enumerate(firsts) if place >= first]
 
     def num_usable(self, found: Iterable[Spot], most: int) -> int:
-        """The most blocks, up to `most`, after which a request can continue with those that are found."""
+        """Maximum number of blocks, up to `most`, after which a request can continue with the found ones."""
         there = set(found)
         return next(count for count in range(most, -1, -1) if there.issuperset(self.needed(count)))
 
@@ -140,8 +140,8 @@ class GroupDevice(Device):
     # -------------------------------------------------------------- what happens meanwhile
 
     def end_in_groups(self, transfer: GroupTransfer, lost: set[int]) -> int:
-        """A transfer ends; of a load the blocks `lost` are not there. Returns after how many blocks of each table its
-        request can continue."""
+        """End a transfer; the blocks `lost` of a load are missing. Returns the number of blocks of each table after
+        which its request can continue."""
         del self.transfers[transfer.transfer_id]
         size = self._host.config.block_size
         if transfer.is_send:

@@ -1,4 +1,4 @@
-"""A picture of the prefix cache made of its events alone, as another process would keep it."""
+"""A mirror of the prefix cache, made from its events alone, as another process would keep it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Stored = tuple[int, bytes]
 
 
 class KVMirror:
-    """Takes the events of a scheduler and compares the picture with what is cached, in each group of layers."""
+    """Takes the events of a scheduler and compares the mirror with the cached blocks, in each group of layers."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -26,7 +26,7 @@ class KVMirror:
         self._names: dict[tuple[Root, bytes], bytes] = {}  # of contents without encoder inputs, whose marks come and go
 
     def check(self) -> None:
-        """The events since the last call make sense one by one, and what they leave is exactly what is cached."""
+        """Check that each event since the last call is consistent, and that the result is exactly the cached blocks."""
         size = self._scheduler.config.block_size
         for event in self._scheduler.take_kv_events():
             if isinstance(event, BlockStored):
@@ -41,7 +41,7 @@ class KVMirror:
                 require(isinstance(event, AllBlocksCleared), f"no event: {event!r}")
                 self._parents.clear()
         told, cached = set(self._parents), self._cached(size)
-        require(told == cached, f"{len(told)} blocks are told of and {len(cached)} cached, {len(told ^ cached)} differ")
+        require(told == cached, f"{len(told)} blocks reported, {len(cached)} cached, {len(told ^ cached)} differ")
 
     def _store(self, event: BlockStored, size: int) -> None:
         count, parent = len(event.block_hashes), event.parent_block_hash
@@ -79,7 +79,7 @@ class KVMirror:
         return name
 
     def _read(self, numbers: list[int]) -> tuple[list[int], list[Placed]]:
-        """What numbers of the prefix tree stand for: tokens, and the encoder inputs whose marks are among them."""
+        """Decode numbers of the prefix tree: tokens, and the encoder inputs whose marks are among them."""
         tokens, inputs = [], list[Placed]()
         for place, number in enumerate(numbers):
             if number >= 0:

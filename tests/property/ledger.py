@@ -1,4 +1,4 @@
-"""What the tests know of one request, learned from calls and outputs alone."""
+"""The tests' knowledge of one request, from calls and outputs alone."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Place(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a request left in the prefix cache when it lost its row."""
+    """The blocks that a request left in the prefix cache when it lost its row."""
 
     num_tokens: int
-    marks: tuple[int, int]  # evictions and withdrawals so far; later ones may have hit what it left
+    marks: tuple[int, int]  # evictions and withdrawals so far; later ones may have hit these blocks
 
 
 class Part(NamedTuple):
-    """What comes behind a prompt."""
+    """A further part of a prompt."""
 
     tokens: list[int]
     max_tokens: int
@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """What the ledger knows of one request."""
+    """The ledger's entry of one request."""
 
     request: Request
     reference: Reference  # of its present part
@@ -58,21 +58,21 @@ class Entry:
     num_withdrawals: int = 0  # of prefixes, when it was admitted
     num_bypassed: int = 0  # requests behind it that were admitted since it last lost its row
     num_verified: int = 0  # drafts that have come back
-    num_accepted: int = 0  # of these, those that became tokens
+    num_accepted: int = 0  # accepted ones among them
     more_input: bool = False  # further parts of its prompt may come
     parts: list[Part] = field(default_factory=list)  # not taken yet
     prompt: list[int] = field(default_factory=list)
     inputs: list[EncoderInput] = field(default_factory=list)  # of the prompt
     parked_for: str = ""
     awaits_input: bool = False  # its present part is complete, and there is no other
-    stale_until: int = -1  # steps up to this one are of a part that is complete: what they sample is of no use
+    stale_until: int = -1  # steps up to this one belong to a complete part: their samples are dropped
     load: Transfer | None = None  # what it waits for
     load_since: float = 0.0
     held_for: int | None = None  # the load whose blocks it holds, or held last
     num_lost: int = 0  # tokens that were computed when it last lost its row
-    events: list[tuple[str, float, str]] = field(default_factory=list)  # what happened, when, and a detail
+    events: list[tuple[str, float, str]] = field(default_factory=list)  # events with times and details
     num_admitted: int = 0  # tokens that it had at its last admission
-    loss: int = 0  # which loss of a row that was, counted over all requests
+    loss: int = 0  # number of this loss of a row, over all requests
 
     @property
     def num_tokens(self) -> int:
@@ -80,28 +80,27 @@ class Entry:
 
     @property
     def waits_for_caller(self) -> bool:
-        """Whether its caller is to send something, or is said to be."""
+        """Whether it waits for its caller, in truth or by its parking reason."""
         return self.place is Place.PARKED and self.parked_for == "waiting_for_streaming_req"
 
     @property
     def waits_for_input_alone(self) -> bool:
-        """Whether it is parked for its next part and for nothing else."""
+        """Whether it is parked only for its next part."""
         return self.waits_for_caller and self.awaits_input
 
     def is_part_over(self) -> bool:
-        """Whether the end of its present output is not its own end."""
+        """Whether the end of its current output ends a part and not the request."""
         if not self.more_input and not self.parts:
             return False
         return self.reference.status is not RequestStatus.FINISHED_LENGTH or "max_tokens" in self.reference.details
 
     def runs_since(self, admission: int) -> bool:
-        """Whether it runs, and has done so without a break since that admission."""
+        """Whether it has run without interruption since that admission."""
         return self.place is Place.RUNNING and self.last_admission == admission
 
     def queue_key(self, order: str, loss: int = 0) -> tuple[float, ...]:
-        """What the queue is sorted by; `loss`: as if it had just lost its row, by that number.
-
-        Resumed before new within a class; resumed ones by their last admission ("fcfs-front": whoever lost its row last
+        """Sort key of the queue; `loss`: as if it had just lost its row with that number. Within a class resumed
+        requests come before new ones; resumed ones by their last admission ("fcfs-front": the last to lose its row
         first; "priority-by-arrival": no difference), new ones by arrival.
         """
         urgency = self.request.priority if order.startswith("priority") else 0
@@ -114,7 +113,7 @@ class Entry:
 
 
 def place_of(status: RequestStatus) -> Place:
-    """The place that a status stands for."""
+    """The place of a status."""
     if status.is_finished:
         return Place.ENDED
     if status.is_parked:
@@ -124,7 +123,7 @@ def place_of(status: RequestStatus) -> Place:
 
 @dataclass(slots=True)
 class Tally:
-    """What the statistics must say, counted from calls and outputs."""
+    """The expected statistics, counted from calls and outputs."""
 
     num_added: int = 0
     num_refused: int = 0
@@ -151,7 +150,7 @@ class Tally:
     finished: Counter[str] = field(default_factory=Counter)
 
     def admit(self, *, resumed: bool, queried: int, hit: int, recomputed: int) -> None:
-        """An admission, or with negative numbers one that a failed step takes back."""
+        """Count an admission; negative numbers undo one of a failed step."""
         if resumed:
             self.resumed_prefix_queries += queried
             self.resumed_prefix_hits += hit
@@ -161,7 +160,7 @@ class Tally:
             self.prefix_hits += hit
 
     def check(self, stats: SchedulerStats, live: list[Entry], blocks_in_use: set[int] | None) -> None:
-        """Compare counters with the tally, and gauges with where the live requests are."""
+        """Compare counters with the tally, and gauges with the places of the live requests."""
         for name in self.__dataclass_fields__:
             if name != "finished" and getattr(stats, name) != getattr(self, name):
                 told, counted = getattr(stats, name), getattr(self, name)

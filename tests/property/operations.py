@@ -1,6 +1,5 @@
-"""The operations that are tried, with their arguments chosen at random, and a seeded driver that tries them.
-
-`OPERATIONS` is the one list: the state machine makes a rule of each, the driver picks by weight.
+"""The random operations with random arguments, and a seeded driver. `OPERATIONS` lists them all: the state machine
+makes a rule of each, the driver picks by weight.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from .workload import (
 from .world import World
 
 EXECUTED: Counter[str] = Counter()
-"""Rules executed in this process, by name: the sum is what "so many rules" in a report means."""
+"""Number of rules executed in this process, by name; reports give the sum."""
 
 
 class Operation(NamedTuple):
-    """One thing to try; `weight` is how often, relative to the others."""
+    """One operation; `weight` is its relative frequency."""
 
     name: str
     weight: int
@@ -43,7 +42,7 @@ def _pick(world: World, choose: Chooser) -> Entry | None:
 
 
 def _on_request(act: Callable[[World, Entry, Chooser], object]) -> Callable[[World, Chooser], object]:
-    """An operation on some live request; nothing if there is none."""
+    """Apply an operation to a random live request, if there is one."""
 
     def run(world: World, choose: Chooser) -> object:
         entry = _pick(world, choose)
@@ -59,7 +58,7 @@ def _add(world: World, choose: Chooser) -> None:
 
 
 def _step(world: World, choose: Chooser) -> None:
-    """Schedule, after making room for the step if need be, and with drafts if there may be some."""
+    """Schedule, after an update if too many steps are in flight, and with drafts if possible."""
     if len(world.host.in_flight) >= world.config.max_steps_in_flight:
         _update(world, choose)
     if world.config.num_draft_tokens and choose.chance(70):
@@ -76,7 +75,7 @@ def _update(world: World, choose: Chooser) -> None:
 
 
 def _propose(world: World, choose: Chooser) -> None:
-    """Drafts for some of the rows of the last update: right ones up to a point, and wrong ones behind it."""
+    """Propose drafts for some rows of the last update: correct ones up to a point, and wrong ones after it."""
     output, most = world.last_update, world.config.num_draft_tokens
     if output is None or not most:
         return
@@ -96,7 +95,7 @@ def _finish(world: World, entry: Entry, choose: Chooser) -> None:
 
 
 def _extend(world: World, choose: Chooser) -> None:
-    """A part for a request that expects one, as a rule."""
+    """Add a part, usually to a request that expects one."""
     expecting = [entry for entry in world.live if entry.more_input]
     entry = choose.choice(expecting) if expecting and not choose.chance(5) else _pick(world, choose)
     if entry is not None:
@@ -107,7 +106,7 @@ def _extend(world: World, choose: Chooser) -> None:
 
 
 def _start_recording(world: World, choose: Chooser) -> None:
-    """When nobody is here, if that can be had without ending a crowd; otherwise it is refused."""
+    """Start a recording without requests, if few must be aborted for that; otherwise it is refused."""
     if len(world.live) <= 2 and choose.chance(80):
         mode = world.pause
         world.drain()

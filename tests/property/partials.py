@@ -1,4 +1,5 @@
-"""Which prompts are half done, and who must wait for one of them: the caps on partial prefills, from the ledger."""
+"""Checks the caps on partial prefills from the ledger: which prompts are partial, and which requests must wait for
+them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ PASSING = {
     Reason.KV_ROOM,
     *LACKS_EMBEDDINGS,
 }
-"""Reasons for which one is passed over."""
+"""Reasons for which a request is skipped."""
 LACKS_BLOCKS = {
     Reason.BLOCKS,
     Reason.FULL_SEQUENCE,
@@ -33,23 +34,23 @@ LACKS_BLOCKS = {
 
 
 def bypass_bound(config: SchedulerConfig) -> int:
-    """How many may pass one that waits for blocks; 0: none."""
+    """How many requests may bypass one that waits for blocks; 0: none."""
     return int(next(iter(parameter(config, "reserve", "bypass", "bound")), 0))
 
 
 def passing(config: SchedulerConfig) -> set[Reason]:
-    """Reasons for which one is passed over, with this configuration."""
+    """Reasons for which a request is skipped under this configuration."""
     return PASSING | LACKS_BLOCKS if bypass_bound(config) else PASSING
 
 
 def partial(entries: list[Entry]) -> list[Entry]:
-    """Those that run and have tokens left of what they were admitted with."""
+    """Running requests with uncomputed tokens of those known at their admission."""
     running = [entry for entry in entries if entry.place is Place.RUNNING]
     return [entry for entry in running if entry.num_computed < entry.request.num_admitted_tokens]
 
 
 def check_caps(world: World) -> None:
-    """Never more than the caps are half done."""
+    """Check that no more prompts than the caps allow are partial."""
     config, begun = world.config, partial(world.live)
     most, most_long = config.max_num_partial_prefills, config.max_long_partial_prefills
     require(most is None or len(begun) <= most, f"{begun} are half done, of at most {most}")
@@ -67,12 +68,13 @@ def must_wait(world: World, entry: Entry) -> bool:
 
 
 def may_lack_place(config: SchedulerConfig) -> bool:
-    """Whether a request may be refused a place, for which nobody is displaced."""
+    """Whether a request may lack a place; no request is preempted for that."""
     return config.max_num_partial_prefills is not None or config.max_long_partial_prefills is not None
 
 
-def is_wall(world: World, entry: Entry) -> bool:
-    """Whether it was overtaken so often that nobody passes it while it waits for a place, embeddings or blocks."""
+def blocks_queue(world: World, entry: Entry) -> bool:
+    """Whether it has reached the bound of bypasses, so that it blocks the queue while it lacks a place, embeddings or
+    blocks."""
     deferral = entry.request._state.deferral
     if deferral is not None and deferral.reason in LACKS_BLOCKS:
         return entry.num_bypassed >= bypass_bound(world.config)
@@ -83,13 +85,13 @@ def is_wall(world: World, entry: Entry) -> bool:
 
 
 def lacks_blocks(entry: Entry) -> bool:
-    """Whether it says that it waits for blocks."""
+    """Whether its stated reason is missing blocks."""
     deferral = entry.request._state.deferral
     return deferral is not None and deferral.reason in LACKS_BLOCKS
 
 
 def says_so(entry: Entry) -> bool:
-    """Whether it says that it waits for a place; that it is true is checked when the ledger knows the step."""
+    """Whether its stated reason is a missing place; this is verified once the ledger has the step."""
     deferral = entry.request._state.deferral
     return deferral is not None and deferral.reason is Reason.PARTIAL_PREFILLS
 

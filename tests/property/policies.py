@@ -1,5 +1,5 @@
-"""Which policies does a random configuration have? Of every kind any that the registry knows, so that a new one is
-tried without a change here; and what the checks must know of those that it has."""
+"""Draws the policies of random configurations from the registry, so that new policies are tried without a change here;
+and tells the checks their properties."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pointsman.core.policy.registry import KINDS, known, parsed
 from .workload import Chooser
 
 FIELDS = {"reserve": "reserves", "limit": "token_limits"}
-"""Fields of the configuration that are not called as the kind is."""
+"""Fields of the configuration whose names differ from the kind's."""
 DEFAULTS = {each.name: each.default for each in fields(SchedulerConfig)}
 SMALL: dict[str, tuple[str, ...]] = {
     "bypass": ("bypass:bound=2", "bypass:bound=4,kept=0"),
@@ -28,10 +28,10 @@ SMALL: dict[str, tuple[str, ...]] = {
     "target-itl": ("target-itl:seconds=3,least=2",),
     "watermark": ("watermark:share=0.1",),
 }
-"""Parameters in the measure of pools of twelve blocks; of others the defaults, or what `tune` tries."""
+"""Parameters that suit pools of twelve blocks; others have their defaults, or the values that `tune` tries."""
 IN_SEQUENCE = ("fcfs", "priority", "fcfs-front", "priority-by-arrival")
-"""Orders whose sequence the ledger knows. That of others is taken from the scheduler: what is checked of it stands in
-their own tests, and under them nothing may be skipped."""
+"""Orders whose sequence the ledger knows. The sequence of other orders is taken from the scheduler; their own tests
+check it, and under them no request may be skipped."""
 SKIPS: dict[str, Any] = {
     "max_loras": 0,
     "max_num_partial_prefills": None,
@@ -63,14 +63,14 @@ def draw_policies(choose: Chooser, overrides: dict[str, Any], *, has_connector: 
 
 
 def _some(choose: Chooser, kind: str, name: str) -> tuple[str, ...]:
-    """One or two policies of a kind of which there may be several."""
+    """One or two policies of a kind that allows several."""
     names = {name: None, choose.choice(tuple(known(kind))): None} if choose.chance(40) else {name: None}
     return tuple(spec_of(choose, kind, each) for each in names)
 
 
 def needed_by(knobs: dict[str, Any]) -> dict[str, Any]:
-    """What policies that these knobs choose need beside them: limits that prompts are cut, and orders whose sequence
-    the ledger does not know that nobody is skipped."""
+    """Further knobs that the chosen policies need: chunked prefill for limits, and no skipping for orders whose
+    sequence the ledger does not know."""
     needed: dict[str, Any] = {} if is_in_sequence(knobs.get("order", "fcfs")) else dict(SKIPS)
     limits = knobs.get("token_limits", ())
     if limits:
@@ -85,12 +85,12 @@ def _sets_budget(limit: str) -> bool:
 
 
 def sets_budget(config: SchedulerConfig) -> bool:
-    """Whether a limit sets the budget of each step: nothing is known here of how low."""
+    """Whether a limit sets the budget of each step, to an unknown value."""
     return any(_sets_budget(str(limit)) for limit in config.token_limits)
 
 
 def spec_of(choose: Chooser, kind: str, name: str) -> str:
-    """A policy as it is written, with parameters."""
+    """A policy's name with parameters."""
     if name in SMALL:
         return choose.choice(SMALL[name])
     values = {each.name: choose.choice((each.default, *each.tried)) for each in known(kind)[name].parameters}
@@ -111,6 +111,6 @@ def parameter(config: SchedulerConfig, kind: str, name: str, key: str) -> list[f
 
 
 def has_unknown_reserve(config: SchedulerConfig) -> bool:
-    """Whether nothing is known here of what one of the reserves keeps."""
+    """Whether the amount that one of the reserves keeps is unknown here."""
     understood = {"watermark", "full-sequence", "decode", "mean-decode", "growth", "bypass"}
     return any(parsed(str(spec))[0] not in understood for spec in config.reserves)

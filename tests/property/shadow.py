@@ -1,14 +1,14 @@
-"""A host whose KV cache remembers what was written where, so that reading the wrong thing is seen.
+"""A shadow host: its KV cache records the content of every slot, so that wrong reads are detected.
 
-A transformer's KV at position p depends on all tokens up to and including p, and on nothing else. The
-shadow keeps exactly that: every slot (block, offset) holds a *content id*, a name for one sequence of tokens
-under one root. Equal ids mean equal KV. A step is executed as a device would do it:
+A transformer's KV at position p depends on all tokens up to and including p, and on nothing else. The shadow records
+exactly these tokens: every slot (block, offset) holds a *content id*, a name for one sequence of tokens under one root.
+Equal ids mean equal KV. A step is executed as a device would do it:
 
     for every row: write the content ids of positions [computed, computed + scheduled) through the block table
     for every row: read positions [0, computed + scheduled) and compare each with what must be there
 
-so a wrong block, a stale prefix, a clobbered neighbour and a rewind that was forgotten all show as a read of
-the wrong id. The root separates what must never be shared: cache salts, adapters, requests without prefix cache.
+so a wrong block, a stale prefix, an overwritten neighbour and a missing rewind all show as a read of the wrong id.
+Roots separate contents that must never be shared: cache salts, adapters, requests without prefix cache.
 
 The "model" on top is a function of the token prefix alone (promise 6), which makes the right output of every
 request computable by one plain loop, `reference_run`, however often the request was preempted meanwhile.
@@ -64,13 +64,13 @@ def next_token(tokens: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What a request must produce if nobody ends it."""
+    """The expected output of a request that is not aborted."""
 
     tokens: tuple[int, ...]
     limit: int  # tokens, prompt and output together, at which it must end
     status: RequestStatus
     stop_reason: int | str | None
-    details: frozenset[str]  # each is a right answer to: by which limit did it end?
+    details: frozenset[str]  # the valid limits by which it may end
 
 
 def reference_run(request: Request, config: SchedulerConfig) -> Reference:
@@ -149,18 +149,18 @@ class ContentIds:
 
 @dataclass(slots=True)
 class HostSequence:
-    """What the host knows of one request."""
+    """The host's state of one request."""
 
     request: Request
-    tokens: list[int]  # prompt and everything sampled, also what the scheduler has not been told yet
+    tokens: list[int]  # prompt and all samples, including those not yet reported to the scheduler
     contents: list[int]  # [len(tokens)] content id of the prefix that ends at each position
     table: list[int] | None = None  # the blocks of its row; None: it has no row
     row: int = -1
     serial: int = -1
     admitted_step: int = -1
-    epoch: int = -1  # of the prefix cache when it was admitted: a reset says that older KV is of no use
+    epoch: int = -1  # epoch of the prefix cache at its admission: after a reset older KV is invalid
     stale_until: int = -1  # steps up to this one are of a part that is complete
-    is_stale: bool = False  # the workers missed what it was given, and no output has told them since
+    is_stale: bool = False  # the workers missed its blocks, and no later output has sent them
 
 
 @dataclass(slots=True)
@@ -171,10 +171,10 @@ class ExecutedStep:
     sampled: list[list[int]] = field(default_factory=list)  # [n] the tokens of each row; none where it does not sample
     completed: list[int] = field(default_factory=list)  # rows that computed the last of a prompt and sample nothing
     written: dict[Request, list[int]] = field(default_factory=dict)  # slots
-    told: tuple[object, ...] = ()  # what the output said when it was handed out
+    told: tuple[object, ...] = ()  # the output's values when it was returned
     lengths: dict[Request, int] = field(default_factory=dict)  # tokens known to the host before this step
     tables: dict[Request, list[int]] = field(default_factory=dict)  # block tables before this step
-    embeddings: dict[EncoderEntry, bool] = field(default_factory=dict)  # there before this step, and whether sound
+    embeddings: dict[EncoderEntry, bool] = field(default_factory=dict)  # cached before this step, and whether valid
 
 
 class ShadowHost:
@@ -190,12 +190,12 @@ class ShadowHost:
         self.encoder = ShadowEncoder(self.config)
         self.epoch = 0
         self.device: Device | None = None
-        self.scheduler: Scheduler  # set by whoever makes it, with the device as its connector
+        self.scheduler: Scheduler  # set by the creator, with the device as its connector
 
     # -------------------------------------------------------------- requests come and go
 
     def add(self, request: Request) -> None:
-        """Know a request from now on."""
+        """Add a request."""
         self.sequences[request] = HostSequence(request, request.prompt_token_ids.tolist(), [])
 
     def forget(self, request: Request) -> None:
@@ -205,18 +205,18 @@ class ShadowHost:
             self.device.let_go(request)
 
     def complete_part(self, request: Request) -> None:
-        """What is in flight of the request is of no use."""
+        """Drop the request's samples in flight."""
         sequence = self.sequences[request]
         sequence.stale_until = self.in_flight[-1].output.step_id if self.in_flight else -1
 
     def drop_samples(self, request: Request, step: ExecutedStep) -> bool:
-        """What the request sampled in a step that was delivered, and since, is of no use. Returns whether a later step
-        in flight samples for it."""
+        """Drop the request's samples from a delivered step on. Returns whether a later step in flight samples for
+        it."""
         sequence = self.sequences[request]
         known = step.lengths[request]
         del sequence.tokens[known:]
         del sequence.contents[known:]
-        for later in self.in_flight:  # they were executed after tokens that are gone
+        for later in self.in_flight:  # they were executed after dropped tokens
             later.lengths[request] = min(later.lengths.get(request, known), known)
         is_in_flight = self.num_pending(request) > 0
         if is_in_flight:
@@ -238,14 +238,14 @@ class ShadowHost:
         return self.sequences[request].table or []
 
     def blocks_in_use(self) -> set[int] | None:
-        """Every block that some row's table names; None while some table is out of date."""
+        """Every block in a row's table; None while a table is out of date."""
         if any(sequence.is_stale for sequence in self.sequences.values() if sequence.table is not None):
             return None
         without_row = self.device.blocks() if self.device is not None else set()
         return without_row | {block for sequence in self.sequences.values() for block in sequence.table or ()}
 
     def num_pending(self, request: Request) -> int:
-        """Samples of `request` of which the scheduler has not been told what became."""
+        """Number of samples of `request` not yet delivered to the scheduler."""
         return sum(
             int(step.output.samples[index]) + (index in step.completed)
             for step in self.in_flight
@@ -263,7 +263,7 @@ class ShadowHost:
         )
 
     def continuation(self, request: Request, length: int) -> list[int]:
-        """What the model would sample next for a request, whatever ends it."""
+        """The model's next samples for a request, ignoring stop conditions."""
         sequence = self.sequences[request]
         tokens: list[int] = []
         content = sequence.contents[-1] if sequence.contents else self.contents.root(None)
@@ -296,12 +296,13 @@ class ShadowHost:
         return step
 
     def deliver(self) -> ExecutedStep:
-        """The oldest step is updated: nothing of it can be void any more."""
+        """Deliver the oldest step: it can no longer become void."""
         self._check_unchanged(self.in_flight[0])
         return self.in_flight.pop(0)
 
     def spoil(self, request: Request, step: ExecutedStep) -> None:
-        """A row failed on its own: what it wrote in `step` is garbage, as far as nobody holds or has rewritten it."""
+        """Spoil a failed row: slots that it wrote in `step` become garbage, unless others hold or have rewritten
+        them."""
         held = {b for other, s in self.sequences.items() if other is not request for b in s.table or ()}
         held |= self.device.blocks() if self.device is not None else set()
         for slot in step.written.get(request, ()):
@@ -312,8 +313,8 @@ class ShadowHost:
     def void(self, index: int, *, seen: bool) -> list[ExecutedStep]:
         """Steps `index` and later are void: forget their samples and leave garbage in every slot they write.
 
-        With `seen=False` the workers never got those outputs, so their block tables are as before, and only
-        the full tables of the next output can tell them what the rewound rows hold.
+        With `seen=False` the workers never got those outputs, so their block tables are as before, and only the full
+        tables of the next output bring the blocks of the rewound rows.
         """
         voided = self.in_flight[index:]
         del self.in_flight[index:]
@@ -371,7 +372,7 @@ class ShadowHost:
         require(_contents(step.output) == step.told, f"the output of step {step.output.step_id} changed afterwards")
 
     def _check_inputs(self, output: SchedulerOutput) -> None:
-        """With one step in flight the scheduler knows every token; they must be those that the host sampled."""
+        """With one step in flight the scheduler knows every token; they must equal the host's samples."""
         if self.in_flight:
             return
         expected: list[int] = []
@@ -383,7 +384,7 @@ class ShadowHost:
         require(told == expected, f"step {output.step_id} is fed {told}, the host sampled {expected}")
 
     def _take_table(self, output: SchedulerOutput, index: int) -> None:
-        """Apply what the output says of one row's blocks, and compare with the scheduler's own table."""
+        """Apply the output's blocks of one row, and compare with the scheduler's own table."""
         sequence = self.sequences[output.requests[index]]
         name = sequence.request.request_id
         row, serial, told = int(output.rows[index]), int(output.serials[index]), output.blocks(index).tolist()
@@ -420,22 +421,22 @@ class ShadowHost:
         require(len(table) * self.config.block_size >= end, f"{name} has {table} for {end} tokens")
 
     def _check_common_prefix(self, output: SchedulerOutput) -> None:
-        """If asked for, it is that of the tables that the host has, compared block by block."""
+        """If enabled, it is that of the host's tables, compared block by block."""
         tables = [self.table(request) for request in output.requests]
         same = takewhile(lambda blocks: len(set(blocks)) == 1, zip(*tables, strict=False))
         common = len(list(same)) if self.config.count_common_prefix else 0
         told = output.num_common_prefix_blocks
-        require(told == common, f"{told} blocks are told to be common to the rows, {common} are, of {tables}")
+        require(told == common, f"{told} blocks are reported as common to the rows, {common} are, of {tables}")
 
     def _renew_contents(self, sequence: HostSequence) -> None:
-        """What an admission computes belongs to the epoch of the prefix cache at that moment."""
+        """KV computed after an admission belongs to the prefix cache's epoch at that time."""
         if sequence.epoch == self.epoch:
             return
         sequence.epoch = self.epoch
         sequence.contents = self.contents_for(sequence.request, sequence.tokens)
 
     def contents_for(self, request: Request, tokens: Sequence[int]) -> list[int]:
-        """[len(tokens)] what the KV of a request is from now on."""
+        """[len(tokens)] contents of a request's KV from now on."""
         shares = self.config.enable_prefix_caching or self.device is not None
         shares &= request.use_prefix_cache
         shared = ("salt", request.cache_salt, "adapter", request.adapter)
@@ -448,7 +449,7 @@ class ShadowHost:
         return contents
 
     def contents_of(self, blocks: Sequence[int]) -> list[int]:
-        """What the slots of some blocks hold."""
+        """The contents of the slots of some blocks."""
         size = self.config.block_size
         return [content for block in blocks for content in self.slots[block * size : (block + 1) * size]]
 
@@ -476,7 +477,7 @@ class ShadowHost:
             require(not drafts or end - start == 1 == known - start, f"{request.request_id} has drafts in a chunk")
             spans.append((sequence, start, end, drafts))
         if not self.config.share_within_step:
-            # Every row may attend before another one writes, so what it has cached must be there already.
+            # Every row may attend before another row writes, so its cached KV must be written already.
             for sequence, start, _, _ in spans:
                 if start:
                     self._read(sequence, start, start)
@@ -503,12 +504,12 @@ class ShadowHost:
         return sequence.table[block] * self.config.block_size + offset
 
     def _write_slots(self, sequence: HostSequence, computed: range) -> list[list[int]]:
-        """For each group of layers, where the KV of these positions is written."""
+        """For each group of layers, the slots to which the KV of these positions is written."""
         return [[self._slot(sequence, position) for position in computed]]
 
     def _read(self, sequence: HostSequence, end: int, start: int = 0) -> None:
-        """Read what positions from `start` to `end` attend to, here [0, end), and compare each with the content that
-        belongs there."""
+        """Read the positions to which `start` to `end` attend, here [0, end), and compare each with its expected
+        content."""
         for position in range(end):
             slot = self._slot(sequence, position)
             found, expected = self.slots[slot], sequence.contents[position]
@@ -521,7 +522,7 @@ class ShadowHost:
                 )
 
     def _verify(self, sequence: HostSequence, drafts: list[int]) -> list[int]:
-        """Sample a token, and one more for each draft that is the token sampled before it."""
+        """Sample a token, and one more for each draft that equals the sample before it."""
         run = [self._sample(sequence)]
         for draft in drafts:
             if draft != run[-1]:
@@ -543,7 +544,7 @@ def drafts_of(output: SchedulerOutput, index: int) -> list[int]:
 
 
 def _contents(output: SchedulerOutput) -> tuple[object, ...]:
-    """All that an output says, as values of its own."""
+    """All values of an output, copied."""
     values = (getattr(output, name.name) for name in fields(output))
     return tuple(
         value.tolist() if isinstance(value, np.ndarray) else tuple(value) if isinstance(value, Sequence) else value

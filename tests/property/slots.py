@@ -1,4 +1,5 @@
-"""Who must be passed over, for want of an adapter slot or of embeddings, from the ledger and the outputs alone."""
+"""Checks which requests are skipped for lack of an adapter slot or embeddings, from the ledger and the outputs
+alone."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from .partials import bypass_bound, lacks_blocks, says_so
 
 
 class HeldSlots:
-    """The adapters that run, the one that came first in front."""
+    """The running adapters, the earliest first."""
 
     def __init__(self) -> None:
         self.order: list[Adapter] = []
 
     def keep(self, running: Iterable[Entry]) -> None:
-        """Only these run now; who has gone gives back its slot."""
+        """Keep only the slots of these adapters."""
         left = {entry.request.adapter for entry in running}
         self.order = [adapter for adapter in self.order if adapter in left]
 
@@ -36,10 +37,9 @@ def check_passing(
     surely: set[Entry],
     unloaded: list[Entry],
 ) -> None:
-    """Who is admitted is who comes first in the queue, without those that must be passed over, and nobody else is.
-
-    `held` are the adapters that run when the queue is asked, the one that came first in front; `surely` are those that
-    did not lack embeddings; `unloaded` wait for their connector, or for room. Counts in the ledger who was overtaken.
+    """The admitted requests are the first of the queue, without those that must be skipped, and no others. `held`: the
+    running adapters when the queue is checked, the earliest first; `surely`: requests that did not lack embeddings;
+    `unloaded`: requests that wait for their connector, or for blocks. Counts bypasses in the ledger.
     """
     held, claims = list(held), set[Adapter]()
     expected = list(admitted)
@@ -67,7 +67,7 @@ def check_passing(
             sound = entry not in surely or says_so(entry) or passes_blocks
             require(sound, f"{name} is next, {expected[0].request.request_id} was admitted")
             patient = entry.num_bypassed < (bound if passes_blocks else config.max_overtakes)
-            require(patient, f"{name} was overtaken {entry.num_bypassed} times, and is again")
+            require(patient, f"{name} was bypassed {entry.num_bypassed} times, and is again")
         else:
             require(entry is not expected[0], f"{name} is admitted with {adapter}; {held} run and {claims} have claims")
             if adapter is not None and adapter not in held and entry.num_bypassed >= config.max_overtakes:
@@ -76,7 +76,7 @@ def check_passing(
 
 
 def lacks_no_embeddings(config: SchedulerConfig, entry: Entry, output: SchedulerOutput, running: list[Entry]) -> bool:
-    """Whether whatever a request may need next fitted, even when the step was decided."""
+    """Whether all embeddings that a request may need next were available when the step was decided."""
     sizes = {item.entry: item.entry.num_embeddings for item in entry.request.encoder_inputs}
     if not sizes:
         return True
@@ -90,7 +90,7 @@ def lacks_no_embeddings(config: SchedulerConfig, entry: Entry, output: Scheduler
     for request, span in spans.items():
         held.update(item.entry for item in inputs_between(request, *span))
     for other in running:
-        if other.request not in spans:  # it may stand in the middle of one
+        if other.request not in spans:  # its position may be in the middle of one
             at = other.num_computed
             held.update(item.entry for item in other.request.encoder_inputs if item.start < at < item.end)
     computed = {request.encoder_inputs[index].entry for request, index in output.encoder_inputs}
@@ -110,7 +110,7 @@ def _has_slot(config: SchedulerConfig, entry: Entry, held: list[Adapter], num_cl
 
 
 def lacks_slot(config: SchedulerConfig, head: Entry, running: list[Entry]) -> bool:
-    """Whether the head of the queue has no slot beside what runs. Nobody before it can have a claim."""
+    """Whether the head of the queue has no slot beside the running adapters. No request before it can have a claim."""
     held = {entry.request.adapter for entry in running if entry.place is Place.RUNNING} - {None}
     adapter = head.request.adapter
     return adapter is not None and adapter not in held and len(held) >= config.max_loras

@@ -1,5 +1,5 @@
 """Under `bypass` every step decides as if it checked each request behind the head: two schedulers get the same calls,
-of which one remembers nothing of the requests that it looked at."""
+and one of them remembers no needs of requests."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.forms import seeds
 from .policies import SMALL
 
 NUM_COUNTED = 120
-"""Of these fixed seeds it is known how much is remembered; random ones may remember less."""
+"""Fixed seeds, for which the number of remembered needs is known; random ones may remember fewer."""
 SEEDS = seeds(NUM_COUNTED, 420)
 NUM_STEPS = 70
 WHOLE = 500
-"""Tokens of a budget into which any prompt fits."""
+"""A token budget that any prompt fits."""
 RESERVES = (
     ("bypass:bound=3,kept=0",),
     ("bypass:bound=3", "watermark:share=0.1"),
@@ -33,8 +33,8 @@ RESERVES = (
 
 
 def forgetful(host: Host) -> Host:
-    """The host, whose scheduler checks requests behind the head in every step, one after the other. Where the order may
-    change while they wait, it too repeats a search that found nothing."""
+    """Make the host's scheduler check requests behind the head in every step, one after the other. If the order may
+    change while they wait, it also repeats a search that found nothing."""
     found = host.scheduler._admission._search
     assert found is not None
     found.needs = None
@@ -60,14 +60,14 @@ class Twins:
             or "long_prefill_token_threshold" in config
             or any(str(name).startswith("growth") for name in config["reserves"])
         )
-        """Whether what a request needs is known exactly, so that its reason is the same too. With a prefix cache or a
-        first chunk it may need more than when it was checked, and be deferred all the same."""
+        """Whether needs are exact, so that reasons are equal too. With a prefix cache or a first chunk, a request may
+        need more than when it was checked, and still be deferred."""
         self.lengths = chance.choice(
             ((1, 2, 3, 5, 9, 15, 22), (2, 6, 7, 8, 9, 10, 24), (12, 16, 20, 26), (3, 4, 5, 28))
         )
         self.longest = chance.choice((3, 11, 20))
         self.num_known = self.num_steps = 0
-        """Of the steps of a scheduler that may remember requests: how many it knows, and how many steps."""
+        """Number of remembered requests, and number of steps, of a scheduler that may remember some."""
         self.shared = list(range(30))
         self.live: list[str] = []
         self.outputs: list[Any] = []
@@ -82,7 +82,7 @@ class Twins:
         self.num_added += 1
         own = [1000 + 50 * self.num_added + index for index in range(self.lengths[chance.randrange(len(self.lengths))])]
         prompt = [*self.shared[: chance.choice((0, 0, 4, 8, 9, 12))], *own]
-        if chance.random() < 0.2:  # after what another one has, with its output
+        if chance.random() < 0.2:  # after another request's prompt and output
             other = self.hosts[0].scheduler.get_request(chance.choice(self.live)) if self.live else None
             prompt = [*other.all_token_ids.tolist()[:24], *own] if isinstance(other, Request) else prompt
         fields: dict[str, Any] = {"priority": chance.randrange(3), "tenant": f"tenant {chance.randrange(3)}"}
@@ -150,8 +150,8 @@ class Twins:
             host.fail(output)
 
     def compare_reasons(self, *, has_just_stepped: bool = True) -> None:
-        """Whether both explain the same. After a call between two steps what a request lacks is known of those that
-        the newest step asked; one that has become the head since was asked in an earlier one."""
+        """Compare both schedulers' explanations. After a call between two steps, the missing amounts are known only of
+        requests that the newest step checked; a request that became the head since was checked earlier."""
         search = self.hosts[0].scheduler._admission._search
         assert search is not None
         if search.needs is not None and has_just_stepped:
@@ -220,8 +220,8 @@ def draw(seed: int) -> dict[str, Any]:
     return config
 
 
-def test_what_is_remembered_changes_no_decision(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "check_invariants", lambda _: None)  # which other tests do, and takes longest
+def test_remembered_needs_change_no_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "check_invariants", lambda _: None)  # other tests do that, and it takes longest
     num_known = num_steps = 0
     for seed in SEEDS:
         with monkeypatch.context() as patch:

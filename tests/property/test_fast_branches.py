@@ -1,8 +1,8 @@
-"""The fast branches of a step leave what the general ones would: two schedulers with the same calls, of which one
-takes no fast branch, give equal outputs, states and explanations over random workloads, configurations and calls from
-outside; and planted faults are found.
+"""Fast paths of a step have the same result as the general ones. Two schedulers get the same calls, one takes no fast
+path, and their outputs, states and explanations are equal over random workloads, configurations and calls from outside.
+Planted faults are found.
 
-The fast branches: every row decodes one token (`Running._advance_steadily`), and every row has a token
+The fast paths: every row decodes one token (`Running._advance_steadily`), and every row has a token
 (`Update.append`)."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "little room": {"max_model_len": 200},
     "events": {"enable_kv_cache_events": True, "num_blocks": 72},
 }
-BIG = {"max_num_seqs", "max_num_batched_tokens", "max_num_active_seqs"}  # of presets: here nothing is that large
+BIG = {"max_num_seqs", "max_num_batched_tokens", "max_num_active_seqs"}  # from presets; here nothing is that large
 FULL_POOL = {"num_blocks": 60, "full_sequence_must_fit": False}
 VARIANTS: dict[str, dict[str, Any]] = {
     **CASES,
@@ -84,7 +84,7 @@ Fault = Callable[[pytest.MonkeyPatch], None]
 
 
 class Pair:
-    """Two schedulers; `general` is where the tokens of the requests are looked up."""
+    """Two schedulers; the tokens of the requests are read from `general`."""
 
     def __init__(self, seed: int, **overrides: Any) -> None:
         values = {
@@ -113,12 +113,12 @@ class Pair:
             scheduler.add(Request(name, prompt, arrival_time=self.now, max_tokens=most, **fields), self.now)
 
     def token(self, request: Request, number: int) -> int:
-        """Its `number`th output token: what stops it, or a token of its own."""
+        """The request's `number`th output token: a stop token, or a token of its own."""
         ends = number >= self.lengths[request.request_id]
         return EOS if ends and request.max_tokens > number else 100 + int(request.request_id[1:])
 
     def disturb(self) -> None:
-        """A call from outside, of both."""
+        """Make a random call on both schedulers."""
         rng = self.rng
         names = [*self.steady._parts.table.requests]
         name = names[int(rng.integers(len(names)))] if names else "none"
@@ -145,7 +145,7 @@ class Pair:
                 scheduler.park(name, ParkReason.GRAMMAR, self.now)
 
     def settle(self) -> None:
-        """Nothing holds a request up."""
+        """Resume and unpark, so that all requests can run."""
         for scheduler in (self.general, self.steady):
             scheduler.resume(self.now)
             scheduler.set_max_num_active_seqs(None, self.now)
@@ -161,7 +161,7 @@ class Pair:
 
 
 class Beside(Pair):
-    """`general` takes no fast branch, `steady` does."""
+    """`general` takes no fast path, `steady` does."""
 
     def __init__(self, seed: int, **overrides: Any) -> None:
         super().__init__(seed, **overrides)
@@ -170,7 +170,7 @@ class Beside(Pair):
         self.in_flight: deque[tuple[SchedulerOutput, SchedulerOutput]] = deque()
 
     def step(self) -> None:
-        """The next step of both, and the end of the oldest one in flight, or of none."""
+        """Schedule the next step of both, and update the oldest one in flight, or none."""
         if len(self.in_flight) < self.config.max_steps_in_flight:
             outputs = self.general.schedule(self.now), self.steady.schedule(self.now)
             self.general._steps.records[-1].members = None
@@ -238,11 +238,11 @@ def drive(seed: int, variant: dict[str, Any], num_rounds: int = 25) -> Beside:
 
 @settings(max_examples=short_or_long(25, 300))
 @given(seed=st.integers(0, 2**32 - 1), name=st.sampled_from(sorted(VARIANTS | IN_FLIGHT)))
-def test_fast_branches_decide_as_the_general_ones(seed: int, name: str) -> None:
+def test_fast_paths_decide_like_the_general_ones(seed: int, name: str) -> None:
     drive(seed, (VARIANTS | IN_FLIGHT)[name])
 
 
-def test_most_steps_take_the_fast_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_most_steps_take_the_fast_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = dict.fromkeys(("Running._advance_steadily", "Admission._deferral_before_lookup"), 0)
 
     def count(name: str) -> None:

@@ -26,7 +26,7 @@ PRESET_SEEDS = seeds(1, 3)
 RULES_PER_SEED = 70
 RARE = dict.fromkeys(("abort", "finish", "park", "set_priority", "extend"), 1)
 CALM = {"step": 70, "add": 9, "ready": 2, "resume": 3, **RARE}
-"""How often what happens in most runs, so that many steps follow each other."""
+"""Weights of operations that give many plain steps in a row."""
 ONE_STEP = {"max_steps_in_flight": 1, "num_draft_tokens": 0, "draft_table": (), "connector": False}
 NO_ENCODER = {"encoder_budget": 0, "encoder_cache_size": 0}
 PLAIN: dict[str, Any] = {**ONE_STEP, **NO_ENCODER}
@@ -81,7 +81,7 @@ FOCUS: dict[str, dict[str, Any]] = {
     "earliest-ttft": {**PLAIN, "order": "earliest-ttft:default=3,every=3"},
     "fair": {**PLAIN, "order": "fair:weights=tenant 0/2"},
 }
-BIG = {"max_num_seqs", "max_num_batched_tokens", "max_num_active_seqs"}  # of presets: here nothing is that large
+BIG = {"max_num_seqs", "max_num_batched_tokens", "max_num_active_seqs"}  # from presets; here nothing is that large
 SELDOM = {"anything", "drafts", "swap", "swap or compute"}
 SHORT_FOCUS = (
     "few blocks",
@@ -105,7 +105,7 @@ def drive(
     """A random run of the first scheduler, which the second follows; `watch` gets the second one at its beginning."""
     choose, twin = SeededChooser(seed), Twin(seed, watch)
     world = make_world(choose, overrides, recording=twin)
-    world.is_busy = True  # else a policy that learns from step times would learn other ones from steps at once
+    world.is_busy = True  # otherwise a policy that learns from step times would learn others from steps at once
     twin.first = world.scheduler
     if watch_first is not None:
         watch_first(world.scheduler)
@@ -134,7 +134,7 @@ def test_seeded_runs(focus: str) -> None:
 
 @pytest.mark.parametrize("name", [*PRESETS, *SYSTEMS])
 def test_presets(name: str) -> None:
-    """Every preset and every imitated scheduler, with limits as small as the rest."""
+    """Every preset and every reproduced scheduler, with small limits."""
     knobs = {key: value for key, value in (PRESETS | SYSTEMS)[name].items() if key not in BIG}
     advanced = 0
     for seed in PRESET_SEEDS:

@@ -1,4 +1,4 @@
-"""What a film shows is what was: requests, queue, reasons and blocks at random steps of random runs."""
+"""Films show the true state: requests, queue, reasons and blocks at random steps of random runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHORT_FOCUS = ("few blocks", "evictions", "swap", "priority", "retention", "bypa
 
 
 class Witness(Listener):
-    """Notes what is true at every step. It comes behind the film."""
+    """Records the true state at every step, after the film."""
 
     wants_blocks = True
 
@@ -82,7 +82,7 @@ class Witness(Listener):
 
 
 def shown(film: Film, frame: int, seen: dict[str, Any], step_id: int | None = None) -> dict[str, Any]:
-    """What the film says, in the form of `Witness`."""
+    """The film's state, in the form of `Witness`."""
     state: State = film.state_at(frame, step_id)
     name = [one.request_id for one in film.requests]
     assert state.is_cached is not None
@@ -136,7 +136,7 @@ class Filmed:
         return self._file.getvalue()
 
     def check(self, seed: int, num_frames: int = NUM_FRAMES) -> None:
-        """Compare some frames with what was seen."""
+        """Compare some frames with the witness."""
         made = Film(io.BytesIO(self.finish()))
         assert self.witness is not None
         seen = self.witness.seen
@@ -145,7 +145,7 @@ class Filmed:
             same(f"frame {frame}", seen[frame], shown(made, frame, seen[frame]))
 
     def check_within(self, seed: int, witness: Witness, num_steps: int = NUM_FRAMES) -> int:
-        """Compare steps that were done at once with what another scheduler did in single steps; how many there were."""
+        """Compare steps that were done at once with another scheduler's single steps; returns their number."""
         made = Film(io.BytesIO(self.finish()))
         seen = {one["step"]: one for one in witness.seen}
         within = [
@@ -160,7 +160,7 @@ class Filmed:
 
 
 def check_each(seed: int, overrides: dict[str, Any], **options: int) -> int:
-    """A random run; how many steps were done at once."""
+    """Check a random run; returns the number of steps that were done at once."""
     filmed, witnesses = Filmed(), list[Witness]()
 
     def witness(scheduler: Scheduler) -> None:
@@ -210,7 +210,7 @@ def test_from_the_middle() -> None:
         filmed.check(seed)
 
 
-def test_every_part_is_a_film_of_its_own() -> None:
+def test_every_part_of_a_film_is_a_film() -> None:
     """Cut between any two calls of the scheduler, also with steps in flight."""
     for seed in seeds(4, 11):
         choose, run = random.Random(seed), _Replay()
@@ -235,7 +235,7 @@ def test_every_part_is_a_film_of_its_own() -> None:
         assert len(films) > 2 and len(frames) == len(witness.seen)
         for index in choose.sample(range(len(frames)), min(len(frames), 3 * NUM_FRAMES)):
             part, frame = frames[index]
-            before = index - frame  # frames of earlier parts, whose evictions this one does not know
+            before = index - frame  # frames of earlier parts: this part lacks their evictions
             num_evicted = witness.seen[before - 1]["evicted"] if before else 0
             seen = {**witness.seen[index], "evicted": witness.seen[index]["evicted"] - num_evicted}
             same(f"frame {index}", seen, shown(part, frame, seen))
@@ -251,18 +251,18 @@ def test_steps_at_once(focus: str) -> None:
 
 @pytest.mark.parametrize("focus", short_of(FOCUS, ("few blocks", "evictions", "retention")))
 def test_each_of_the_steps_at_once(focus: str) -> None:
-    """One scheduler does at once what the other does in single steps: the film shows each of them."""
+    """One scheduler does at once the other's single steps: the film shows each of them."""
     count = sum(check_each(300 + seed, FOCUS[focus]) for seed in seeds(2, 4))
     assert count or focus in SELDOM
 
 
-def test_a_blank_block_that_is_taken_in_steps_at_once() -> None:
-    """A request had left it; it was shown as free with cached content until the step that took it."""
+def test_a_blank_block_taken_in_fast_forwarded_steps() -> None:
+    """A finished request left the block; it was shown as free with cached content until the step that took it."""
     assert check_each(310, FOCUS["growth"], num_steps=1000)
 
 
-def test_a_part_that_is_completed_and_ends_its_request_at_once() -> None:
-    """A run in which the next part of a prompt was too long; that request left the film's blocks to nobody."""
+def test_a_completed_part_that_ends_its_request() -> None:
+    """The next part of a prompt was too long; the film still showed the finished request's blocks as held."""
     filmed = Filmed()
     drive_twins(17, FOCUS["reuse"], filmed.watch)
     filmed.check(17, num_frames=1000)

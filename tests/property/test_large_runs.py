@@ -1,4 +1,4 @@
-"""What tiny runs never reach: more rows than the columns start with, outputs longer than the ring, a long queue."""
+"""Large runs: more rows than the columns start with, outputs longer than the ring, a long queue."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def test_outputs_longer_than_the_ring() -> None:
     world.ready(world.live[0])
     world.drain()
     assert max(len(tokens) for tokens in world.conversations) == 701
-    assert world.tally.num_preemptions > 1  # three of them want 230 blocks in the end
+    assert world.tally.num_preemptions > 1  # three of them need 230 blocks in the end
 
 
 def test_rows_are_used_again() -> None:
-    """However many requests come and go, rows are as many as run at once, with those that wait for steps in flight."""
+    """The number of rows is bounded by the requests that run at once, plus rows that wait for steps in flight."""
     world = World(config(max_num_seqs=4, max_steps_in_flight=3))
     first_rows = world.scheduler.block_table.shape[0]
     for index in range(300):
@@ -61,7 +61,7 @@ def test_rows_are_used_again() -> None:
 
 
 def test_a_long_queue_shrinks() -> None:
-    """Requests that leave the queue from its middle leave the others in order."""
+    """Requests that leave from the middle of the queue keep the others in order."""
     world = World(config(max_num_seqs=1, order="priority"))
     for index in range(140):
         world.add(RequestSpec(tail=(index % 4,), max_tokens=1, priority=index * 7 % 5, arrival=index * 11 % 13))

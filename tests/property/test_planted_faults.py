@@ -1,4 +1,4 @@
-"""Would the checks notice? Faults are planted in the core, one at a time, and each must be caught.
+"""Tests the checks: faults are planted in the core, one at a time, and each must be caught.
 
 A fault that only spoils bookkeeping may be caught by `check_invariants` or by the ledger. A fault after which a
 request reads wrong KV must be caught by the shadow host alone, with `check_invariants`, the ledger and the statistics
@@ -37,9 +37,9 @@ from .shadow import ShadowFault
 
 Root = find("Root")
 MAX_SEEDS = 250
-RULES_PER_SEED = 120  # twice as many rules catch four times as much: many faults need a crowd
+RULES_PER_SEED = 120  # twice as many rules catch four times as many faults: many faults need many requests
 AS_PLANTED = {"connector": False, "policies": False}
-"""What each fault says otherwise, if it needs it."""
+"""Options of faults that differ from the defaults."""
 CACHING = {"enable_prefix_caching": True, "share_within_step": True}
 SLOW_PREFILL = {**CACHING, "block_size": 4, "enable_chunked_prefill": True, "long_prefill_token_threshold": 1}
 IMAGES = {"encoder_budget": 5, "encoder_cache_size": 5}
@@ -59,7 +59,7 @@ PLAIN = {
     "max_num_seqs": 5,
     "max_num_batched_tokens": 20,
 }
-"""Nothing is short but what is made so."""
+"""A configuration without shortages, except those that are added."""
 CROWDED = {**PLAIN, "max_loras": 1, "max_overtakes": 0, "order": "fcfs"}
 CROWDED |= {"block_size": 1, "num_blocks": 60, "max_model_len": 24, "max_num_batched_tokens": 30}
 SHORT_OF_BLOCKS = {**PLAIN, "block_size": 1, "num_blocks": 10, "full_sequence_must_fit": False}
@@ -139,7 +139,7 @@ def recording_begins_with_a_used_pool(patch: Patch) -> None:
 
 
 def recording_begins_with_what_was_learned(patch: Patch) -> None:
-    """The mean output of requests of before goes on to reserve blocks."""
+    """The mean output of earlier requests continues to reserve blocks."""
 
     def assemble(original: Any, scheduler: Scheduler, *args: Any) -> None:
         admission = getattr(scheduler, "_admission", None)
@@ -174,7 +174,7 @@ def token_limit_is_off_by_one(patch: Patch) -> None:
 
 
 def everyone_runs_ahead_at_once(patch: Patch) -> None:
-    """Steady decoding does not look who must wait for its sample; the count is right."""
+    """Steady decoding does not check which requests must wait for their samples; the count is right."""
 
     def is_steady(original: Any, running: Any, in_flight: bool) -> bool:
         batch = running._batch
@@ -387,7 +387,7 @@ def prefix_is_not_found(patch: Patch) -> None:
 
 
 def completion_is_forgotten_with_the_row(patch: Patch) -> None:
-    """A request that lost its row in flight is not told that its prompt was computed."""
+    """A request that lost its row in flight is not completed when its prompt was computed."""
 
     def completions(original: Any, update: Any, output: Any, result: Any) -> Any:
         return [(index, end) for index, end in original(update, output, result) if end.request.row is not None]
@@ -413,7 +413,7 @@ def silent_rows_sample(patch: Patch) -> None:
 
 
 def samples_of_a_complete_part_are_kept(patch: Patch) -> None:
-    """What steps in flight sample after the end of a part is taken for output of the next one."""
+    """Samples of steps in flight after the end of a part are taken as output of the next part."""
     replace(patch, "RequestTable.disown_steps_in_flight", lambda table, request: None)
 
 
@@ -429,7 +429,7 @@ def last_token_of_a_part_stays(patch: Patch) -> None:
 
 
 def placeholders_of_a_part_are_not_moved(patch: Patch) -> None:
-    """The first of them stands where the part's own text begins, and not behind what was there before."""
+    """Their positions count from the start of the part, not of the whole prompt."""
 
     def continue_with(original: Any, state: Any, tokens: Any, most: int, inputs: tuple[EncoderInput, ...]) -> None:
         known, end = len(state.encoder_inputs), len(tokens) - state.num_tokens
@@ -576,8 +576,8 @@ def reasons_begin_anew_with_every_step(patch: Patch) -> None:
 
 
 def who_is_left_out_is_left_out_anew(patch: Patch) -> None:
-    def note(original: Any, left_out: Any, *args: Any, goes_on: bool) -> None:
-        original(left_out, *args, goes_on=False)
+    def note(original: Any, left_out: Any, *args: Any, continues: bool) -> None:
+        original(left_out, *args, continues=False)
 
     around(patch, "LeftOut.note", note)
 
@@ -706,7 +706,7 @@ def epoch_is_ignored(patch: Patch) -> None:
 
 
 def reset_keeps_what_is_preempted(patch: Patch) -> None:
-    """Those that run are preempted after the cache was emptied, and leave in it what they have computed."""
+    """Running requests are preempted after the cache was emptied, and publish their blocks into it."""
 
     def reset(original: Any, scheduler: Scheduler, now: float, *, preempt_running: bool = False) -> None:
         epoch = scheduler._kv.prefix.epoch if scheduler._kv.prefix is not None else 0
@@ -910,7 +910,7 @@ def sent_blocks_are_not_held(patch: Patch) -> None:
 
 
 def blocks_are_saved_for_no_request(patch: Patch) -> None:
-    """What a preempted request wanted is wanted after it has finished."""
+    """Blocks that a preempted request needed are still saved after it has finished."""
     replace(patch, "Swap.ended", lambda swap, request: None)
 
 
@@ -955,7 +955,7 @@ def a_hit_ignores_the_window(patch: Patch) -> None:
 
 
 def a_block_is_found_as_it_was(patch: Patch) -> None:
-    """A run lists a block that has other content now."""
+    """A run lists a block whose content has changed."""
 
     def has(original: Any, cache: Any, run: Any, first: int, count: int) -> Any:
         return run.blocks[:, first : first + count] != cache.no_block
@@ -1122,7 +1122,7 @@ SLOW = {
     "recording_begins_with_what_was_learned",
     "waiting_for_embeddings_is_told_for_ever",
 }
-"""Faults that are found only after 3 to 10 s. The long form alone plants them; the short form has others like each."""
+"""Faults that take 3 to 10 s to find. Only the long form plants them; the short form has similar ones."""
 
 
 def planted(faults: tuple[Fault, ...]) -> list[Any]:
@@ -1134,7 +1134,7 @@ def planted(faults: tuple[Fault, ...]) -> list[Any]:
 
 
 def first_catch(overrides: dict[str, Any], kind: type[AssertionError]) -> AssertionError:
-    """What the first check that notices something says. Crashes, and asserts of the core, do not count as caught."""
+    """The message of the first check that fails. Crashes, and asserts of the core, do not count as caught."""
     for seed in range(MAX_SEEDS):
         try:
             drive(seed, RULES_PER_SEED, shadow_only=kind is ShadowFault, **{**AS_PLANTED, **overrides})
@@ -1144,7 +1144,7 @@ def first_catch(overrides: dict[str, Any], kind: type[AssertionError]) -> Assert
             raise
         except (AttributeError, TypeError) as error:
             if traceback.extract_tb(error.__traceback__)[-1].filename == __file__:
-                raise  # The fault itself names what is no longer there.
+                raise  # The fault itself uses objects that no longer exist.
         except Exception:
             continue
     raise LookupError(f"no check noticed anything in {MAX_SEEDS} runs of {RULES_PER_SEED} rules")
@@ -1186,14 +1186,14 @@ def test_wrong_content_is_caught_by_the_shadow_alone(
     assert any(sign in error for sign in signs), error
 
 
-def test_every_fault_has_a_name() -> None:
+def test_every_fault_has_a_unique_name() -> None:
     planted_names = names(BOOKKEEPING + WRONG_CONTENT)
     assert len(set(planted_names)) == len(planted_names)
     assert set(planted_names) > SLOW
 
 
 def test_without_a_fault_nothing_is_caught() -> None:
-    """The same seeds are clean when nothing is planted, or catching a fault would mean nothing."""
+    """The same seeds pass without a fault; otherwise catching one would prove nothing."""
     different = {repr(overrides): overrides for _, overrides in (*BOOKKEEPING, *WRONG_CONTENT)}
     for overrides in different.values():
         for seed in range(short_or_long(1, 2)):

@@ -1,5 +1,5 @@
-"""What is promised under every policy of the registry: a step runs something, all requests end, and none waits longer
-than the bound of its order says (docs/policies.md)."""
+"""Promises under every policy of the registry: a step runs something, all requests finish, and none waits longer than
+its order's bound (docs/policies.md)."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ ORDERS: dict[str, tuple[str, Passes]] = {
     "earliest-ttft": (f"earliest-ttft:every={EVERY}", lambda first, later: True),  # its bound is a count, see below
     "fair": ("fair", lambda first, later: later.tenant != first.tenant),  # between tenants: tests/core/policy/test_fair
 }
-"""How each order is written here, and whether a request may be admitted before one that arrived earlier."""
+"""Each order's specification here, and whether a request may be admitted before an earlier one."""
 
 
 def crowded_host(**policies: Any) -> Host:
-    """A pool in which about three of the requests below fit, so that most are preempted or wait."""
+    """A pool that holds about three of the requests below, so that most are preempted or wait."""
     return Host(**{"num_blocks": 14, "max_model_len": 48, "max_num_seqs": 6, "max_num_batched_tokens": 24, **policies})
 
 
@@ -89,10 +89,9 @@ def test_every_order_states_its_bound() -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("reserves", [(), ("watermark:share=0.1", "bypass:bound=2,kept=0")], ids=["", "bypass"])
-def test_no_request_is_passed_beyond_the_bound(order: str, reserves: tuple[str, ...]) -> None:
-    """Promise 5: of new requests only those are admitted before an earlier one that the order allows, and with
-    `bypass` two more. Under "earliest-ttft" with n deadlines before its own a request is one of the next
-    (n + 1) * every that are admitted."""
+def test_no_request_is_bypassed_beyond_the_bound(order: str, reserves: tuple[str, ...]) -> None:
+    """Promise 5: new requests are admitted before an earlier one only if the order allows it, plus two with `bypass`.
+    Under "earliest-ttft" a request with n deadlines before its own is one of the next (n + 1) * every admissions."""
     spec, may_pass = ORDERS[order]
     num_passed = 0
     for seed in BOUND_RUNS:
@@ -100,14 +99,14 @@ def test_no_request_is_passed_beyond_the_bound(order: str, reserves: tuple[str, 
         host = crowded_host(order=spec, reserves=reserves, displace=None)
         requests: list[Request] = []
         beyond: dict[Request, int] = {}
-        since: dict[Request, list[Request]] = {}  # what was admitted while it waited
+        since: dict[Request, list[Request]] = {}  # requests admitted while it waited
         while len(requests) < 16 or host.scheduler.has_unfinished_requests():
             for _ in range(draw.choice((0, 0, 1, 2)) if len(requests) < 16 else 0):
                 requests.append(add_some(host, draw, len(requests)))
             waiting = [request for request in requests if request.status.name == "WAITING"]
             for request in host.step().admitted:
                 if request not in waiting:
-                    continue  # it was preempted: those come first under every order
+                    continue  # preempted requests come first under every order
                 waiting.remove(request)
                 for other in waiting:
                     since.setdefault(other, []).append(request)
@@ -123,5 +122,5 @@ def test_no_request_is_passed_beyond_the_bound(order: str, reserves: tuple[str, 
 
 
 def deadline(request: Request) -> float:
-    """When its first token is wanted, as `earliest-ttft` has it by default."""
+    """The deadline of its first token, with the default of `earliest-ttft`."""
     return request.arrival_time + (5.0 if request.ttft_target is None else request.ttft_target)

@@ -1,4 +1,4 @@
-"""A recording of any run replays to the same decisions, and one altered decision is found at its step."""
+"""Recordings of random runs replay to the same decisions, and an altered decision is found at its step."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_recordings_are_the_same_bytes(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_one_altered_decision_is_found_at_its_step(seed: int) -> None:
-    """Every field of a decision counts: one is altered in one line, and the replay names the line, step and field."""
+    """One field of one line is altered, and the replay names the line, step and field."""
     _, lines = record(seed)
     choose = SeededChooser(seed)
     deciding = [number for number, line in enumerate(lines) if "decision" in json.loads(line)]
@@ -71,7 +71,7 @@ def test_one_altered_decision_is_found_at_its_step(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_lost_call_is_found(seed: int) -> None:
-    """Without one of its calls the rest of a recording means something else: a difference, or a call that cannot be."""
+    """Without one of its calls a recording does not replay: a difference, or an impossible call."""
     lost = None
     while lost is None:  # in a few runs no request that was added ever ran
         _, lines = record(seed)
@@ -83,7 +83,7 @@ def test_a_lost_call_is_found(seed: int) -> None:
         replay([*lines[:lost], *lines[lost + 1 :]])
 
 
-def test_a_cut_recording_says_so() -> None:
+def test_a_cut_recording_is_reported_as_cut() -> None:
     _, lines = record(SEEDS[0])
     report = replay([*lines[:-1], lines[-1][: len(lines[-1]) // 2]])
     assert report.is_cut and report.num_calls == len(lines) - 2

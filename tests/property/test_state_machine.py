@@ -122,7 +122,7 @@ FOCUS: dict[str, dict[str, Any]] = {
     "full attention in groups": {**GROUPS, "kv_groups": (KVGroup(), KVGroup()), "eviction": "reuse:share=0.5"},
     "no chunks": {"enable_chunked_prefill": False, "long_prefill_token_threshold": 0, "order": "priority"},
 }
-"""Knobs that are fixed in some of the seeded runs, where what they reach is rare otherwise."""
+"""Knobs that are fixed in some seeded runs, for cases that are rare otherwise."""
 
 NEEDS_REQUESTS = {"abort", "finish", "park", "ready", "set_priority", "misuse"}
 NEEDS_TRANSFERS = {"write_blocks", "end_transfer"}
@@ -130,7 +130,7 @@ NEEDS_STEPS = {"update", "fail", "update_malformed", "update_out_of_order"}
 
 
 def _useful(operation: Operation) -> Callable[[SchedulerMachine], bool]:
-    """Whether an operation has anything to act on, so that rules are not wasted."""
+    """Whether an operation has an effect now, so that rules are not wasted."""
 
     def check(machine: SchedulerMachine) -> bool:
         if operation.name in NEEDS_REQUESTS:
@@ -214,7 +214,7 @@ PLENTY = {
     "long_prefill_token_threshold": 0,
     "full_sequence_must_fit": True,
 }
-"""Knobs that leave nothing short but what is made so."""
+"""Knobs without shortages, except those that are added."""
 TIGHT = {**PLENTY, "block_size": 2, "num_reserved_blocks": 0, "num_blocks": 9, "max_model_len": 18}
 LONG_PROMPTS = {**PLENTY, "num_blocks": 20, "max_model_len": 20}
 URGENT = {**PLENTY, "order": "priority", "displace": True, "max_num_seqs": 1}
@@ -231,7 +231,7 @@ def _of_stats(name: str) -> Callable[[World], int]:
 
 
 def _num_swapped(world: World) -> int:
-    """Saved blocks, where only those of preempted requests are."""
+    """Number of saved blocks, if only those of preempted requests are saved."""
     device = world.host.device
     assert device is not None
     return 0 if device.saves_evicted else world.scheduler.stats().num_saved_blocks
@@ -291,13 +291,13 @@ LIMITS: dict[str, tuple[dict[str, Any], Callable[[World], int]]] = {
     "saved blocks": (LOADS, _of_stats("num_saved_blocks")),
     "swapped blocks": (SWAPS, _num_swapped),
 }
-"""What happens in runs, the knobs under which it is likely, and how to count it."""
+"""Events of runs, the knobs under which each is likely, and how to count it."""
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("limit", LIMITS)
 def test_runs_meet_every_limit(limit: str) -> None:
-    """The runs would prove little if memory never ran out, say: it happens often where it is likely."""
+    """The runs reach every limit (such as full memory) often; otherwise they would prove little."""
     knobs, count = LIMITS[limit]
     total = 0
     for seed in range(1_000_000, 1_000_000 + NUM_LIMIT_SEEDS):

@@ -1,4 +1,4 @@
-"""What happens to transfers between steps: the device writes, a transfer ends or takes too long, and what must be."""
+"""Transfers between steps: the device writes, a transfer ends or exceeds its timeout; with the expected results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write(world: World, index: int, count: int) -> None:
 
 
 def end(world: World, index: int, *, num_missing: int, by_blocks: bool) -> None:
-    """Some transfer ends; of a load, `num_missing` blocks are not there, told by number or by name."""
+    """End a random transfer; `num_missing` blocks of a load are missing, reported by number or by name."""
     world._tick("transfer_done")
     transfer = _pick(world, index)
     if transfer is not None:
@@ -72,7 +72,7 @@ def end_transfer(world: World, transfer: Transfer, *, num_missing: int = 0, by_b
 
 
 def _end_in_groups(world: World, transfer: GroupTransfer, num_missing: int, *, by_blocks: bool) -> None:
-    """A load ends, of which the last blocks are not there, or some of these."""
+    """End a load without its last blocks, or without some of them."""
     device, size = world.host.device, world.config.block_size
     assert isinstance(device, GroupDevice)
     done, number = world.scheduler.transfer_done, transfer.transfer_id
@@ -100,14 +100,14 @@ def _ended(world: World, transfer: Transfer, ended: Request | None, num_loaded: 
     """A load has ended with `num_loaded` of `count` blocks of a table."""
     request, size = transfer.request, world.config.block_size
     if request is None:
-        require(ended is None, f"{ended} ended by a transfer that nobody waits for")
+        require(ended is None, f"{ended} ended by a transfer that no request waits for")
         return
     entry = world.entries[request]
     entry.load = None
     world.tally.num_loaded_tokens += num_loaded * size
     world.tally.num_failed_loads += num_loaded < count
     if num_loaded < count and world.config.kv_load_failure_policy == "fail":
-        require(ended is request, f"{request.request_id} goes on, though {num_loaded} of {count} blocks were loaded")
+        require(ended is request, f"{request.request_id} continues, and {num_loaded} of {count} blocks were loaded")
         world._end(entry, RequestStatus.FINISHED_ERROR)
     else:
         require(ended is None, f"{ended} ended by a load of {num_loaded} of {count} blocks")
@@ -115,7 +115,7 @@ def _ended(world: World, transfer: Transfer, ended: Request | None, num_loaded: 
 
 
 def misuse(world: World, index: int) -> None:
-    """A transfer that is not under way, or an answer that does not fit: an error, and nothing happens."""
+    """An unknown transfer, or values that do not fit: an error, and nothing happens."""
     world._tick("misuse_transfer")
     before, done = world._snapshot(), world.scheduler.transfer_done
     device = world.host.device
@@ -135,7 +135,7 @@ def misuse(world: World, index: int) -> None:
 
 
 def overdue(world: World) -> list[Entry]:
-    """Requests whose loads the next step finds too long: the ledger lets go of them. Returns those that end."""
+    """Release, in the ledger, requests whose loads exceed the timeout in the next step. Returns those that finish."""
     timeout, device = world.config.kv_load_timeout, world.host.device
     late = [e for e in world.live if e.load is not None and timeout is not None and world.now - e.load_since >= timeout]
     for entry in late:
@@ -149,7 +149,7 @@ def overdue(world: World) -> list[Entry]:
 
 
 def take_over(world: World, output: SchedulerOutput) -> None:
-    """Requests that an output loads for wait for it; the ones that it admits do not."""
+    """Park requests that an output loads for, except the admitted ones."""
     for load in output.loads:
         world.tally.num_loads += 1
         if load.is_async:
@@ -164,7 +164,7 @@ def take_over(world: World, output: SchedulerOutput) -> None:
 
 
 def roll_back(world: World, voided: list[SchedulerOutput]) -> None:
-    """Loads that void steps started: their requests return to the queue, and give up what was loaded meanwhile."""
+    """Undo loads of void steps: their requests return to the queue, and release the loaded blocks."""
     device = world.host.device
     for load in [load for output in voided for load in output.loads if load.is_async]:
         entry = world.entries[load.request]
@@ -173,7 +173,7 @@ def roll_back(world: World, voided: list[SchedulerOutput]) -> None:
 
 
 def give_up(world: World, entry: Entry, *, parks: bool = False) -> None:
-    """A request holds nothing without a row, and waits for no load; `parks`: but for something else."""
+    """Release a request's blocks and its load; `parks`: it then waits for something else."""
     device = world.host.device
     if device is not None and entry.request in device.holders:
         device.let_go(entry.request)
@@ -189,9 +189,8 @@ def _return(world: World, entry: Entry) -> None:
 
 
 def passed_over(world: World, output: SchedulerOutput, queue: list[Entry], num_held: int) -> list[Entry]:
-    """Who may stay behind while others are admitted: no answer from the connector, or no room for the load.
-
-    `num_held` blocks were held outside the batch before the step. Behind one that lacks room nobody starts a load.
+    """Requests that may be skipped: no answer from the connector, or no blocks for the load. `num_held` blocks were
+    held outside the batch before the step. Behind a request that lacks blocks, no request starts a load.
     """
     device = world.host.device
     if device is None:

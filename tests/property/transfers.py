@@ -1,8 +1,8 @@
 """A connector and its device, for the shadow host: KV outside the pool, loads and sends that end at random moments.
 
-The store keeps, under the keys that the scheduler gives, the contents that blocks had when they were copied out. A load
-writes them back, now or block by block later, whatever became of the request: who was handed such a block meanwhile
-reads something else than it wrote.
+The store keeps, under the scheduler's keys, the contents of blocks at the time when they were copied out. A load writes
+them back, now or block by block later, even if the request has finished: a request that got such a block meanwhile
+reads wrong content.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Contents = tuple[int, ...]  # of one block, a content id per slot
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """An asynchronous load, or a send, that the scheduler has not been told the end of."""
+    """An asynchronous load or send whose end has not been reported to the scheduler."""
 
     transfer_id: int
     blocks: list[int]
-    contents: list[Contents]  # a load: what each block gets; a send: what each must keep
-    request: Request | None = None  # who waits for the load
+    contents: list[Contents]  # a load: the content that each block gets; a send: the content that each must keep
+    request: Request | None = None  # the request that waits for the load
     is_send: bool = False
     num_written: int = 0
 
@@ -46,9 +46,9 @@ class Device:
         self.store: dict[bytes, Contents] = {}
         self.transfers: dict[int, Transfer] = {}
         self.holders: dict[Request, list[int]] = {}  # blocks of requests that have no row
-        self.undecided: set[Request] = set()  # who got no answer in this step
+        self.undecided: set[Request] = set()  # requests without an answer in this step
         self.offered: dict[Request, int] = {}  # blocks of an asynchronous load, with those before it, in this step
-        self.resumed: set[Request] = set()  # who was admitted behind loaded blocks in this step
+        self.resumed: set[Request] = set()  # requests admitted with loaded blocks in this step
         swaps = host.config.preemption_mode != "recompute"
         self.is_host_memory = swaps and self._random.random() < 0.5  # loads before the step, always
         self.is_calm = self.is_host_memory  # decides at once, and sends nothing
@@ -95,7 +95,7 @@ class Device:
     # -------------------------------------------------------------- what an output tells
 
     def begin(self, output: SchedulerOutput) -> dict[Request, list[int]]:
-        """Copy out what is given up, then load. Returns the slots that are written before the step computes."""
+        """Copy out released blocks, then load. Returns the slots that are written before the step computes."""
         size = self._host.config.block_size
         for save in output.saves:
             wanted = self.saves_evicted or self._is_wanted(save.key)
@@ -117,12 +117,12 @@ class Device:
         return written
 
     def _is_wanted(self, key: bytes) -> bool:
-        """Whether a request that was preempted, and has not ended, has the block with this key."""
+        """Whether an unfinished preempted request has the block with this key."""
         lost = (request for request in self._host.sequences if request.num_preemptions and not request.is_finished)
         return any(key in block_keys(request, self._host.config.block_size) for request in lost)
 
     def copies(self, output: SchedulerOutput) -> Copies | None:
-        """What a step copied before it computed, in a time that differs from step to step."""
+        """The copies of a step, with a time that differs from step to step."""
         loaded = sum(len(load.block_ids) for load in output.loads if not load.is_async)
         count = len(output.saves) + loaded
         return Copies(count, 0.03 * (1 + output.step_id % 5)) if count else None
@@ -151,12 +151,12 @@ class Device:
 
     @property
     def num_held(self) -> int:
-        """Blocks held outside the batch; one that several hold counts for each."""
+        """Number of blocks held outside the batch; a shared block counts for each holder."""
         waiting = sum(map(len, self.holders.values()))
         return waiting + sum(len(t.blocks) for t in self.transfers.values() if t.request is None)
 
     def open_step(self) -> None:
-        """The scheduler will ask anew."""
+        """Begin a step: the scheduler asks again."""
         self.undecided.clear()
         self.offered.clear()
         self.resumed.clear()
@@ -164,7 +164,8 @@ class Device:
     # -------------------------------------------------------------- what happens meanwhile
 
     def check_free(self, blocks: Sequence[int], name: str) -> None:
-        """Nobody is handed a block that a transfer may still write, nor one that is being sent to write to it."""
+        """No request gets a block that a transfer may still write, or gets a block that is being sent, to write to
+        it."""
         for transfer in self.transfers.values():
             taken = set(transfer.blocks).intersection(blocks) if not transfer.is_send else set()
             require(not taken, f"{name} is handed {sorted(taken)}, which transfer {transfer.transfer_id} may yet write")
@@ -177,7 +178,7 @@ class Device:
             transfer.num_written = end
 
     def end(self, transfer: Transfer, num_loaded_blocks: int) -> list[int] | None:
-        """A transfer ends; returns what its request holds from now on, or None if nobody waits for it."""
+        """End a transfer; returns the blocks that its request then holds, or None if no request waits for it."""
         del self.transfers[transfer.transfer_id]
         size = self._host.config.block_size
         if transfer.is_send:
@@ -199,7 +200,7 @@ class Device:
         return held
 
     def let_go(self, request: Request) -> None:
-        """The request does not wait any more, or runs: it holds nothing without a row."""
+        """Release the request: it no longer waits, or runs; it holds no blocks without a row."""
         self.holders.pop(request, None)
         for transfer in self.transfers.values():
             if transfer.request is request:
@@ -210,7 +211,7 @@ class Device:
         return next((transfer for transfer in self.transfers.values() if transfer.request is request), None)
 
     def blocks(self) -> set[int]:
-        """Blocks that somebody holds without a row."""
+        """Blocks held without a row."""
         held = {block for blocks in self.holders.values() for block in blocks}
         return held.union(*(transfer.blocks for transfer in self.transfers.values()))
 

@@ -1,8 +1,8 @@
-"""A second scheduler that gets the same calls as the first, and does in one `advance` what the first does in steps.
+"""A second scheduler that gets the same calls as the first, and does in one `advance` the first one's single steps.
 
-It reads the recording of the first one as it is written. Pairs of `schedule` and `update` in which every running
-request decodes are held back, as many as `guaranteed_steps` said, and then done at once. After every call that both
-have made, their states are compared.
+It reads the recording of the first one as it is written. It holds back pairs of `schedule` and `update` in which every
+running request decodes, up to `guaranteed_steps`, and then does them at once. After every call that both have made,
+their states are compared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Twin:
         self.num_stepped = 0
         """Other steps that ran something."""
         self.num_blocked = 0
-        """Of the advanced steps, those with a blocked queue."""
+        """Advanced steps with a blocked queue."""
         self._choose = SeededChooser(seed)
         self._replay = _Replay(watch)
         self._mirror: KVMirror | None = None
@@ -85,8 +85,8 @@ class Twin:
         self._compare()
 
     def release(self, *, keep_last: bool = False) -> None:
-        """Do at once what is held back; `keep_last`: the last step on its own, for the output that it makes, as where
-        drafts may be proposed for it."""
+        """Do the held-back steps at once; `keep_last`: the last step on its own, if its output is needed, such as for
+        drafts."""
         held, self._held = self._held, []
         single = held[-1:] if keep_last or self.second.config.num_draft_tokens else []
         run = held[: len(held) - len(single)]
@@ -127,7 +127,7 @@ class Twin:
 
 
 def state_of(scheduler: Scheduler) -> dict[str, Any]:
-    """All that later decisions, and answers, depend on."""
+    """The state on which later decisions and results depend."""
     parts = scheduler._parts
     batch, pool, table, kv = parts.batch, parts.kv.pool, parts.table, parts.kv
     members = batch.members

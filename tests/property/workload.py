@@ -1,4 +1,4 @@
-"""Random configurations, requests and operations: one description for Hypothesis and for a seeded driver.
+"""Draws random configurations, requests and operations, for Hypothesis and for a seeded driver.
 
 Everything random goes through a `Chooser`, so the state machine (which shrinks) and the seeded driver (which is
 fast, and the same in every run) try the same things.
@@ -24,7 +24,7 @@ ADAPTERS: tuple[tuple[str, int | str], ...] = (("a", 0), ("b", 0), ("a", 1), ("c
 IMAGE_SIZES = {"p": 0, "q": 0, "r": 2, "s": 4}
 """Embeddings of each image; 0: one for each placeholder."""
 MASKS = {"q": {3: "010", 5: "00110"}}
-"""Of an image with so many placeholders, those that the model reads as embeddings; otherwise all."""
+"""By number of placeholders of an image, those that the model reads as embeddings; otherwise all."""
 Image = tuple[str, int, int]
 """A name, the text before it, and its placeholders."""
 EVICTIONS = ("lru", "lru", "retention:share=0.6", "reuse")
@@ -89,7 +89,7 @@ def make_config(choose: Chooser, **overrides: Any) -> SchedulerConfig:
     caching = not choose.chance(20)
     order = choose.choice(("fcfs", "priority", "fcfs", "priority", "fcfs-front", "priority-by-arrival"))
     num_draft_tokens = choose.choice((0, 0, 1, 2, 5))
-    spare = choose.integer(0, 14)  # of the budget, and now and then without room for all drafts
+    spare = choose.integer(0, 14)  # of the budget, sometimes too small for all drafts
     of_each = 1 if spare % 3 == 2 else 1 + num_draft_tokens
     values: dict[str, Any] = {
         "block_size": block_size,
@@ -122,7 +122,7 @@ def make_config(choose: Chooser, **overrides: Any) -> SchedulerConfig:
         "max_loras": choose.choice((0, 0, 1, 2)),
         "reserves": choose.choice(((),) * 5 + (("bypass:bound=2",), ("bypass:bound=4,kept=0", "watermark:share=0.1"))),
     }
-    # Not a choice of its own, so that a seed makes the choices that it made before there were evictions.
+    # Not a separate choice, so that a seed makes the same choices as before there were evictions.
     values["eviction"] = EVICTIONS[(values["num_blocks"] + values["max_model_len"]) % len(EVICTIONS)]
     if choose.chance(25):
         values["max_num_active_seqs"] = choose.integer(1, max_num_seqs)
@@ -132,7 +132,7 @@ def make_config(choose: Chooser, **overrides: Any) -> SchedulerConfig:
 
 
 def _with_effect(values: dict[str, Any], overrides: dict[str, Any], choose: Chooser) -> dict[str, Any]:
-    """The same without knobs that would have no effect beside the others, and with those that only some allow."""
+    """Remove knobs that have no effect beside the others, and add knobs that only some configurations allow."""
     if "max_num_seqs" in overrides:
         values["max_num_active_seqs"] = overrides.get("max_num_active_seqs")
     too_long = values["long_prefill_token_threshold"] >= values["max_num_batched_tokens"]
@@ -162,7 +162,7 @@ def _with_effect(values: dict[str, Any], overrides: dict[str, Any], choose: Choo
         seats = values["max_num_seqs"]
         active = choose.choice((None, seats, seats + 2, 1000))
         values["max_num_active_seqs"] = overrides.get("max_num_active_seqs", active)
-        if values["enable_chunked_prefill"] and choose.chance(30):  # a budget smaller than a step's seats
+        if values["enable_chunked_prefill"] and choose.chance(30):  # a budget smaller than max_num_seqs
             values["max_num_batched_tokens"] = overrides.get("max_num_batched_tokens", choose.integer(1, seats))
             values["long_prefill_token_threshold"] = 0
     if values["long_prefill_token_threshold"]:
@@ -180,7 +180,7 @@ def _with_effect(values: dict[str, Any], overrides: dict[str, Any], choose: Choo
     capped = values.get("max_num_partial_prefills") or values.get("max_long_partial_prefills")
     if values["max_loras"] or values.get("encoder_budget") or capped:
         values.setdefault("max_overtakes", choose.choice((0, 1, 3)))
-    values.setdefault("own_preemption_ends_step", values["max_model_len"] % 2 > 0)  # no choices of their own
+    values.setdefault("own_preemption_ends_step", values["max_model_len"] % 2 > 0)  # no separate choices
     if values.get("encoder_budget"):
         values.setdefault("split_encoder_inputs", (False, True, "begun")[values["max_model_len"] % 3])
         values.setdefault("encoder_blocks_queue", values["max_model_len"] % 5 == 0)
@@ -210,7 +210,7 @@ def make_connector_seed(choose: Chooser, overrides: dict[str, Any]) -> int | Non
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """What a request is made of. A prompt is some of a shared document and a tail of its own."""
+    """The parts of a request. A prompt is a prefix of a shared document and a tail of its own."""
 
     document: int = 0
     shared: int = 0
@@ -226,11 +226,11 @@ class RequestSpec:
     ignore_eos: bool = False
     stops: tuple[int, ...] = ()
     repetition: tuple[int, int, int] | None = None
-    """The longest and the shortest pattern, and how many of them in a row end it; None: none do."""
+    """Maximum and minimum pattern size, and the number of repetitions that ends it; None: none."""
     salt: str | None = None
     adapter: tuple[str, int | str] | None = None
     images: tuple[Image, ...] = ()
-    """Those that the prompt has room for."""
+    """The images that fit the prompt."""
     use_prefix_cache: bool = True
     runs_ahead: bool = True
     more_input: bool = False
@@ -263,7 +263,7 @@ class RequestSpec:
 
 
 def place_images(images: Sequence[Image], tokens: list[int]) -> list[EncoderInput]:
-    """The images that these tokens have room for; their placeholders become zeros."""
+    """The images that fit these tokens; their placeholders become zeros."""
     inputs: list[EncoderInput] = []
     end = 0
     for name, gap, length in images:
@@ -282,7 +282,7 @@ def document(index: int) -> tuple[int, ...]:
 
 
 def make_request_spec(choose: Chooser, config: SchedulerConfig) -> RequestSpec:
-    """A request, most of which fit the pool: what does not is refused, and then that is what is tested."""
+    """A random request. Most fit the pool; the others test refusals."""
     room = min(config.max_model_len - 1, config.num_usable_tokens)
     if not config.enable_chunked_prefill:
         room = min(room, config.max_num_batched_tokens)
@@ -317,7 +317,7 @@ def make_request_spec(choose: Chooser, config: SchedulerConfig) -> RequestSpec:
 
 
 def make_images(choose: Chooser, config: SchedulerConfig) -> tuple[Image, ...]:
-    """As a rule some if there is an encoder, and none if there is not."""
+    """Usually some if there is an encoder, and none otherwise."""
     if not choose.chance(60 if config.encoder_budget else 3):
         return ()
     names = tuple(IMAGE_SIZES)

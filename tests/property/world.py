@@ -1,8 +1,8 @@
-"""A scheduler, a shadow host and a ledger kept beside them: every call, with what must be true after it.
+"""Runs a scheduler, a shadow host and a ledger side by side, and checks the promises after every call.
 
-The ledger knows where each request is (queued, parked or running), how many tokens it has and what is in flight, and
-learns it only from the calls it makes and the outputs it gets. Nothing here looks inside the scheduler. Each operation
-of `World` makes one call, compares the answer with what the ledger expects, and ends with `check`.
+The ledger tracks each request's place (queued, parked or running), its tokens and its steps in flight, only from calls
+and outputs. Nothing here looks inside the scheduler. Each operation of `World` makes one call, compares the answer with
+what the ledger expects, and ends with `check`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from .workload import RequestSpec
 
 
 class World:
-    """One scheduler and everything that happens to it."""
+    """One scheduler, its host and its ledger."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class World:
         shadow_only: bool = False,
     ) -> None:
         self.config = config
-        self.shadow_only = shadow_only  # only the host checks what it is told, for faults that it alone must see
+        self.shadow_only = shadow_only  # only the host checks, for faults that it alone must detect
         self.host = GroupShadowHost(config) if config.has_kv_groups else ShadowHost(config)
         if connector_seed is not None:
             full_length = min(config.most_blocks(config.max_model_len), config.num_usable_blocks)
@@ -82,13 +82,13 @@ class World:
         self.mirror = KVMirror(self.scheduler)
         self.now = 0.0
         self.is_busy = False
-        """Whether the host schedules a step when the one before it ends, as where several are done at once."""
+        """Whether the host schedules a step when the step before it ends, as in fast-forward."""
         self._newest_call = ""
         self.calls: Counter[str] = Counter()
         self.live: list[Entry] = []  # in order of adding
         self.entries: dict[Request, Entry] = {}
         self.unreported: list[Request] = []  # ended, not yet in an output
-        self.repeated: set[Request] = set()  # their end was in an output that failed: it is told again, the id is free
+        self.repeated: set[Request] = set()  # end in a failed output: reported again, the id is free
         self.unreported_losses: list[Request] = []  # lost their row, not yet in an output
         self.conversations: list[list[int]] = []  # of requests that ended
         self.num_sequence_slots = config.num_sequence_slots
@@ -104,7 +104,7 @@ class World:
         self.num_admissions = 0
         self.num_losses = 0  # of rows, by requests that had not ended
         self.left_out: dict[Request, SchedulerOutput] = {}  # rows that the newest output does without
-        self.batch_forms = False  # static: only the token budget kept the last step from admitting more
+        self.batch_forms = False  # static: only the token budget stopped the last step's admissions
         self.num_completed_parts = 0
         self.num_recordings = 0  # that began in the middle
         self.num_capacity_ends = 0
@@ -112,14 +112,14 @@ class World:
         self.newest_step_id = -1
         self.last_row_error_step = -1  # the newest step that was scheduled when a row failed on its own
         self.slots = HeldSlots()
-        self.num_withdrawals = 0  # times that something may have left the prefix cache, other than by eviction
+        self.num_withdrawals = 0  # number of times that blocks may have left the prefix cache other than by eviction
         self.num_cached_tokens = 0
         self.resync_due = False
         self.pause: PauseMode | None = None
-        self.stands_before_an_input: set[Entry] = set()  # who runs, and got no token in the newest step
+        self.stands_before_an_input: set[Entry] = set()  # running requests without a token in the newest step
         self.stands: dict[
             Entry, tuple[tuple[Any, ...], float]
-        ] = {}  # where each stood at the last look, and since when
+        ] = {}  # progress of each at the last check, and since when
         self.untold: dict[Entry, int] = {}  # admissions whose full block table is due since a step failed
 
     # ================================================================ requests
@@ -194,7 +194,7 @@ class World:
         self.check()
 
     def _complete_part(self, entry: Entry) -> None:
-        """The present part of a request is complete: it waits for the next, or goes on with it."""
+        """Complete a part: the request waits for the next one, or continues with it."""
         request = entry.request
         if not entry.parts:  # otherwise its output is part of its prompt by now
             self._check_tokens(entry)
@@ -207,7 +207,7 @@ class World:
         entry.kept = None
         entry.stale_until = self.host.in_flight[-1].output.step_id if self.host.in_flight else -1
         self.host.complete_part(request)
-        self.num_admissions += 1  # it is behind those that lost their rows before
+        self.num_admissions += 1  # it comes after requests that lost their rows before
         entry.last_admission = self.num_admissions
         entry.awaits_input = True
         self.num_completed_parts += 1
@@ -215,7 +215,7 @@ class World:
             self._take_parts(entry)
 
     def _take_parts(self, entry: Entry) -> None:
-        """The next part, and those behind parts without output, become part of the prompt."""
+        """Append the next part, and those after parts without output, to the prompt."""
         request = entry.request
         tokens = entry.prompt + list(entry.reference.tokens[: max(0, entry.num_output - 1)])
         while True:
@@ -315,7 +315,7 @@ class World:
         self.check()
 
     def ready(self, entry: Entry) -> None:
-        """What a parked request waited for is there; one that is not parked is an error."""
+        """Unpark a request; a request that is not parked is an error."""
         self._tick("ready")
         call = partial(self.scheduler.ready, entry.request.request_id, self.now)
         if entry.awaits_input and not entry.waits_for_input_alone:
@@ -350,7 +350,7 @@ class World:
         self.check()
 
     def set_max_num_active_seqs(self, limit: int) -> None:
-        """Move the number of seats; one that is out of range raises, and changes nothing."""
+        """Set the number of sequence slots; a number out of range raises, and changes nothing."""
         self._tick("set_max_num_active_seqs")
         if limit >= 1 and (limit <= self.config.max_num_seqs or self.config.batching == "prefill-first"):
             self.scheduler.set_max_num_active_seqs(limit, self.now)
@@ -367,8 +367,8 @@ class World:
         self.check()
 
     def look_for_stalls(self, seconds: float) -> None:
-        """Those that stand where they stood at an earlier look, `seconds` ago or more, unless a pause holds them up or
-        they wait for their caller."""
+        """Check `stalled`: the requests without progress for `seconds`, unless a pause stops them or they wait for
+        their caller."""
         self._tick("stalled")
         before, stands = self._snapshot(), {}
         for entry in self.live:
@@ -404,13 +404,13 @@ class World:
         else:
             self.scheduler.pause(self.now, mode)
         if mode is None or (mode is not PauseMode.ALL and self.pause is PauseMode.ALL):
-            self.left_out.clear()  # whom a step in the pause left out, the next one need not
+            self.left_out.clear()  # rows that a step in the pause left out may be in the next one
         self.pause = mode
         require(self.scheduler.pause_mode is mode, f"pause_mode is {self.scheduler.pause_mode}, expected {mode}")
         self.check()
 
     def reset_encoder_cache(self) -> None:
-        """The next output must say so, before anything is computed."""
+        """Reset the encoder cache: the next output must free the embeddings before it computes any."""
         self._tick("reset_encoder_cache")
         self.scheduler.reset_encoder_cache(self.now)
         self.host.encoder.distrust()
@@ -434,7 +434,7 @@ class World:
         self.check()
 
     def start_recording(self) -> None:
-        """Record from now on, if nobody is here; whatever was recorded so far must replay. Otherwise it is refused."""
+        """Start a recording, if there are no requests; an earlier recording must replay. Otherwise it is refused."""
         self._tick("start_recording")
         self.check_recording()
         idle = not (self.live or self.host.in_flight or self.unreported or self.unreported_losses)
@@ -467,7 +467,7 @@ class World:
         self.check()
 
     def check_recording(self) -> None:
-        """What has been recorded since somebody asked for it replays."""
+        """Check that the current recording replays."""
         if self.recording is None or self.shadow_only:
             return
         try:
@@ -495,8 +495,8 @@ class World:
         self.newest_step_id = output.step_id
         for entry in late:
             self._end(entry, RequestStatus.FINISHED_ERROR)
-        is_told = can_advance or bool(overtime)  # a load that takes too long is found when a step is scheduled
-        require(is_told or not output.num_rows, "a step has rows, though it was said that none could advance")
+        is_told = can_advance or bool(overtime)  # a load beyond its timeout is found when a step is scheduled
+        require(is_told or not output.num_rows, "a step has rows, and can_advance said that none could advance")
         self.host.execute(output)
         expected.passed = passed_over(self, output, expected.contenders(output), expected.num_held)
         if not self.shadow_only:
@@ -515,7 +515,7 @@ class World:
         return output
 
     def _take_over(self, output: SchedulerOutput, num_evictions: int) -> None:
-        """Move requests to where the output says that they are now; `num_evictions`: before the step."""
+        """Move requests to their places by the output; `num_evictions`: before the step."""
         for request in output.preempted:
             entry = self.entries[request]
             if entry.place is Place.RUNNING:
@@ -642,7 +642,7 @@ class World:
         require(list(done.finished) == finished, f"update ended {done.finished}, expected {finished}")
 
     def _sample_again(self, entries: list[Entry], step: ExecutedStep) -> None:
-        """The step has no token for these requests, which were still to get one."""
+        """Restart these requests, for which the step has no token."""
         for entry in reversed([entry for entry in entries if entry.place is Place.RUNNING]):
             self.host.lose_row(entry.request)
             self.unreported_losses.append(entry.request)
@@ -651,13 +651,13 @@ class World:
             entry.events.append(("PREEMPTED", self.now, ""))
             entry.place = Place.QUEUED
         for entry in entries:
-            if self.host.drop_samples(entry.request, step):  # then it is behind those that lost their rows before
+            if self.host.drop_samples(entry.request, step):  # then it comes after requests that lost their rows before
                 entry.stale_until = self.host.in_flight[-1].output.step_id
                 self.num_admissions += 1
                 entry.last_admission = self.num_admissions
 
     def _check_run(self, entry: Entry, step: ExecutedStep, index: int) -> int:
-        """How many tokens of a row's run must have been kept: those up to the one that ends the request."""
+        """Check the number of kept tokens of a row's run: up to the token that ends the request."""
         run, name = step.sampled[index], entry.request.request_id
         left = list(entry.reference.tokens[entry.num_output :])
         kept = run[: len(left)]
@@ -677,7 +677,8 @@ class World:
         return len(kept)
 
     def propose(self, drafts: dict[Request, list[int]], *, stale: bool) -> None:
-        """Propose drafts for the rows of the last update; what came too late, or cannot be scheduled, is dropped."""
+        """Propose drafts for the rows of the last update; stale drafts, and drafts that cannot be scheduled, are
+        dropped."""
         self._tick("propose")
         output = self.last_update
         if output is None:
@@ -703,7 +704,7 @@ class World:
         self.check()
 
     def _decodes(self, entry: Entry) -> bool:
-        """Whether a request could have drafts: it runs, nothing of it is in flight, and one token is to be computed."""
+        """Whether a request could have drafts: it runs, has nothing in flight, and one uncomputed token."""
         runs = entry.place is Place.RUNNING and entry.num_computed == entry.num_tokens - 1
         has_sampled = entry.request.num_admitted_tokens < entry.num_tokens  # since its admission
         return runs and has_sampled and not self.host.num_pending(entry.request)
@@ -787,7 +788,7 @@ class World:
                 return
 
     def drain(self) -> None:
-        """Let everything finish: nothing may wait for ever, and every block must come back."""
+        """Let all requests finish: none may wait for ever, and every block must return."""
         self.set_pause(None)
         for entry in [entry for entry in self.live if entry.place is Place.PARKED and entry.load is None]:
             self.ready(entry)
@@ -814,7 +815,7 @@ class World:
         self.schedule()
         self.update()
         for transfer in list(device.transfers.values()) if device is not None else []:
-            end_transfer(self, transfer)  # that nobody waited for: it may never have ended
+            end_transfer(self, transfer)  # no request waits for it: it may never have ended
         free = self.scheduler.stats().num_free_blocks
         require(free == self.config.num_usable_blocks, f"everything ended, and {free} blocks are free")
         require(not self.unreported, f"ends never reported: {self.unreported}")
@@ -855,7 +856,7 @@ class World:
             running += place is Place.RUNNING
         if self.config.batching != "prefill-first":
             most = self.config.max_num_seqs
-            require(running <= most, f"{running} requests run, and a step has room for {most}")
+            require(running <= most, f"{running} requests run, and the limit is {most}")
         outputs = [step.output for step in self.host.in_flight]
         require(self.scheduler.outputs_in_flight == tuple(outputs), "other steps are in flight")
         require(self.scheduler.has_unreported_ends == bool(self.unreported), "unreported ends are miscounted")
@@ -871,7 +872,7 @@ class World:
             require(self.scheduler.has_unfinished_requests(), "requests are live, but none is unfinished")
 
     def queue(self) -> list[Entry]:
-        """Who waits for capacity, in the order in which they must be admitted."""
+        """The requests that wait for capacity, in the order in which they must be admitted."""
         order = str(self.config.order)
         queue = [entry for entry in self.live if entry.place is Place.QUEUED]
         if not is_in_sequence(order):
@@ -921,7 +922,7 @@ class World:
         self.num_capacity_ends += request.finish_detail == "kv_capacity"
 
     def _check_events(self, entry: Entry) -> None:
-        """The log of a request says what happened, in order, with the times of the calls; without a log, nothing."""
+        """The log of a request has its events in order, with the times of the calls; without logging it is empty."""
         if self.shadow_only:
             return
         told = []
@@ -940,7 +941,8 @@ class World:
         require(output == right, f"{entry.request.request_id} has generated {output}, alone it generates {right}")
 
     def _lose_row(self, entry: Entry, num_evictions: int, *, is_done: bool = False) -> None:
-        """It was preempted or parked, or (`is_done`) a part is complete; `num_evictions`: how many there had been."""
+        """Take a request off its row: preempted, parked or (`is_done`) with a complete part; `num_evictions`: before
+        that."""
         self.proposed.pop(entry.request, None)
         entry.num_lost = min(entry.num_computed, entry.num_tokens)
         entry.kept = None
@@ -957,7 +959,7 @@ class World:
         entry.loss = self.num_losses
 
     def _snapshot(self) -> tuple[Any, ...]:
-        """Whatever a refused call must leave as it was."""
+        """The state that a refused call must not change."""
         return (
             [(r.status, r.num_tokens, r.num_computed_tokens, r.num_pending, r.priority) for r in self.host.sequences],
             replace(self.scheduler.stats(), num_refused=0),  # a refusal counts itself

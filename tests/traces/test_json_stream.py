@@ -1,4 +1,4 @@
-"""Documents read piece by piece: every value whole or skipped, wherever the pieces end."""
+"""Reading documents piece by piece: every value is whole or skipped, wherever the pieces end."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_any_split_of_a_document(chunk: int, indent: int | None, skipped: tuple[
         ('{"a": "\udcff"}', "codec can't decode"),
     ],
 )
-def test_what_is_broken_has_a_line(chunk: int, text: str, wrong: str) -> None:
+def test_broken_documents_are_reported_with_the_line(chunk: int, text: str, wrong: str) -> None:
     for take in (JsonStream.skip, JsonStream.value):
         stream = JsonStream(io.BytesIO(text.encode(errors="surrogateescape")))
         with pytest.raises(Broken) as caught:
@@ -66,7 +66,7 @@ def test_what_is_broken_has_a_line(chunk: int, text: str, wrong: str) -> None:
         assert str(caught.value).startswith("line ")
 
 
-def test_a_value_that_does_not_end_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_value_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_stream, "MAX_VALUE", 1000)
     monkeypatch.setattr(json_stream, "CHUNK", 100)
     file = io.BytesIO(b'["' + b"x" * 10_000_000)
@@ -75,7 +75,7 @@ def test_a_value_that_does_not_end_fills_no_memory(monkeypatch: pytest.MonkeyPat
     assert file.tell() < 10_000
 
 
-def test_what_is_skipped_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_values_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_stream, "CHUNK", 100)
     stream = JsonStream(io.BytesIO(b'[["' + b"x" * 20_000 + b'"], "' + b"y" * 20_000 + b'", 3]'))
     longest = 0

@@ -1,4 +1,5 @@
-"""Measured requests: JSON lines of times, results of vLLM's benchmark, guidellm's reports and our recordings."""
+"""Measured requests: JSON lines with times, results of vLLM's benchmark, guidellm's reports and Pointsman's
+recordings."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def measured(**changes: object) -> str:
 
 
 def bench(**changes: object) -> str:
-    """As `vllm bench serve --save-result --save-detailed` of vLLM 0.32 writes it, shortened."""
+    """A result of `vllm bench serve --save-result --save-detailed` of vLLM 0.32, shortened."""
     result: dict[str, object] = {
         "date": "20261124-120000",
         "endpoint_type": "vllm",
@@ -45,7 +46,7 @@ def bench(**changes: object) -> str:
 
 
 def guidellm(version: object = 2, **changes: object) -> dict[str, Any]:
-    """As guidellm 0.8 writes it, shortened."""
+    """A report of guidellm 0.8, shortened."""
 
     def request(
         start: float, first: float | None, last: float | None, prompt: object, output: object
@@ -207,7 +208,7 @@ def test_a_recording_of_a_prompt_in_parts(tmp_path: Path) -> None:
         ('{"format": "another"}', 'neither "input_length" nor "input_toks"'),
     ],
 )  # fmt: skip
-def test_what_is_broken_is_named(tmp_path: Path, text: str, wrong: str) -> None:
+def test_broken_measurements_are_reported(tmp_path: Path, text: str, wrong: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(TraceError) as caught:
         read_measurements(path)

@@ -27,7 +27,7 @@ def mooncake(**changes: object) -> str:
 
 
 def qwen(**changes: object) -> str:
-    """As the traces of Qwen-Bailian have it: 40 tokens are two full blocks of 16 and a part of one."""
+    """A line of Qwen-Bailian: 40 tokens are two full blocks of 16 and a partial one."""
     ids = {"chat_id": 159, "parent_chat_id": -1, "timestamp": 61.114, "input_length": 40, "output_length": 7}
     return json.dumps(ids | {"type": "text", "turn": 1, "hash_ids": [1089, 1090, 13148]} | changes)
 
@@ -51,7 +51,7 @@ ROWS: dict[str, tuple[str, Callable[[object, object], str]]] = {
     "Qwen-Bailian": ("", lambda prompt, output: qwen(input_length=prompt, output_length=output, hash_ids=[])),
     "measured": ("", measured),
 }
-"""Of each format of lines its header, and a row with these prompt and output tokens."""
+"""The header of each line format, and a row with these prompt and output tokens."""
 
 
 # ---------------------------------------------------------------------- formats
@@ -97,7 +97,7 @@ def test_qwen_bailian_counts_seconds_and_16_tokens_a_block(tmp_path: Path) -> No
 
 
 def test_the_unit_of_time_and_the_block_size_are_told_apart(tmp_path: Path) -> None:
-    """Each by what shows it: a Mooncake line whose ids are of 16 tokens still counts milliseconds."""
+    """Each is recognised on its own: a Mooncake line whose ids cover 16 tokens still counts milliseconds."""
     lines = [mooncake(input_length=40, hash_ids=[1, 2, 3]), mooncake(timestamp=1500, input_length=16, hash_ids=[1])]
     _, second = read_trace(write(tmp_path, "\n".join(lines)))
     assert (second.arrival_time, second.hash_block_size) == (1.5, 16)
@@ -117,7 +117,7 @@ def test_measured_requests_are_sorted_by_arrival(tmp_path: Path) -> None:
     assert [request.arrival_time for request in requests] == [0.0, 1.5]
 
 
-def test_limit_stops_before_what_follows(tmp_path: Path) -> None:
+def test_limit_stops_before_later_lines(tmp_path: Path) -> None:
     path = write(tmp_path, f"{mooncake()}\n{mooncake()}\nbroken")
     assert len(read_trace(path, limit=2)) == 2
     with pytest.raises(ValueError, match="limit is 0"):
@@ -141,7 +141,7 @@ def test_rows_without_prompt_or_output_are_left_out_and_counted(tmp_path: Path, 
 
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("value", [-1, 2**31, "NaN", "1.5"])
-def test_values_that_cannot_be_are_errors_in_every_format(tmp_path: Path, name: str, value: object) -> None:
+def test_impossible_values_are_errors_in_every_format(tmp_path: Path, name: str, value: object) -> None:
     header, row = ROWS[name]
     first = 2 if header else 1
     for odd in (row(value, 5), row(10, value)):
@@ -150,7 +150,7 @@ def test_values_that_cannot_be_are_errors_in_every_format(tmp_path: Path, name: 
             read_trace(path)
 
 
-def test_a_trace_of_nothing_to_serve_says_why(tmp_path: Path) -> None:
+def test_a_trace_with_nothing_to_serve_explains_why(tmp_path: Path) -> None:
     path = write(tmp_path, "\n".join([AZURE, azure(0, 5), azure(0, 0)]))
     with pytest.raises(
         TraceError, match=r"no request in it\. Of 2 rows read, 2 are left out: 2 without prompt tokens."
@@ -222,7 +222,7 @@ def test_a_trace_without_requests(tmp_path: Path, text: str) -> None:
         read_trace(write(tmp_path, text))
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read_trace(tmp_path / "absent.csv")
 
@@ -251,7 +251,7 @@ def test_equal_hash_ids_at_the_same_place_give_equal_tokens() -> None:
     assert np.mean(shifted[:512] == a[512:1024]) < 0.05
 
 
-def test_without_hash_ids_every_request_has_tokens_of_its_own() -> None:
+def test_without_hash_ids_every_request_has_its_own_tokens() -> None:
     request = TraceRequest(0.0, 1000, 1)
     a, b = (prompt_token_ids(request, 2048, seed=0, index=index) for index in (0, 1))
     assert np.mean(a == b) < 0.05
@@ -259,7 +259,7 @@ def test_without_hash_ids_every_request_has_tokens_of_its_own() -> None:
     assert np.mean(a == prompt_token_ids(request, 2048, seed=1, index=0)) < 0.05
 
 
-def test_tokens_past_the_last_hash_id_are_shared_with_nobody() -> None:
+def test_tokens_after_the_last_hash_id_are_not_shared() -> None:
     request = TraceRequest(0.0, 1000, 1, (5,))
     a, b = (prompt_token_ids(request, 50_000, seed=3, index=index) for index in (0, 1))
     assert np.array_equal(a[:512], b[:512])

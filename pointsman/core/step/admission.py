@@ -1,22 +1,23 @@
-"""Part 4 of the step: moves waiting requests into the batch, one after the other, until one blocks the queue.
+"""Part 4 of the step: moves waiting requests into the batch, in order, until one blocks the queue.
 
-`Admission.admit` goes through the queue. A step may admit no request at all: during a pause, after a preemption, while
-a static batch runs, or but for the request that others were preempted for. Otherwise `check` decides about one request
+`Admission.admit` goes through the queue. A step is closed to admissions during a pause, after a preemption and while a
+static batch runs; after priority preemption only the preemptor is admitted. Otherwise `check` decides about one request
 after the other, by these conditions in this order:
 
     without a lookup    a free sequence slot, a token of budget, no own samples in flight, a slot for its adapter, and
                         the verdict of an earlier step if it is kept
-    after the lookup    what the connector says, room for padding, and the gates (`policy/gate.py`): token budget,
+    after the lookup    the connector's answer, budget for padding, and the gates (`policy/gate.py`): token budget,
                         limits, partial prefills, and the blocks with every reserve
 
-The first deferral is the reason that is reported.
+The first condition that fails is the reason that is reported.
 
-A request that lacks something that others do not need (a slot for its adapter, say) is skipped: it is set aside, those
-behind it are checked, and at the end of the step it returns to its place. Most requests wait for sequence slots, tokens
-or blocks, which all need, and block the queue.
+A request that lacks a resource that others do not need (such as a slot for its adapter) is skipped: it is set aside,
+the requests behind it are checked, and at the end of the step it returns to its place. Most requests wait for sequence
+slots, tokens or blocks. All requests need these, so such a request blocks the queue.
 
-The verdict on a blocked head is kept, so that its check costs O(1) a step until something changes that could admit it:
-what a lookup could find, what running requests are owed, whether anything runs, or enough free blocks.
+The verdict on a blocked head is kept, so that its check costs O(1) a step until a change could admit it: in the blocks
+that a lookup could find, in the blocks that running requests still need, in whether any request runs, or in the free
+blocks.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ class Standstill(NamedTuple):
 
     reason: Reason
     deferral: Deferral | None
-    """Of its head; None: as `shortage` says."""
+    """Of the head of the queue; None: `shortage` gives it."""
     shortage: Shortage | None = None
-    least_free: int = 0
-    """With fewer free blocks the reason would be another one."""
+    min_free: int = 0
+    """With fewer free blocks the reason would change."""
     outlasts_evictions: bool = True
-    """Whether it does not depend on what is cached."""
+    """Whether it does not depend on the cached blocks."""
 
 
 class Gates:
@@ -118,7 +119,7 @@ class Admission:
         self._charges_whole = config.admission_charge == "whole"
         # With the full sequence reserved, what is required does not depend on the size of the first chunk.
         self._depends_on_chunk = not config.full_sequence_must_fit
-        # Nor does it depend on found blocks that no request holds, which are taken from the free blocks too.
+        # Nor does it depend on cached blocks that no request holds: these are taken from the free blocks too.
         self._depends_on_found = (
             self._depends_on_chunk
             or not config.enable_chunked_prefill
@@ -130,7 +131,7 @@ class Admission:
             self._padding = 0
         self._max_padded = config.max_model_len - 1 - self._padding
         self._limits_of_padding = [limit for limit in gates.limits if limit.limits_drafts]
-        self._may_pad: bool | None = False  # in the step that is open; None: if something of the request is cached
+        self._may_pad: bool | None = False  # in the open step; None: only with cached tokens
         self._batch = batch
         self._kv = kv
         self._running = running
@@ -142,27 +143,28 @@ class Admission:
         self._loading = loading
         self._view = view
         self.max_num_active_seqs = config.num_sequence_slots
-        """How many requests may run at once."""
+        """Maximum number of running requests."""
         self.pause: Pause | None = None
         """The operator's pause; None: not paused."""
         self._kept: KeptVerdict | None = None
         self._lacking: Shortage | None = None  # of the request that was checked last
         self._search = self._make_search(config)
         self._newly_deferred: list[tuple[Request, Deferral]] = []
-        self._batch_forms = True  # static: only the token budget kept the last step from admitting more
+        self._batch_forms = True  # static: only the token budget stopped the last step's admissions
 
     def set_max_num_active_seqs(self, limit: int) -> None:
-        """At most so many requests run from the next step on."""
+        """Set the maximum number of running requests from the next step on."""
         self.max_num_active_seqs = limit
 
     def set_pause(self, pause: Pause | None) -> None:
-        """No request is admitted during a pause; None: it is over."""
+        """Begin a pause, in which no request is admitted; None: end it."""
         self.pause = pause
 
     # ------------------------------------------------------------------ the queue
 
     def admit(self, step: StepRecord) -> None:
-        """Admit into `step` what fits beside the advancing rows; each admission is final and published at once.
+        """Admit the requests that fit into `step` beside the advancing rows. Each admission is final and published at
+        once.
 
         After priority preemption only the `preemptor` is admitted.
         """
@@ -177,9 +179,9 @@ class Admission:
             return
         batch, advance, admitted = self._batch, step.advance, step.admitted
         assert advance is not None
-        skipped: list[tuple[Request, int]] = []  # with how many were admitted before it was checked
+        skipped: list[tuple[Request, int]] = []  # with the number admitted before its check
         blocker: Request | None = None
-        repeats = False  # what the step before found behind the head
+        repeats = False  # the search of the step before is still valid
         closed = self._closed(advance.preempted)
         self._batch_forms = False
         for open_queue in self._openers:
@@ -246,7 +248,7 @@ class Admission:
             if skipped:
                 self._return_skipped(skipped, len(admitted))
             if search is not None:
-                search.open()  # a displacement asks before the next step's admissions
+                search.open()  # priority preemption checks before the next step's admissions
         if search is not None and repeats:
             search.repeat()
         if search is not None and skipped:
@@ -258,7 +260,7 @@ class Admission:
             self._report_deferrals(step.now)
 
     def _closed(self, preempted: bool) -> Reason | None:
-        """Why this step admits no request at all."""
+        """Why this step is closed to admissions; None: it is open."""
         if self.pause is not None:
             return Reason.PAUSED
         if preempted and self._closes_after_preemption:
@@ -268,27 +270,27 @@ class Admission:
         return None
 
     def _return_skipped(self, skipped: list[tuple[Request, int]], num_admitted: int) -> None:
-        """Skipped requests return to their places; those admitted since have bypassed them."""
+        """Skipped requests return to their places. The requests admitted since have bypassed them."""
         self._table.queue.put_back([request for request, _ in skipped])
         for request, num_before in skipped:
             request._state.was_bypassed(num_admitted - num_before)
 
     def _note(self, request: Request, verdict: Deferral, now: float) -> None:
-        """Why it waits, and since when if for another reason than before."""
+        """Note why a request waits, and since when if the reason changed."""
         if verdict.reason is Reason.PAUSED:
             return  # it keeps its own reason for after the pause
         if request._state.defer(verdict, now) and self._events.deferred:
             self._newly_deferred.append((request, verdict))
 
     def _report_deferrals(self, now: float) -> None:
-        """Once those that this step admits run: they may be what the deferred ones wait for."""
+        """Report deferrals after the step's admissions, as requests may wait for these."""
         for request, (reason, missing, _) in self._newly_deferred:
             holder = self._events.find_holder(request, reason)
             send(self._events.deferred, Deferred(request, reason, missing, holder, now))
         self._newly_deferred.clear()
 
     def _start(self, request: Request, grant: Grant, step: StepRecord) -> AdmittedRequest:
-        """Admit one request: blocks, a row, its first chunk."""
+        """Admit one request: give it blocks, a row and its first chunk."""
         kv, batch, state = self._kv, self._batch, request._state
         status, serial = state.status, state.serial
         blocks = kv.admit(request, grant.match, grant.end, step.now)
@@ -310,8 +312,8 @@ class Admission:
     # ------------------------------------------------------------------ one request
 
     def check(self, request: Request, budget: int, num_running: int, num_owed_blocks: int) -> Grant | Deferral:
-        """Whether the request may be admitted beside `num_running` others, with `budget` tokens left in the step, and
-        with what; or why not. `num_owed_blocks` are those that running requests still need for known tokens."""
+        """The grant of a request beside `num_running` others, with `budget` remaining tokens in the step; or why it
+        must wait. `num_owed_blocks`: blocks that running requests still need for known tokens."""
         deferral = self._deferral_before_lookup(request, budget, num_running, num_owed_blocks)
         if deferral is not None:
             return deferral
@@ -321,8 +323,8 @@ class Admission:
     def _deferral_before_lookup(
         self, request: Request, budget: int, num_running: int, num_owed_blocks: int
     ) -> Deferral | None:
-        """Why the request may not be admitted, where that takes no lookup: by what all requests need, or by a verdict
-        that is kept. None: it takes one."""
+        """Why the request may not be admitted, if no lookup is needed to know: a resource that all requests need is
+        missing, or a kept verdict is valid. None: a lookup is needed."""
         state, kept = request._state, self._kept
         self._lacking = None
         if num_running >= self.max_num_active_seqs:
@@ -348,22 +350,22 @@ class Admission:
         return self.gates.reserves.deferral(request, shortage, free)
 
     def last_deferral(self, request: Request) -> Deferral | None:
-        """Why a request waited in the newest step, with what it lacked then; None: it has not been checked."""
+        """Why a request waited in the newest step, and how much it lacked; None: it has not been checked."""
         found = None if self._search is None else self._search.deferral(request)
         return request._state.deferral if found is None else found
 
     def forget(self) -> None:
-        """The head of the queue is checked again in the next step."""
+        """Drop kept verdicts: the next step checks the head of the queue again."""
         self._kept = None
         self._newly_deferred.clear()
         if self._search is not None:
             self._search.forget()
 
-    # ------------------------------------------------------------------ behind one that lacks blocks
+    # ------------------------------------------------------------------ behind a head that lacks blocks
 
     def _make_search(self, config: SchedulerConfig) -> Search | None:
-        """Of a scheduler with a reserve that lets requests pass. What they need is remembered where gates do nothing
-        but compare and cut: none defers for anything else than blocks, and none is to hear of every check."""
+        """The search of a scheduler whose reserve allows bypasses. It remembers the needs of requests only if gates
+        just compare and cut: no gate defers for anything but blocks, and no gate must see every check."""
         gates, kv, queue = self.gates, self._kv, self._table.queue
         reserves = gates.reserves
         if reserves.bypass is None:
@@ -383,7 +385,7 @@ class Admission:
         return Search(reserves.bypass, kv.pool, self._table, needs, first)
 
     def _is_predictable(self, limit: Limit) -> bool:
-        """Whether the limit makes no difference to what a request needs."""
+        """Whether the limit does not change the blocks that a request needs."""
         return limit.only_cuts and (not self._depends_on_chunk or type(limit).check is Gate.check)
 
     def _none_passes(
@@ -395,8 +397,8 @@ class Admission:
         num_running: int,
         num_owed_blocks: int,
     ) -> bool:
-        """Whether it is certain that none of those behind the head is admitted: then the search is done. Some were
-        skipped and `popped` before another one was admitted, the head first; or none, and the head lacks something."""
+        """Whether certainly no request behind the head is admitted: then the search is done. `popped`: the requests,
+        the head first, that were skipped before an admission; empty: the head itself was just deferred."""
         needs, view = search.needs, self._view
         kept = search.head if popped else self._kept if self._lacking is not None else None
         if not popped and kept is not None and search.is_done(kept):
@@ -434,8 +436,8 @@ class Admission:
     def _check_behind(
         self, search: Search, request: Request, budget: int, num_running: int, num_owed_blocks: int
     ) -> tuple[Grant | Deferral, int | None]:
-        """As `check`, for a request behind the head, with the blocks that it would take if it lacks blocks. What is
-        remembered of it is not looked up."""
+        """As `check`, for a request behind the head; also returns the blocks that it would take if it lacks blocks. A
+        request whose need is remembered is not looked up."""
         needs = search.needs
         if needs is not None and num_running < self.max_num_active_seqs and budget > 0:
             is_blocking = request._state.num_bypassed >= search.bound
@@ -453,8 +455,8 @@ class Admission:
     # ------------------------------------------------------------------ while nothing changes
 
     def standstill(self, num_running: int) -> Standstill | None:
-        """Why the head of the queue is certain to be blocked in a step in which all running requests decode one token,
-        for the reason that it has now; None: it may not be, or that takes a lookup to tell."""
+        """Why the head of the queue stays blocked, for the same reason as now, in a step in which all running requests
+        only decode one token; None: it may not stay blocked, or only a lookup could prove it."""
         head = self._table.queue.peek()
         state, closed = head._state, self._closed(False)
         if closed is Reason.PAUSED:
@@ -480,11 +482,11 @@ class Admission:
         if shortage is None:
             return Standstill(deferral.reason, deferral, outlasts_evictions=is_common or outlasts_evictions)
         free = self._kv.pool.num_free
-        least_free, reason = next(rung for rung in shortage.rungs if rung[0] <= free)
-        return Standstill(reason, None, shortage, least_free, outlasts_evictions)
+        min_free, reason = next(rung for rung in shortage.rungs if rung[0] <= free)
+        return Standstill(reason, None, shortage, min_free, outlasts_evictions)
 
     def stand_still(self, blocked: Standstill | None, now: float, num_free: int) -> None:
-        """Steps have gone by in which the queue was blocked, or empty (None); the last one at `now`, with `num_free`
+        """Account for steps in which the queue was blocked, or empty (None); the last one was at `now`, with `num_free`
         free blocks."""
         self._view.pass_time(now)
         self._batch_forms = blocked is not None and blocked.reason is Reason.BUDGET
@@ -500,7 +502,7 @@ class Admission:
         head._state.defer(deferral, head._state.deferred_since)
 
     def _key(self, budget: int, num_running: int, num_owed_blocks: int) -> tuple[Any, ...]:
-        """What the verdict on a blocked head depends on, beside the free blocks."""
+        """The state that the verdict on a blocked head depends on, beside the free blocks."""
         kv = self._kv
         found = kv.num_publications if self._depends_on_found else kv.num_held_publications
         changes = self.gates.reserves.num_changes
@@ -530,7 +532,7 @@ class Admission:
         want = known - start
         padding = self._padding_of(request, start, want) if self._padding else 0
         if padding >= view.budget:
-            if padding < self.budget.tokens:  # an emptier step holds it
+            if padding < self.budget.tokens:  # a step with fewer tokens holds it
                 return Deferral(Reason.BUDGET, padding + 1 - view.budget)
             padding = 0
         for gate in self._gates:
@@ -548,8 +550,8 @@ class Admission:
         return Grant(match, want, start, charge + padding, loaded, padding)
 
     def _padding_of(self, request: Request, start: int, want: int) -> int:
-        """Placeholders that a request verifies in its first step: all; none where a limit on drafts cuts them, or where
-        it samples nothing and ends with them: its KV would seem to hold as many tokens more."""
+        """Placeholders that a request verifies in its first step: all or none. None if a limit on drafts cuts them, or
+        if the request samples nothing: its KV would seem to hold the placeholders too."""
         may_pad = start > 0 if self._may_pad is None else self._may_pad
         if want != 1 or not may_pad or start >= self._max_padded or request._state.max_tokens == 0:
             return 0
@@ -558,7 +560,8 @@ class Admission:
         return self._padding if is_allowed else 0
 
     def _judge_load(self, request: Request, start: int, match: Match, external: External) -> Grant | Deferral:
-        """Whether the blocks to load fit, with every reserve. A load takes no sequence slot and no token."""
+        """Decide about an asynchronous load: whether its blocks fit, with every reserve. It takes no sequence slot and
+        no token."""
         reserves = self.gates.reserves
         answer = reserves.check(request, start, 0, self._view)
         if isinstance(answer, Deferral):
@@ -584,8 +587,8 @@ class Admission:
         return len(self._table.queue)
 
     def lacks_step_time(self, request: Request, rows: Int64Array) -> bool:
-        """Whether a policy that sets the budget would not let the request start beside these rows alone: then
-        preempting the others for it would be in vain."""
+        """Whether a policy that sets the budget would defer the request even beside these rows alone: then preempting
+        the others for it is useless."""
         policies = self.budget.policies
         if not policies:
             return False
@@ -593,7 +596,7 @@ class Admission:
         return any(policy.lacks_step_time(request, len(rows), num_tokens) for policy in policies)
 
     def would_be_partial(self, request: Request, budget: int) -> bool:
-        """Whether its prefill may outlast a step that has `budget` left, as if nothing were cached."""
+        """Whether its prefill, uncached, may not fit a step with `budget` remaining tokens."""
         want = request._state.num_tokens
         for limit in self.gates.limits:
             allowed = limit.check(request, 0, want, self._view)
@@ -602,5 +605,5 @@ class Admission:
 
 
 def _closed_for(reason: Reason) -> Deferral:
-    """The step admits no request; only a missing sequence slot can be counted."""
+    """The deferral of a closed step; only a missing sequence slot has a count."""
     return Deferral(reason, 1 if reason is Reason.SEQUENCE_LIMIT else 0)

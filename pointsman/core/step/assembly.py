@@ -40,7 +40,8 @@ from pointsman.core.step.update import Update
 
 
 class Start(NamedTuple):
-    """Where a scheduler starts: with these numbers and defaults it continues when a recording starts later."""
+    """Initial numbers of a scheduler, and replaced policies: a scheduler that is reset for a recording continues
+    them."""
 
     step_id: int = 0
     serial: int = 1
@@ -49,7 +50,7 @@ class Start(NamedTuple):
 
 
 NEW = Start()
-"""Of a new scheduler."""
+"""The start of a new scheduler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Parts:
     batch: Batch
     kv: KVCache
     transfers: Transfers | None
-    """Blocks that are held without a row; None: there is no connector."""
+    """Blocks held without a row; None: there is no connector."""
     swap: Swap | None
     """Which preempted requests swap; None: none does."""
     table: RequestTable
@@ -71,13 +72,13 @@ class Parts:
     running: Running
     loading: Loading | None
     admission: Admission
-    displacement: PriorityPreemption | None
+    priority_preemption: PriorityPreemption | None
     emission: Emission
     prompt_parts: PromptParts
     update: Update
     fast_forward: FastForward
     view: SchedulerView
-    """What the policies read."""
+    """The policies' view of the scheduler."""
     budget: StepBudget
     policies: tuple[Any, ...]
     """The order, the victim policy, the reserves, the limits and the eviction policy."""
@@ -97,12 +98,12 @@ def assemble(
     """New parts for a configuration.
 
     Args:
-        kv_cache: who owns the KV blocks; None: a new `KVCacheManager`.
-        accepted_drafts: where acceptance is counted, see `Acceptance`.
+        kv_cache: owner of the KV blocks; None: a new `KVCacheManager`.
+        accepted_drafts: the list that counts accepted drafts, see `Acceptance`.
         checks_guaranteed_steps: see `Scheduler`.
 
     Raises:
-        ConfigError: the configuration names a policy that does not exist, or is about a connector that is not there.
+        ConfigError: the configuration names a policy that does not exist, or needs a connector and there is none.
     """
     made = partial(make, replaced=start.replaced)
     eviction = made("eviction", config.eviction)
@@ -112,8 +113,8 @@ def assemble(
     own: KVCacheManager | None = None
     if config.has_kv_groups and kv_cache is not None:
         raise ConfigError(
-            f"kv_groups has {len(config.kv_groups)} groups, and a kv_cache is given, which keeps groups of its own; "
-            "leave one of the two out"
+            f"kv_groups has {len(config.kv_groups)} groups, and a kv_cache is given, which has its own groups; "
+            "leave out one of them"
         )
     if kv_cache is None:
         kv = own = KVCacheManager(config, eviction)
@@ -157,9 +158,9 @@ def assemble(
     table = RequestTable(batch, kv, queue, gates.releases, steps, events, transfers, swap, start.serial)
     loading = None if own is None else make_loading(config, own, table, transfers, events)
     admission = Admission(config, budget, view, batch, kv, running, table, gates, events, transfers, loading)
-    displacement = None
+    priority_preemption = None
     if has_priority_preemption(config, queue):
-        displacement = PriorityPreemption(config, batch, kv, running, admission, encoder, drafts)
+        priority_preemption = PriorityPreemption(config, batch, kv, running, admission, encoder, drafts)
     emission = Emission(config, batch, kv, table, encoder)
     prompt_parts = PromptParts(config, kv, table)
     update = Update(batch, kv, table, steps, prompt_parts, encoder, transfers)
@@ -173,7 +174,7 @@ def assemble(
         drafts,
         transfers,
         admission,
-        displacement,
+        priority_preemption,
         emission,
         update,
         events,
@@ -192,7 +193,7 @@ def assemble(
         running,
         loading,
         admission,
-        displacement,
+        priority_preemption,
         emission,
         prompt_parts,
         update,

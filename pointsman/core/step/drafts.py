@@ -1,4 +1,4 @@
-"""Speculation: which drafts does a step verify? Tokens that the host guesses, verified beside the next token.
+"""Speculation: keeps the drafts of a host (guessed tokens) until a step verifies them beside the next token.
 
     propose    a host's drafts wait for the next step of the rows that decode
     schedule   a row computes its newest token and its drafts; drafts that are not scheduled are dropped
@@ -7,12 +7,12 @@
                Transformers via Speculative Decoding"; Chen et al. 2023, "Accelerating Large Language Model Decoding
                with Speculative Sampling")
 
-While drafts are in flight it is not known how many will be accepted, so the row is not scheduled again before its
-result; `num_computed_tokens` is then lowered by the number of rejected drafts. Their slots stay with the row, and are
-overwritten by its next tokens.
+While drafts are in flight, the number of accepted ones is unknown, so the row is not scheduled again before its result.
+`num_computed_tokens` is then lowered by the number of rejected drafts. Their KV slots stay with the row, and its next
+tokens overwrite them.
 
-Drafts have the lowest precedence. They are cut to the token limit, the table of the configuration, the limits and the
-budget; no request is preempted for them, and a request that loses its row loses its drafts.
+Drafts have the lowest precedence. They are cut to the token limit, the configuration's `draft_table`, the limits and
+the budget. No request is preempted for them, and a request that loses its row loses its drafts.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ set_writeable(NO_ROWS, False)
 
 
 class Equal:
-    """The counts of a proposal that has as many drafts for every row, as many proposers make it. The arrays serve one
-    step after the other, and show that its counts are those of the step before."""
+    """The counts of a proposal with equally many drafts for every row, the common case. Consecutive steps share the
+    arrays, so that identity shows equal counts."""
 
     def __init__(self, num_rows: int, num_drafts: int) -> None:
         self.num_drafts = num_drafts
@@ -50,10 +50,10 @@ class Equal:
 
 
 class Drafts:
-    """The drafts that wait for the next steps of the running requests, as they were proposed: ragged, by row.
+    """The drafts that wait for the next steps of the running requests, as proposed: ragged, by row.
 
-    While the same requests run they are scheduled as they are. A request that has lost its row since is detected by its
-    serial.
+    While the same requests run, they are scheduled unchanged. A changed serial shows that a request has lost its row
+    since.
     """
 
     def __init__(self, config: SchedulerConfig, batch: Batch, events: Events, last_updated_step: int = -1) -> None:
@@ -62,17 +62,17 @@ class Drafts:
         self._events = events
         self.last_updated_step = last_updated_step
         self.waiting = 0
-        """Number of waiting drafts, maybe with those of released rows. 0: the other fields are obsolete."""
+        """Number of waiting drafts; may include drafts of released rows. 0: the other fields are obsolete."""
         self.counts: Int64Array = NO_ROWS
-        """[n] drafts of each row for which some were proposed."""
+        """[n] number of drafts of each row that has any."""
         self._equal = Equal(0, 0)
-        """The last proposal with as many drafts for every row."""
+        """The last proposal with equally many drafts for every row."""
         self._rows: IntArray = NO_ROWS
         self._serials: IntArray = NO_ROWS
         self._token_ids: Int32Array = NO_TOKENS
 
     def updated(self, step_id: int) -> None:
-        """The newest step that was updated: drafts for an earlier one are stale."""
+        """Note the newest updated step: drafts for an earlier one are stale."""
         self.last_updated_step = step_id
 
     def forget(self) -> None:
@@ -80,7 +80,7 @@ class Drafts:
         self.waiting = 0
 
     def of_row(self, row: int) -> list[int]:
-        """The waiting drafts of the request that has a row now."""
+        """The waiting drafts of the request that now has this row."""
         if not self.waiting:
             return []
         for index in np.flatnonzero((self._rows == row) & (self._serials == self._batch.serial[row])).tolist():
@@ -92,7 +92,7 @@ class Drafts:
     def propose(self, output: SchedulerOutput, token_ids: Integers, counts: Integers, in_flight: bool) -> int:
         """Store drafts for the rows of an updated output; see `Scheduler.propose`.
 
-        `in_flight`: whether another step is.
+        `in_flight`: whether another step is in flight.
         """
         if output.step_id > self.last_updated_step:
             raise StepOrderError(f"drafts for step {output.step_id} cannot be proposed before its update")
@@ -117,7 +117,7 @@ class Drafts:
         return len(tokens)
 
     def _keep_others(self, rows: IntArray, serials: IntArray, counts: Int64Array, token_ids: Int32Array) -> None:
-        """Store these drafts, and keep those that wait for other rows."""
+        """Store these drafts, and keep the waiting drafts of other rows."""
         others = ~self._is_among(rows)
         left = Runs.of(self.counts, self._token_ids).only(others)
         self._wait(
@@ -141,7 +141,7 @@ class Drafts:
         return not self._config.draft_table or bool(self.counts.max() <= self._config.max_drafts(len(rows)))
 
     def granted(self) -> Int64Array:
-        """[n] tokens of a row and step that verifies all waiting drafts, for rows that they are for."""
+        """[n] tokens of each drafted row in a step that verifies all waiting drafts."""
         equal = self._equal
         return equal.granted if self.counts is equal.counts else self.counts + ONE
 
@@ -151,14 +151,15 @@ class Drafts:
         return self._token_ids
 
     def wanted(self, rows: Int64Array) -> Int64Array:
-        """[rows] drafts that a step may verify for each row: the waiting ones, limited by the table."""
+        """[rows] number of drafts that a step may verify for each row: the waiting ones, limited by the table."""
         drafts = self._column(self.counts)[rows]
         if self._config.draft_table:
             np.minimum(drafts, self._config.max_drafts(len(rows)), out=drafts)
         return drafts
 
     def take(self, rows: Int64Array, drafts: Int64Array) -> Int32Array:
-        """The first `drafts` [rows] waiting drafts of each row, ragged, now in flight; its others are dropped."""
+        """The first `drafts` [rows] waiting drafts of each row, ragged, now in flight; the row's other drafts are
+        dropped."""
         total = int(drafts.sum())
         waiting = Runs.of(self.counts, self._token_ids)
         starts = self._column(waiting.starts)[rows]
@@ -170,13 +171,13 @@ class Drafts:
         return token_ids
 
     def _column(self, values: Int64Array) -> Int64Array:
-        """`values`, one for each of the rows for which drafts wait, by row number; 0 for all other rows."""
+        """`values`, given for each row with waiting drafts, by row number; 0 for all other rows."""
         column = np.zeros_like(self._batch.serial)
         column[self._rows] = values  # a released row is not reused yet: the next step drops its drafts
         return column
 
     def _is_among(self, rows: IntArray) -> BoolArray:
-        """Which of the rows for which drafts wait are among `rows`, or were released by their requests."""
+        """Mask over the rows with waiting drafts: whether the row is among `rows`, or its request has released it."""
         is_named = np.zeros(len(self._batch.serial), dtype=np.bool_)
         is_named[rows] = True
         found: BoolArray = is_named[self._rows] | (self._batch.serial[self._rows] != self._serials)

@@ -1,7 +1,7 @@
-"""Part 5 of the step: builds the output, with the running and the admitted rows in one.
+"""Part 5 of the step: builds the output of the running and the admitted rows.
 
-Beside it: which running requests a step leaves out and since when (`LeftOut`), how many blocks all rows begin with
-(`CommonPrefix`), and the tokens that a step computes, for hosts that do not keep them (`input_token_ids`).
+Also here: which running requests a step leaves out, and since when (`LeftOut`); the number of blocks that all rows
+begin with (`CommonPrefix`); the tokens that a step computes, for hosts that do not keep them (`input_token_ids`).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ set_writeable(_NO_BOOLS, False)
 _PREEMPTED = RequestStatus.PREEMPTED
 
 UNSAMPLED = -1
-"""In the input of a step: a token that an earlier step in flight has yet to sample."""
+"""Placeholder in the input of a step for a token that an earlier step in flight has yet to sample."""
 
 
 class Emission:
-    """Builds outputs, and remembers for which requests the host needs the full block table again."""
+    """Builds outputs, and tracks the requests whose full block table the host needs again."""
 
     def __init__(
         self,
@@ -59,7 +59,8 @@ class Emission:
         self.left_out = LeftOut(batch)
         """Which running requests get no tokens, and since when."""
         self.last_output: SchedulerOutput | None = None
-        """The newest output, for explanations, if it left a request waiting: it names requests that have finished."""
+        """The newest output, for explanations, if a request waited in it. It may name requests that have finished
+        since."""
         self._common_prefix = CommonPrefix(batch, kv) if config.count_common_prefix else None
         self._resync = False
         self._unsynced: set[int] = set()  # serials of admissions whose table the host does not have yet
@@ -70,17 +71,17 @@ class Emission:
         return self._resync
 
     def resync(self) -> None:
-        """Outputs were void: the host needs the full block table of every running request again."""
+        """Note that outputs were void: the host needs the full block table of every running request again."""
         self._resync = True
         self._unsynced.update(self._batch.members.serials.tolist())
 
     def forget_output(self) -> None:
-        """Explanations no longer refer to the newest output: another step runs next than it says."""
+        """Drop the newest output for explanations: the next step will run other rows."""
         self.last_output = None
 
     def keep(self, step_id: int, advance: Advance, num_steps: int) -> None:
-        """The newest of several steps that were done at once, in which the rows advanced like this, has no output.
-        Explanations of waiting requests need one that says what ran."""
+        """Make `last_output` for steps that were done at once, in which the rows advanced like this: they have no
+        outputs, and explanations of waiting requests need the newest."""
         self.last_output = None
         if len(self._table.queue):
             requests, rows, serials, computed, _, samples, num_drafts, drafts = advance[:8]
@@ -94,7 +95,7 @@ class Emission:
             self.last_output = sealed_as(SchedulerOutput, whole)
 
     def emit(self, record: StepRecord) -> SchedulerOutput:
-        """Build the output of a step that is decided."""
+        """Build the output of a decided step."""
         batch, table, kv, advance, resync = self._batch, self._table, self._kv, record.advance, self._resync
         assert advance is not None
         members, num_continued = batch.members, len(advance.requests)
@@ -115,7 +116,7 @@ class Emission:
         has_blocks = len(ids) > 0
         if ids.dtype is not INT32:
             ids = ids.astype(INT32, copy=False) if has_blocks else NO_TOKENS
-        # By position, in the order of the fields: with keywords it takes three times as long.
+        # By position, in the order of the fields: keywords take three times as long.
         fields = OutputFields(
             record.step_id,
             total,
@@ -145,8 +146,8 @@ class Emission:
             groups,
             places,
         )
-        # Arrays made for this output; those that steps share are flagged where they are made. By position, in a third
-        # of the time of the keyword, which the types demand.
+        # Arrays made for this output; arrays that steps share are flagged where they are made. Passing by position
+        # takes a third of the time of the keyword, which the types demand.
         computed.setflags(False)  # type: ignore[call-arg]
         if has_blocks:
             ids.setflags(False)  # type: ignore[call-arg]
@@ -160,7 +161,7 @@ class Emission:
         output = sealed_as(SchedulerOutput, fields)
         is_whole = requests is members.requests or len(requests) == len(members.requests)
         if not is_whole:
-            self.left_out.note(record.step_id, rows, record.now, goes_on=self.last_output is not None)
+            self.left_out.note(record.step_id, rows, record.now, continues=self.last_output is not None)
         self.last_output = output if not is_whole or len(table.queue) else None
         return output
 
@@ -172,16 +173,16 @@ class Emission:
     def _with_admitted(
         self, advance: Advance, admitted: list[AdmittedRequest]
     ) -> tuple[Advance, Int64Array, Int64Array, npt.NDArray[np.bool_]]:
-        """The rows that advance, and behind them the admitted ones, which are the last members of the batch.
+        """The rows that advance, followed by the admitted ones, which are the last members of the batch.
 
-        Returns them, and of each admitted row the cached tokens, those of them that a connector loads, and whether it
-        is resumed.
+        Returns all rows; and for each admitted row its cached tokens, the cached tokens that a connector loads, and
+        whether it is resumed.
         """
         batch, members = self._batch, self._batch.members
         start, count = len(advance.requests), len(admitted)
         end = start + count
         requests, rows, serials = members.requests, members.rows, members.serials
-        if end < len(requests):  # some that ran before do not advance
+        if end < len(requests):  # some running rows do not advance
             requests = (*advance.requests, *requests[-count:])
             rows = np.concatenate([advance.rows, rows[-count:]])
             serials = np.concatenate([advance.serials, serials[-count:]])
@@ -219,13 +220,13 @@ class Emission:
         return whole, cached, external, np.array([entry.previous_status is _PREEMPTED for entry in admitted], BOOL)
 
     def _keep_unsynced(self, advance: Advance) -> None:
-        """This output has full tables for its rows; those of other rows follow later."""
+        """Note that this output has full tables for its rows; other rows get theirs later."""
         self._unsynced &= set(self._batch.members.serials.tolist())
         self._unsynced -= set(advance.serials.tolist())
         self._resync = bool(self._unsynced)
 
     def _blocks_of_groups(self, advance: Advance, whole: bool) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """The blocks of an output, which are in several tables of each row: ids, rows, groups and places."""
+        """The blocks of an output when each row has several tables: ids, rows, groups and places."""
         if whole:
             self._keep_unsynced(advance)
         new = self._kv.new_blocks(self._batch, advance.rows, advance.block_rows, whole=whole)
@@ -237,7 +238,7 @@ class Emission:
 
 
 def _joined(array: Int64Array, more: Int64Array | list[int]) -> Int64Array:
-    """One behind the other, in less time than by `concatenate`, which makes an array of a list first."""
+    """Concatenate two runs; faster than `concatenate`, which makes an array of a list first."""
     start = len(array)
     joined = np.empty(start + len(more), INT64)
     joined[:start] = array
@@ -251,13 +252,13 @@ class LeftOut:
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
         self._since = np.zeros(0)  # by row
-        self._serials = np.zeros(0, dtype=np.int64)  # by row: its admission, 0 for none
+        self._serials = np.zeros(0, dtype=np.int64)  # by row: serial of its admission, 0 for none
         self._step_id = 0
 
-    def note(self, step_id: int, rows: IntArray, now: float, *, goes_on: bool) -> None:
-        """A step takes only these running rows. `goes_on`: rows left out before may still be left out."""
+    def note(self, step_id: int, rows: IntArray, now: float, *, continues: bool) -> None:
+        """Note that a step takes only these running rows. `continues`: rows left out before may still be left out."""
         members, num_rows = self._batch.members, len(self._batch.serial)
-        if not goes_on or step_id != self._step_id + 1:
+        if not continues or step_id != self._step_id + 1:
             self._serials[:] = 0
         more = np.zeros(num_rows - len(self._serials), dtype=np.int64)
         if len(more):
@@ -272,7 +273,8 @@ class LeftOut:
         self._serials[left] = serials
 
     def since(self, request: Request) -> float | None:
-        """The time of the first consecutive step that left out a request; None: the newest did not."""
+        """The time of the first of consecutive steps up to the newest that left out a request; None: the newest did
+        not."""
         row = request.row
         if row is None or row >= len(self._since) or self._serials[row] != request.serial:
             return None
@@ -280,12 +282,12 @@ class LeftOut:
 
 
 class CommonPrefix:
-    """Counts the leading blocks that the tables of some rows have in common, for attention kernels that read a common
-    prefix once (cascade). They are those of the first group of full attention; without one the count is 0.
+    """Counts the leading blocks that the tables of some rows share, for attention kernels that read a common prefix
+    once (cascade). It uses the first group of full attention; without one the count is 0.
 
-    These tables of running rows only grow, at their ends, by blocks that no other row has. So the common prefix of all
-    running rows changes only with the membership, and is computed once for it: in steady decode it costs nothing. For
-    a step that takes only some of the running rows it is recomputed.
+    Tables of running rows only grow at their ends, by blocks that no other row has. So the common prefix of all running
+    rows changes only with the batch's membership, and is computed once for each: in steady decode it costs nothing. For
+    a step with only some of the running rows it is recomputed.
     """
 
     def __init__(self, batch: Batch, kv: KVCache) -> None:
@@ -294,7 +296,7 @@ class CommonPrefix:
         self._count = 0
 
     def count(self, rows: npt.NDArray[np.integer]) -> int:
-        """The count for some or all of the running rows; 0 for no row, and for one row the length of its table."""
+        """The count for some or all running rows: 0 for no row, the length of its table for one row."""
         members = self._batch.members
         if len(rows) != len(members) or len(rows) == 1:
             return self._kv.num_common_blocks(rows)
@@ -315,7 +317,7 @@ def input_token_ids(batch: Batch, output: SchedulerOutput, allow_unsampled: bool
 
 
 def _known_token_ids(batch: Batch, output: SchedulerOutput, counts: IntArray, allow_unsampled: bool) -> Int32Array:
-    """The first `counts` tokens that each row computes, which are not drafts."""
+    """The first `counts` tokens that each row computes, without drafts."""
     last = batch.last_tokens(output.rows)
     unsampled = output.num_computed_tokens + counts > batch.num_tokens[output.rows]
     if np.count_nonzero(unsampled):

@@ -4,14 +4,13 @@
     scheduler.advance(times, token_ids)     does len(times) - 1 of these steps at once
 
 A simulator spends most of its steps decoding: no request comes or goes, no block runs out. Such steps need not be
-decided one by one. `guaranteed_steps` proves how many there are, from token limits, free blocks, and why the head of
-the queue is blocked. It is 0, and the host schedules a single step, where a proof would take a decision: a lookup, a
-dry run, drafts, an encoder, a transfer under way, an eviction that a connector wants. `advance` leaves the state that
-as many calls of `schedule` and `update` would leave: columns, block ids, the order of the free blocks, the prefix
-tree, counters.
+decided one by one. `guaranteed_steps` proves their number from token limits, free blocks, and the reason why the head
+of the queue is blocked. It is 0, and the host schedules a single step, where a proof would need a decision: a lookup, a
+dry run, drafts, an encoder, a transfer under way, an eviction that a connector needs. `advance` leaves the same state
+as single calls of `schedule` and `update`: columns, block ids, the order of the free blocks, the prefix tree, counters.
 
-No end of sequence is guessed: the host, which knows what the model samples, advances up to the step in which a token
-stops a request, and gives that step's tokens as the last ones.
+No end of sequence is guessed. The host knows the sampled tokens: it advances up to the step in which a token stops a
+request, and passes that step's tokens as `last_token_ids`.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class FastForward:
-    """Proves that steps are plain decodes, and does them at once."""
+    """Proves that steps are plain decodes, and does several at once."""
 
     def __init__(
         self,
@@ -70,15 +69,15 @@ class FastForward:
         *,
         checks_guaranteed_steps: bool,
     ) -> None:
-        """`checks_guaranteed_steps`: whether `advance` compares what the policies' horizons say with what they decide
+        """`checks_guaranteed_steps`: whether `advance` compares the policies' `guaranteed_steps` with their decisions
         afterwards."""
         self._block_size = config.block_size
-        self._grows_first = config.batching != "prefill-first"  # before requests are admitted
+        self._grows_first = config.batching != "prefill-first"  # rows grow before requests are admitted
         self._batch, self._kv, self._table, self._steps = batch, kv, table, steps
         self._running, self._drafts, self._admission = running, drafts, admission
         self._priority_preemption, self._emission = priority_preemption, emission
         self._update, self._events = update, events
-        self._seen: tuple[int, Standstill | None] = (0, None)  # by `guaranteed_steps`
+        self._seen: tuple[int, Standstill | None] = (0, None)  # the last result of `guaranteed_steps`
         self._checks_guaranteed_steps = checks_guaranteed_steps
         self._is_allowed = running.steady_allowed
         self._transfers = transfers
@@ -91,31 +90,32 @@ class FastForward:
             gate.guaranteed_steps for gate in gates.all if type(gate).guaranteed_steps is not Gate.guaranteed_steps
         ]
 
-    # ------------------------------------------------------------------ how many
+    # ------------------------------------------------------------------ the number of guaranteed steps
 
     def guaranteed_steps(self, limit: int) -> int:
-        """How many of the next `limit` steps are sure to be plain decodes."""
+        """Number of the next steps, at most `limit`, that are guaranteed to be plain decodes."""
         self._seen = (0, None)
         self._seen = self._look_ahead(limit)
         return self._seen[0]
 
     def _look_ahead(self, limit: int) -> tuple[int, Standstill | None]:
-        """The horizon, and why the queue is blocked until then; None: it is empty, or the horizon is 0."""
+        """The number of guaranteed steps, and why the queue is blocked in them; None: it is empty, or the number is
+        0."""
         limit, free, blocked = self._bound(limit)
         if limit > 0 and self._batch.may_end(limit):
             limit = self._batch.min_tokens_left
         return self._within_blocks(limit, free), blocked
 
     def _look_again(self, num_steps: int) -> tuple[int, Standstill | None]:
-        """As the host asked `guaranteed_steps` before. A policy that has failed since then fails in the next step."""
+        """`_look_ahead`, or the last result if a policy fails now: its failure belongs to the next scheduled step."""
         try:
             return self._look_ahead(num_steps)
         except PolicyError:
             return self._seen
 
     def _bound(self, limit: int) -> tuple[int, int, Standstill | None]:
-        """The horizon before token limits and blocks cut it, the free blocks that it may take, and why the queue is
-        blocked until then."""
+        """The number of guaranteed steps before token limits and blocks cut it; the free blocks that these steps may
+        take; and why the queue is blocked in them."""
         batch, queue, admission = self._batch, self._table.queue, self._admission
         num_rows = len(batch.members.requests)
         if (
@@ -149,7 +149,7 @@ class FastForward:
             blocked = admission.standstill(num_rows)
             if blocked is None:
                 return 0, 0, None
-            free -= blocked.least_free
+            free -= blocked.min_free
             if not blocked.outlasts_evictions:
                 free = min(free, self._kv.pool.num_blank)
         if self._kv.reports_evictions:  # only outputs do
@@ -157,22 +157,22 @@ class FastForward:
         return max(limit, 0), free, blocked
 
     def _within_blocks(self, limit: int, free: int) -> int:
-        """How many of `limit` steps take at most `free` blocks."""
+        """Number of steps, at most `limit`, that take at most `free` blocks."""
         batch, rows = self._batch, self._batch.members.rows
-        free //= self._kv.num_groups  # as many for each table of a row
+        free //= self._kv.num_groups  # each table of a row takes equally many
         if len(rows) * (limit // self._block_size + 1) <= free:
             return limit
         size = self._block_size
-        room = batch.num_slots[rows] - batch.num_computed_tokens[rows]
+        free_slots = batch.num_slots[rows] - batch.num_computed_tokens[rows]
         if free == 0:
-            return min(limit, room.item(room.argmin()))
+            return min(limit, free_slots.item(free_slots.argmin()))
 
         def needed(num_steps: int) -> int:
-            return int(((np.maximum(num_steps - room, 0) + (size - 1)) // size).sum())
+            return int(((np.maximum(num_steps - free_slots, 0) + (size - 1)) // size).sum())
 
         if needed(limit) <= free:
             return limit
-        low, high = 0, limit  # enough, too many
+        low, high = 0, limit  # low fits, high does not
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if needed(middle) <= free else (low, middle)
@@ -183,7 +183,7 @@ class FastForward:
     def advance(
         self, first_step_id: int, times: Sequence[float] | FloatArray, token_ids: Any, last_token_ids: Any
     ) -> tuple[StepUpdate, StepRun]:
-        """`len(times) - 1` steps; see `Scheduler.advance`."""
+        """Do `len(times) - 1` steps; see `Scheduler.advance`."""
         num_steps = len(times) - 1
         if num_steps < 1:
             raise StepOrderError(f"times has {len(times)} value(s); give one for the start and one for each step's end")
@@ -234,13 +234,14 @@ class FastForward:
         return sealed, run
 
     def _wrong_guaranteed_steps(self, head: Request, blocked: Standstill, num_steps: int) -> PolicyError | None:
-        """Why a policy's horizon was wrong: the queue is no longer blocked by the same request. None: it is."""
+        """The error if a policy's `guaranteed_steps` was wrong: the queue is no longer blocked by the same request.
+        None: it is."""
         table, admission = self._table, self._admission
         queue = table.queue
         found = queue.peek()
         if found is not head:
             return PolicyError(
-                f"order {queue.name!r}: horizon said that its head stays for {num_steps} steps, and then it is "
+                f"order {queue.name!r}: guaranteed_steps promised the same head for {num_steps} steps, and it is "
                 f"{found.request_id!r} instead of {head.request_id!r}"
             )
         if blocked.shortage is None or blocked.reason is not (head._state.deferral or blocked).reason:
@@ -254,18 +255,18 @@ class FastForward:
         if not isinstance(verdict, Deferral):
             names = ", ".join(repr(policy.name) for policy in admission.gates.reserves.policies)
             return PolicyError(
-                f"reserves {names}: horizon said that request {head.request_id!r} waits for {num_steps} steps, and it "
-                "may start now"
+                f"reserves {names}: guaranteed_steps promised that request {head.request_id!r} waits for {num_steps} "
+                "steps, and it may start now"
             )
         return None
 
     def _free_at_last_admission(self, block_steps: Int64Array, num_steps: int) -> int:
-        """Free blocks when the last step asked the queue, after or before its own rows took theirs."""
+        """Free blocks when the last step checked the queue, after or before its own rows took theirs."""
         free = self._kv.pool.num_free
         return free if self._grows_first else free + int(np.count_nonzero(block_steps == num_steps - 1))
 
     def _check_middle(self, members: Members, num_steps: int, tokens: Int32Array) -> None:
-        """No token before the last step's may stop its request.
+        """Check that no token before the last step stops its request.
 
         Raises:
             StepResultError: one does.
@@ -292,14 +293,14 @@ class FastForward:
 
 
 def _no_guaranteed_steps(num_steps: int) -> int:
-    """Of an order that does not tell for how long its head stays the same."""
+    """For an order without `guaranteed_steps`: its head may change at any step."""
     return 0
 
 
 def _checked_tokens(
     members: Members, num_steps: int, token_ids: Any, last_token_ids: Any
 ) -> tuple[Int32Array, Int32Array]:
-    """The tokens of the steps, [rows] (the same in each) or [steps, rows], and those of the last step.
+    """The tokens of the steps, [rows] (the same in each) or [steps, rows], and the last step's tokens.
 
     Raises:
         StepResultError: another shape, or no token ids.
@@ -319,7 +320,7 @@ def _checked_tokens(
 
 
 def token_array(name: str, values: Any) -> Int32Array:
-    """The values as int32.
+    """The token ids as int32.
 
     Raises:
         StepResultError: they are no token ids.

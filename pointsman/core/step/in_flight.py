@@ -1,4 +1,4 @@
-"""Steps in flight: what is needed to complete them, or to roll them back."""
+"""Steps in flight: the records that complete a step or roll it back."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from pointsman.core.step.running import Advance
 
 
 class Grant(NamedTuple):
-    """What a request gets that may be admitted."""
+    """The tokens and blocks that an admission gives a request."""
 
     match: Match
     num_tokens: int
     """Tokens it computes in this step, at least 1 unless `is_async`."""
     num_cached_tokens: int
-    """Tokens it need not compute."""
+    """Tokens that need no computation."""
     charge: int
-    """Tokens that it takes from the step's budget, at least `num_tokens`."""
+    """Tokens that count against the step's budget, at least `num_tokens`."""
     num_external_tokens: int = 0
-    """Of the cached tokens, those that a connector loads, or has loaded."""
+    """Cached tokens that a connector loads or has loaded."""
     num_drafts: int = 0
-    """Placeholders that it verifies beside its tokens (`SchedulerConfig.pad_first_decodes`)."""
+    """Placeholders verified beside its tokens (`SchedulerConfig.pad_first_decodes`)."""
     is_async: bool = False
-    """Whether it must be loaded before it can be admitted: then it computes nothing in this step."""
+    """Whether KV must be loaded before the admission: then the request computes nothing in this step."""
 
     @property
     def end(self) -> int:
-        """Up to where it has blocks after this step."""
+        """Number of tokens for which it has blocks after this step."""
         return self.num_cached_tokens + self.num_tokens + self.num_drafts
 
 
 @dataclass(slots=True)
 class AdmittedRequest:
-    """One admission: what it got, and how to undo it."""
+    """One admission: its grant, and the state to restore if it is undone."""
 
     request: Request
     row: int
@@ -65,41 +65,41 @@ class StepRecord(StepDecision):
     """A step that is being scheduled, or in flight."""
 
     journal: Journal = field(default_factory=list)
-    """What entered the prefix tree while this was the newest step."""
+    """Changes to the prefix tree while this was the newest step."""
     preemptor: Request | None = None
     """The waiting request for which running ones were preempted."""
     advance: Advance | None = None
-    """What the running rows do."""
+    """The work of the running rows."""
     admitted: list[AdmittedRequest] = field(default_factory=list)
     loads: Sequence[Load] = ()
-    """Loads for the host, of admitted requests and of those that wait for them."""
+    """Loads for the host, of admitted requests and of requests that wait for their KV."""
     is_over: bool = False
     """Whether its result has arrived."""
     members: Members | None = None
     """The running rows, if the output names all of them and all sample: then `update` need not look them up."""
 
     def preempted_for(self, request: Request | None) -> None:
-        """Running requests were preempted for this waiting one; None: none was."""
+        """Note the waiting request for which running ones were preempted; None: none was preempted."""
         self.preemptor = request
 
     def loaded(self, load: Load) -> None:
-        """The step has a load for the host."""
+        """Add a load for the host."""
         self.loads = (*self.loads, load)
 
     def result_arrived(self) -> None:
-        """The step is over; its result is applied."""
+        """Note that the step is over and its result is applied."""
         self.is_over = True
 
     def blocked(self, reason: Reason) -> None:
-        """Why the head of the queue is not admitted."""
+        """Note why the head of the queue is not admitted."""
         self.blocked_by = reason
 
     def advanced(self, advance: Advance) -> None:
-        """The running rows compute this."""
+        """Note the work of the running rows."""
         self.advance = advance
 
     def emitted(self, output: SchedulerOutput, members: Members, returned: Sequence[npt.NDArray[np.int64]]) -> None:
-        """The step has its output. `members` are the running rows; `returned`: see `returned_blocks`."""
+        """Note the step's output. `members` are the running rows; `returned`: see `returned_blocks`."""
         self.output = output
         self.returned_blocks = returned
         samples = output.samples
@@ -119,14 +119,14 @@ class StepsInFlight:
         return self.records[-1].step_id if self.records else None
 
     def too_many(self) -> StepOrderError:
-        """Why no further step may be scheduled before the oldest one is updated."""
+        """The error for a further step while `max_steps` are in flight."""
         return StepOrderError(
             f"{len(self.records)} step(s) in flight, and max_steps_in_flight is {self.max_steps}; "
             f"update step {self.records[0].step_id} first"
         )
 
     def not_the_oldest(self, output: SchedulerOutput) -> StepOrderError:
-        """Why a step that is not the oldest one in flight may not be updated."""
+        """The error for the update of a step that is not the oldest in flight."""
         oldest = f"step {self.records[0].step_id} is the oldest" if self.records else "no step is"
         return StepOrderError(f"step {output.step_id} cannot be updated now: {oldest} in flight")
 
@@ -140,7 +140,7 @@ class StepsInFlight:
         return taken
 
     def num_tokens(self, num_rows: int) -> npt.NDArray[np.int64]:
-        """[num_rows] tokens that steps in flight compute in each row. A row that they name has no other request."""
+        """[num_rows] tokens that steps in flight compute in each row. A row that they name is not reused."""
         count = np.zeros(num_rows, dtype=np.int64)
         for record in self.records:
             output = record.output
@@ -149,8 +149,8 @@ class StepsInFlight:
         return count
 
     def num_sound_tokens(self, request: Request) -> int:
-        """Tokens of a running request whose KV is final: steps in flight may yet fail, and with them the KV that they
-        load, or share with an admission."""
+        """Tokens of a running request whose KV is final. Steps in flight may yet fail, and take with them the KV that
+        they load or share with an admission."""
         state = request._state
         count = state.num_computed_tokens
         for record in self.records:

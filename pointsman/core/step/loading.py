@@ -1,9 +1,9 @@
 """Asynchronous loads of KV: a request is parked, holds blocks, and returns to the queue.
 
-start      the head of the queue gets its blocks and is parked; the output requests the load from the host
+start      the head of the queue gets its blocks and is parked; the output asks the host to load them
 done       blocks loaded without a gap are kept, the others released; the request returns to its place
-expire     a load that takes too long: the request continues without it, or finishes. Its blocks stay held
-roll_back  the step that started it is void: the request returns to its place without the blocks
+expire     a load exceeds its timeout: the request continues without it, or finishes. The blocks stay held
+roll_back  the step that started a load is void: the request returns to its place without the blocks
 forget     the prefix cache was reset: every request releases its loaded blocks
 """
 
@@ -28,7 +28,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class Loading:
-    """Moves requests into loads and out of them."""
+    """Parks requests for their loads, and returns them to the queue."""
 
     def __init__(
         self, config: SchedulerConfig, kv: KVCacheManager, table: RequestTable, transfers: Transfers, events: Events
@@ -41,19 +41,19 @@ class Loading:
         self._events = events
 
     def open(self, preemptor: Request | None, now: float) -> None:
-        """A step begins to check the queue."""
+        """Note that a step begins to check the queue."""
         self._transfers.open(preemptor, now)
 
     def admit(self, request: Request, grant: Grant, record: StepRecord, blocks: Int64Array) -> None:
-        """A request is admitted with external tokens, which are loaded already or by this step."""
+        """Admit a request with external tokens, which are loaded already or by this step."""
         if request._state.holding is not None:
             self._transfers.hand_over(request)
         else:
             record.loaded(self._load(request, grant, blocks, record.now))
 
     def _load(self, request: Request, grant: Grant, blocks: Int64Array, now: float) -> Load:
-        """The output's load for the external tokens of a grant, of the request that was admitted last; its block table
-        starts with `blocks`, where it has one."""
+        """The output's load for the external tokens of a grant. The request was just admitted; its block table, if any,
+        starts with `blocks`."""
         kv, match = self._kv, grant.match
         table, is_local = self._entered(grant, blocks)
         is_new = ~is_local & (table != kv.pool.num_blocks)
@@ -77,13 +77,13 @@ class Loading:
         )
 
     def _entered(self, grant: Grant, blocks: Int64Array) -> tuple[Int64Array, BoolArray]:
-        """The tables [groups, blocks] up to the last external token, and which blocks of them are local."""
+        """The tables [groups, blocks] up to the last external token, and a mask of the local blocks."""
         count = (grant.match.num_tokens + grant.num_external_tokens) // self._kv.block_size
         table, is_local = self._kv.entered(blocks, len(grant.match.blocks))
         return table[:, :count], is_local[:, :count]
 
     def start(self, request: Request, grant: Grant, record: StepRecord) -> None:
-        """Move the head of the queue to its parked state, with blocks."""
+        """Park the head of the queue, with blocks, and request its load."""
         blocks = self._kv.admit(request, grant.match, grant.num_cached_tokens, record.now)
         load = self._load(request, grant, blocks, record.now)
         self._table.park(request, ParkReason.REMOTE_KVS, record.now)
@@ -92,11 +92,11 @@ class Loading:
         record.loaded(load)
 
     def done(self, transfer_id: int, num_tokens: int | None, failed_blocks: list[int], now: float) -> Request | None:
-        """A transfer has finished. Returns the request that it finished with an error, if any.
+        """End a transfer. Returns the request that finishes with an error because of it, if any.
 
         Raises:
             UnknownTransfer: there is no such transfer.
-            ValueError: it does not have that number of tokens, or those blocks.
+            ValueError: the transfer does not have that number of tokens, or those blocks.
         """
         holding = self._transfers.require(transfer_id)
         num_places = self._num_usable(holding, num_tokens, failed_blocks)
@@ -119,7 +119,7 @@ class Loading:
         return None
 
     def _num_usable(self, holding: Holding, num_tokens: int | None, failed_blocks: list[int]) -> int:
-        """How many blocks of each table the request of a load can continue after, now that the load has ended."""
+        """Number of leading blocks of each table that a request can use after its load has ended."""
         load, size = holding.load, self._kv.block_size
         if load is None:
             return 0
@@ -152,20 +152,20 @@ class Loading:
                 self._give_up(request, f"loading its KV took longer than {self._timeout} s", now)
 
     def roll_back(self, record: StepRecord, now: float) -> None:
-        """Release what a void step loads, or has loaded meanwhile: it may follow blocks that the step computes."""
+        """Release the blocks that a void step loads or has loaded: they may follow blocks that the step computes."""
         for load in reversed(record.loads):
             holding = load.request._state.holding
             if holding is not None and holding.load is load:
                 self._let_go(load.request, now)
 
     def forget(self, now: float) -> None:
-        """After a reset no waiting request uses older KV, and the connector offers none."""
+        """After a reset: waiting requests drop loaded KV, and the connector offers no older KV."""
         for request in self._transfers.holders():
             self._let_go(request, now)
         self._transfers.connector.reset()
 
     def _let_go(self, request: Request, now: float) -> None:
-        """It no longer waits, and holds no blocks."""
+        """Release the request's blocks; it no longer waits for a load."""
         self._transfers.let_go(request)
         if request.status.is_parked:
             self._table.ready(request, now)

@@ -1,11 +1,17 @@
-"""Part 1 of the step, priority preemption: are running requests preempted for a more urgent waiting one?
+"""Part 1 of the step, priority preemption: preempts running requests for a more urgent waiting one.
 
-For a sequence slot, a slot for its adapter or blocks, and only if a dry run shows that it would then be admitted: a
-sequence slot, an adapter slot, the embeddings for its next token, a token of budget beside what the other running rows
-take, step time beside those that are as urgent, and its blocks beside what the other rows need in this step, counting
-only blocks that no other request holds. The fewest are preempted, the least urgent first; for an adapter slot, all
-requests of the adapter that has fewest. A step does this for one request, the head of the queue, also where it would be
-skipped; only that request is admitted in the step, and drafts take nothing of what was freed for it.
+It frees a sequence slot, a slot for the request's adapter, or blocks, and only if a dry run shows that the request
+would then be admitted. For that it needs:
+
+    slots         a sequence slot, and an adapter slot
+    embeddings    for its next token
+    budget        one token beside those of the other running rows
+    step time     beside the rows that are as urgent
+    blocks        beside those that the other rows need in this step; only blocks that no other request holds count
+
+As few requests as possible are preempted, the least urgent first; for an adapter slot, all requests of the adapter
+that has fewest. A step does this only for the head of the queue, even if the head would be skipped. Only the head is
+admitted in the step, and drafts take none of the blocks that were freed for it.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class PriorityPreemption:
-    """The dry run at the start of a step."""
+    """Chooses victims by a dry run at the start of a step."""
 
     def __init__(
         self,
@@ -51,7 +57,8 @@ class PriorityPreemption:
         self._failed_attempt: tuple[Request, Members, int, int, tuple[int, ...]] | None = None
 
     def choose(self, head: Request) -> list[Request]:
-        """The running requests to preempt for `head`, least urgent first; empty if none is needed, or none helps."""
+        """The running requests to preempt for `head`, least urgent first; empty if no preemption is needed, or none
+        helps."""
         batch, members = self._batch, self._batch.members
         priority = batch.priority[members.rows]
         less_urgent = (priority > head.priority).nonzero()[0]
@@ -59,19 +66,19 @@ class PriorityPreemption:
             return []
         if self._admission.lacks_step_time(head, members.rows[priority <= head.priority]):
             return []
-        # Least urgent first, and among equals the one admitted last.
+        # Least urgent first; among equals, the request admitted last first.
         candidates = less_urgent[np.lexsort((less_urgent, priority[less_urgent]))][::-1]
         vacate = self._admission.gates.adapters.to_vacate(head, members.requests, candidates.tolist())
         if vacate is None:
             return self._give_up(head)
-        if vacate:  # all of them are preempted, first
+        if vacate:  # these are all preempted, first
             others = candidates[~np.isin(candidates, vacate)]
             candidates = np.concatenate([np.array(vacate, dtype=np.int64), others])
         trial = Trial(self._config, batch, self._kv, self._running, self._admission, head)
-        if not vacate and trial.has_room(candidates[:0]):
-            self._drafts.forget()  # they would take those blocks
+        if not vacate and trial.has_slot_and_blocks(candidates[:0]):
+            self._drafts.forget()  # they would take blocks that the head needs
             return []
-        if not trial.has_room(candidates):
+        if not trial.has_slot_and_blocks(candidates):
             return self._give_up(head)
         if not trial.has_budget(candidates):
             return []
@@ -79,7 +86,7 @@ class PriorityPreemption:
         low, high = max(len(vacate) - 1, 0), len(candidates)
         while high - low > 1:
             middle = (low + high) // 2
-            if trial.has_room(candidates[:middle]) and trial.has_budget(candidates[:middle]):
+            if trial.has_slot_and_blocks(candidates[:middle]) and trial.has_budget(candidates[:middle]):
                 high = middle
             else:
                 low = middle
@@ -89,8 +96,7 @@ class PriorityPreemption:
         return [members.requests[index] for index in candidates[:high].tolist()]
 
     def is_idle(self, head: Request) -> bool:
-        """Whether nothing is tried for `head`, in this step and in those after it, while every running request decodes
-        and nothing else happens."""
+        """Whether no preemption is tried for `head` in this and later steps, while running requests only decode."""
         return self._is_futile(head, (self._batch.priority[self._batch.members.rows] > head.priority).nonzero()[0])
 
     def _is_futile(self, head: Request, less_urgent: Int64Array) -> bool:
@@ -99,11 +105,11 @@ class PriorityPreemption:
         return len(less_urgent) == 0 or bool(head.num_pending) or is_crowded or self._failed_before(head)
 
     def forget(self) -> None:
-        """The priority of a request changed: what failed before may succeed."""
+        """Forget the failed attempt: a priority changed, so it may now succeed."""
         self._failed_attempt = None
 
     def _give_up(self, head: Request) -> list[Request]:
-        """No preemption helps `head`; until something changes it need not be tried again."""
+        """Note that no preemption helps `head`; it is not tried again until something changes."""
         self._failed_attempt = (
             head,
             self._batch.members,
@@ -114,8 +120,8 @@ class PriorityPreemption:
         return []
 
     def _failed_before(self, head: Request) -> bool:
-        """No request left, nothing was published and no reserve changed since the failed attempt for `head`, so it
-        would fail again."""
+        """Whether an attempt for `head` failed, and no request left, nothing was published and no reserve changed
+        since."""
         if self._failed_attempt is None:
             return False
         request, members, *counts = self._failed_attempt
@@ -128,7 +134,7 @@ class PriorityPreemption:
 
 
 class Trial:
-    """Would the head be admitted without some running rows? What does not depend on the rows is computed once."""
+    """Checks whether the head would be admitted without some of the running rows."""
 
     def __init__(
         self,
@@ -145,16 +151,16 @@ class Trial:
         self._admission = admission
         self._head = head
         self._num_waiting = admission.num_waiting
-        # At most: rows that stay may want more when those that are preempted leave more embeddings.
+        # An upper bound: rows that stay may advance further when preempted rows free embeddings.
         _, self._want = running.wants(with_drafts=False, alone=True)
         self._needed = running.blocks_needed(self._want, batch.members.rows)
         self._match: Match = kv.look_up(head)
 
     def has_budget(self, gone: Int64Array) -> bool:
-        """Whether the step has tokens for the head beside those of the remaining rows, and a place for its prefill.
+        """Whether the step has tokens for the head beside the remaining rows, and a place for its prefill.
 
-        `gone` are positions in admission order. With chunking off, as if nothing were cached: the other rows' blocks
-        may evict the head's cached prefix.
+        `gone` are positions in admission order. With chunking off, the head counts as uncached: the other rows' blocks
+        may evict its cached prefix.
         """
         admission, head = self._admission, self._head
         budget = admission.budget.tokens - int(self._want[self._stays(gone)].sum())
@@ -165,11 +171,11 @@ class Trial:
                 return False
         if budget < (head.num_tokens if admission.gates.budget.may_have_to_fit(head) else 1):
             return False
-        start = self._match.num_tokens  # its first chunk must reach a position where it may end
+        start = self._match.num_tokens  # its first chunk must reach a position where a chunk may end
         return self._kv.cut(head, start, min(budget, head.num_tokens - start), admission.budget.tokens) > 0
 
-    def has_room(self, gone: Int64Array) -> bool:
-        """Whether there is a sequence slot for the head, and its blocks with every reserve."""
+    def has_slot_and_blocks(self, gone: Int64Array) -> bool:
+        """Whether there are a sequence slot and blocks for the head, with every reserve."""
         kv, batch, head = self._kv, self._batch, self._head
         stays = self._stays(gone)
         num_running = int(np.count_nonzero(stays))
@@ -179,11 +185,11 @@ class Trial:
         freed = int(np.count_nonzero(kv.pool.num_references[blocks] == dropped))
         free = kv.pool.num_free + freed - int(self._needed[stays].sum())
         full = kv.num_blocks_of_whole(head, self._match)
-        if not kv.has_tables:  # of what it gives back while it is computed, its first chunk may need more at once
+        if not kv.has_tables:  # blocks return to the pool during the prefill; its first chunk may need more at once
             most = min(head.num_tokens, self._match.num_tokens + self._config.max_num_batched_tokens)
             full = max(full, kv.num_blocks_to_start(head, self._match, most))
         full -= 0 if self._admission.gates.budget.asks_whole else self._still_held(blocks, dropped)
-        # The first chunk is assumed to be the whole: blocks that victims publish may make it larger than it is now.
+        # The first chunk is assumed to be the whole prompt: blocks that victims publish may make it larger than now.
         demand = Demand(full, full, self._owed(stays), num_running > 0, self._num_waiting + len(gone))
         return free >= self._admission.gates.reserves.required_blocks(head, demand)
 
@@ -199,7 +205,7 @@ class Trial:
         return stays
 
     def _references_of(self, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """The blocks of some rows, sorted, and how many of those rows hold each."""
+        """The blocks of some rows, sorted, and for each block how many of the rows hold it."""
         kv, batch = self._kv, self._batch
         tables = [kv.table(batch, row) for row in rows.tolist()]
         blocks = np.sort(np.concatenate([NO_BLOCKS, *tables]))  # not by `unique`, see `Members.may_stop`
@@ -207,7 +213,7 @@ class Trial:
         return blocks[starts], np.diff(starts, append=len(blocks))
 
     def _still_held(self, blocks: Int64Array, dropped: Int64Array) -> int:
-        """How many of the head's matched blocks another request still holds when those references are dropped."""
+        """How many of the head's matched blocks other requests still hold after these references are dropped."""
         matched = self._match.blocks
         left = self._kv.pool.num_references[matched].astype(np.int64)
         at = np.searchsorted(blocks, matched)
@@ -217,7 +223,7 @@ class Trial:
         return int(np.count_nonzero(left))
 
     def _owed(self, stays: npt.NDArray[np.bool_]) -> int:
-        """Blocks that the remaining rows are owed once this step's share has been allocated."""
+        """Blocks that the remaining rows still need after this step's allocation."""
         batch = self._batch
         rows = batch.members.rows
         whole = self._kv.num_blocks_owed(batch, rows)

@@ -1,13 +1,13 @@
 """Prompts that arrive in parts: a request may be extended until it finishes (vLLM's streaming input).
 
-A part is tokens, and the maximum number of tokens to generate before the next part; 0: they are only computed. When a
-part is complete (computed, or its output finished by a stop token, `max_tokens` or a repetition), the request takes the
-next one, if that was given already, or waits for it: parked, without blocks, and without a row. So waiting requests
-never keep others from running. What they have computed stays in the prefix cache for the next part, unless it is
+A part has tokens, and the maximum number of tokens to generate before the next part; 0: the part is only computed. A
+part is complete when it is computed, and its output was ended by a stop token, `max_tokens` or a repetition. Then the
+request takes the next part if it has arrived. Otherwise the request waits for it: parked, without blocks and without a
+row, so that it does not keep others from running. Its KV stays in the prefix cache for the next part, unless it is
 evicted.
 
-Taking a part makes a longer prompt: the prompt so far, the output that was generated for it without its last token,
-which was sampled and never computed (as in vLLM), and the part's own tokens.
+Taking a part makes a longer prompt: the prompt so far; its output without the last token, which was sampled and never
+computed (as in vLLM); and the part's own tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PromptParts:
         more: bool,
         max_tokens: int,
     ) -> Part:
-        """The next part of a request's prompt.
+        """Add the next part of a request's prompt.
 
         Raises:
             InvalidTransition: its prompt is complete.
@@ -59,7 +59,7 @@ class PromptParts:
             raise InvalidTransition(f"request {name!r} expects no more input; add it with more_input=True")
         part = _read_part(name, token_ids, max_tokens, encoder_inputs)
         if more and not len(part.token_ids):
-            raise RequestRefused(f"request {name!r}: a part without tokens; give some, or say that it is the last")
+            raise RequestRefused(f"request {name!r}: a part without tokens; give some, or make it the last part")
         length = request.num_prompt_tokens + sum(len(one.token_ids) for one in [*request._state.parts, part])
         why = too_long(self._config, self._kv, request, length, part.max_tokens)
         why = why or encoder_inputs_fit(self._config, part.encoder_inputs, whole=False)
@@ -71,7 +71,7 @@ class PromptParts:
         return part
 
     def is_part(self, end: End) -> bool:
-        """Whether `end` ends a part of the request, and not the request."""
+        """Whether `end` ends a part of the request and not the request itself."""
         request = end.request
         if not request.more_input and not request._state.parts:
             return False
@@ -80,7 +80,7 @@ class PromptParts:
         return end.reason in (FinishReason.STOP, FinishReason.REPETITION)
 
     def complete(self, request: Request, now: float) -> None:
-        """A request's part is complete: it takes the next one, or waits for it. Samples in flight are dropped."""
+        """Complete a part: the request takes the next one, or waits for it. Samples in flight are dropped."""
         if not request.status.is_parked:
             self._table.park(request, ParkReason.STREAMING_REQ, now, is_done=True)
         self._table.disown_steps_in_flight(request)
@@ -89,7 +89,7 @@ class PromptParts:
             self._take(request, now)
 
     def ready(self, request: Request, now: float) -> bool:
-        """Whether a parked request may be queued; what else it waited for is available.
+        """Whether a parked request may be queued, now that what it was parked for is available.
 
         Raises:
             InvalidTransition: it waits for input alone.
@@ -102,8 +102,8 @@ class PromptParts:
         return False
 
     def _take(self, request: Request, now: float) -> None:
-        """Extend the prompt of the request, whose part is complete, by the given parts: the next one, and those after
-        parts for which nothing is generated. It then continues, unless its length limit is reached.
+        """Extend the prompt by the next arrived part, and further ones up to the first that generates output. The
+        request then continues, unless its length limit is reached.
         """
         tokens = [request.prompt_token_ids, request.output_token_ids[:-1]]
         inputs = list(request.encoder_inputs)

@@ -6,7 +6,7 @@
         +--> parked <----park-----+
 
 A request is in exactly one place. Finished and preempted requests are kept until the next output reports them to the
-workers; the id of a finished request is in use until then.
+workers. Until then the id of a finished request stays in use.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class RequestTable:
         self.num_arrivals = 0
         """Changes whenever a request enters it."""
         self.next_serial = next_serial
-        """Of the next admission."""
+        """Serial of the next admission."""
         self._next_sequence_number = 1
-        self._num_losses = 0  # of rows, by requests that had not finished
+        self._num_losses = 0  # number of times that an unfinished request lost its row
 
     # ------------------------------------------------------------------ looking up
 
@@ -105,7 +105,7 @@ class RequestTable:
         return request
 
     def require_parked(self, request_id: str) -> Request:
-        """The request with this id, for which `ready` may be called.
+        """The parked request with this id, for which `ready` may be called.
 
         Raises:
             UnknownRequest: there is none.
@@ -134,7 +134,7 @@ class RequestTable:
     # ------------------------------------------------------------------ into the queue, and parked
 
     def add(self, request: Request, park: ParkReason | None, now: float) -> None:
-        """A new request is queued, or parked."""
+        """Queue or park a new request."""
         request._state.added(self._next_sequence_number)
         self._next_sequence_number += 1
         self.requests[request.request_id] = request
@@ -155,7 +155,7 @@ class RequestTable:
     def park(self, request: Request, reason: ParkReason, now: float, *, is_done: bool = False) -> None:
         """Move a request out of the queue, or off its row, until `ready`. If it is parked, only the reason changes.
 
-        `is_done`: its row had nothing more to do, so this is not a preemption.
+        `is_done`: the row had no more tokens to compute, so this is not a preemption.
         """
         self._let_go(request)
         if request.status is RequestStatus.RUNNING:
@@ -168,7 +168,7 @@ class RequestTable:
         self._park_idle(request, reason, now)
 
     def set_priority(self, request: Request, priority: int) -> None:
-        """Change the priority; a queued request changes its place."""
+        """Change the priority; a queued request moves to its new place."""
         queued = request in self.queue
         if queued:
             self.leave_queue(request)
@@ -181,11 +181,11 @@ class RequestTable:
             self._batch.priority[state.row] = priority
 
     def note_blocked(self, skipped: list[Request], blocker: Request | None) -> None:
-        """Which requests the newest step skipped, in order, and which one blocked the queue behind them."""
+        """Note the requests that the newest step skipped, in order, and the one behind them that blocked the queue."""
         self.skipped, self.blocker = skipped, blocker
 
     def leave_queue(self, request: Request) -> None:
-        """Remove a request from the queue; why it waited in the newest step no longer matters."""
+        """Remove a request from the queue, and from the notes about the newest step."""
         self.queue.remove(request)
         self.num_departures += 1
         if request is self.blocker:
@@ -196,7 +196,7 @@ class RequestTable:
     # ------------------------------------------------------------------ onto a row, and off it
 
     def admit(self, request: Request, grant: Grant, num_slots: int, now: float) -> int:
-        """Move a request, which was the head of the queue, to a new row; returns the row."""
+        """Move the former head of the queue to a new row; returns the row."""
         self.num_departures += 1
         resumed = request._state.status is RequestStatus.PREEMPTED
         request._state.admitted(self.next_serial, grant.num_cached_tokens)
@@ -225,10 +225,10 @@ class RequestTable:
             self._queue_again(request, now)
 
     def sample_again(self, requests: list[Request], now: float) -> None:
-        """The oldest step in flight has no token for these requests: they begin again at the tokens that they have.
+        """Restart these requests at their known tokens: the oldest step in flight has no sample for them.
 
-        A later step in flight computes a token after the one that is missing, so what it samples is dropped, and a
-        running request leaves its row: then every host and every KV block knows where it stands.
+        A later step in flight computes the token after the missing one, so its sample is dropped. Running requests
+        leave their rows, so that hosts and KV blocks need no special case.
         """
         running = [request for request in requests if request.row is not None]
         self._lose_rows(running, PreemptionCause.UNSAMPLED, now)
@@ -246,7 +246,7 @@ class RequestTable:
             self._queue_again(request, now)
 
     def roll_back(self, admitted: AdmittedRequest, now: float) -> None:
-        """Undo an admission of a failed step, if it is still valid: the request returns to its place in the queue."""
+        """Undo an admission of a failed step, if the request still runs by it: it returns to its place in the queue."""
         request = admitted.request
         state = request._state
         if state.serial != admitted.serial or state.status is not RequestStatus.RUNNING:
@@ -287,7 +287,7 @@ class RequestTable:
         batch.leave(requests, self._steps.newest_step_id)
 
     def disown_steps_in_flight(self, request: Request) -> None:
-        """Drop what steps in flight still compute for a request without a row."""
+        """Drop the samples of steps in flight for a request without a row."""
         request._state.drop_in_flight(self.next_serial)
         self.next_serial += 1
 
@@ -298,7 +298,7 @@ class RequestTable:
         running = [end for end in ends if end.request._state.status is RequestStatus.RUNNING]
         sound = [end.request for end in running if end.reason is not FinishReason.ERROR]
         if self._transfers is not None:
-            self._hold_what_is_sent(sound, self._transfers)
+            self._hold_blocks_being_sent(sound, self._transfers)
         self._release_rows(sound, now, is_finished=True)
         if len(sound) < len(running):
             failed = [end.request for end in running if end.reason is FinishReason.ERROR]
@@ -317,7 +317,7 @@ class RequestTable:
 
     @property
     def has_reports(self) -> bool:
-        """Whether the next output says that requests were preempted or have finished: a connector's host needs it."""
+        """Whether the next output reports preempted or finished requests, which a connector's host needs."""
         return bool(self.preempted or self.finished)
 
     def take_reports(self) -> tuple[Sequence[Request], Sequence[Request]]:
@@ -332,7 +332,7 @@ class RequestTable:
         return preempted, finished
 
     def repeat_reports(self, void: list[StepRecord]) -> None:
-        """The outputs of these steps, newest first, are void: the next one reports again what they reported."""
+        """Report again, in the next output, all that the outputs of these void steps (newest first) reported."""
         outputs = [record.output for record in reversed(void) if record.output is not None]
         self.preempted = _distinct([*(request for output in outputs for request in output.preempted), *self.preempted])
         self.finished = _distinct([*(request for output in outputs for request in output.finished), *self.finished])
@@ -348,17 +348,17 @@ class RequestTable:
         publish: bool = True,
         need: Need | None = None,
     ) -> None:
-        """`cause` None: the row had nothing more to do."""
+        """Take requests off their rows. `cause` None: the row had no more tokens to compute."""
         self._release_rows(requests, now, publish=publish)
         self._num_losses += len(requests)
         for index, request in enumerate(requests):
-            request._state.lost_row(self._num_losses - index, cause)  # of several, the first resumes first
+            request._state.lost_row(self._num_losses - index, cause)  # the first of several resumes first
             if cause is not None:
                 self._report_preempted(request, cause, need, now)
         self.preempted += requests
 
     def _report_preempted(self, request: Request, cause: PreemptionCause, need: Need | None, now: float) -> None:
-        """A request has lost its row; how it recovers is decided here."""
+        """Decide how a request that lost its row recovers its KV, and report the preemption."""
         state = request._state
         cached = min(state.lost_tokens, self._kv.num_findable_tokens(request))
         swaps = self._swap is not None and cause is not PreemptionCause.RESET
@@ -389,7 +389,7 @@ class RequestTable:
             method(request, now)
 
     def _unpark(self, request: Request) -> None:
-        """A parked request gets its former status: waiting, or preempted if it ever ran."""
+        """Give a parked request its former status: waiting, or preempted if it ever ran."""
         state = request._state
         state.transition(RequestStatus.PREEMPTED if state.serial else RequestStatus.WAITING)
 
@@ -402,13 +402,13 @@ class RequestTable:
             self.leave_queue(request)
 
     def _let_go(self, request: Request) -> None:
-        """Release the blocks that it holds without a row."""
+        """Release the blocks that the request holds without a row."""
         if request._state.holding is not None:
             assert self._transfers is not None
             self._transfers.let_go(request)
 
-    def _hold_what_is_sent(self, requests: list[Request], transfers: Transfers) -> None:
-        """Before their rows are released: hold blocks that are still being sent."""
+    def _hold_blocks_being_sent(self, requests: list[Request], transfers: Transfers) -> None:
+        """Hold blocks that are still being sent, before their rows are released."""
         for request in requests:
             row = request._state.row
             assert row is not None
@@ -418,5 +418,5 @@ class RequestTable:
 
 
 def _distinct(requests: Iterable[Request]) -> list[Request]:
-    """Each once, in the order of first occurrence."""
+    """Each request once, in order of first occurrence."""
     return list(dict.fromkeys(requests))

@@ -1,4 +1,4 @@
-"""Rolls back steps that could not be executed."""
+"""Rewind: rolls back steps that could not be executed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pointsman.core.step.loading import Loading
 from pointsman.core.step.request_table import RequestTable
 
 
-def take_back(
+def roll_back(
     void: list[StepRecord],
     steps: StepsInFlight,
     batch: Batch,
@@ -20,7 +20,7 @@ def take_back(
     loading: Loading | None,
     now: float,
 ) -> None:
-    """Roll back these steps, which are no longer in flight, newest first."""
+    """Roll back steps, newest first, that are no longer in flight."""
     for record in void:
         rewind(record, batch, kv, table, now)
         if loading is not None:
@@ -35,7 +35,7 @@ def take_back(
 
 
 def rewind(record: StepRecord, batch: Batch, kv: KVCache, table: RequestTable, now: float) -> None:
-    """Roll back one void step; later ones are rolled back already."""
+    """Roll back one void step. Later steps are rolled back already."""
     kv.undo(record.journal)
     for admission in reversed(record.admitted):
         table.roll_back(admission, now)

@@ -1,19 +1,19 @@
-"""Part 2 of the step: how many tokens each running request advances, computed for all rows at once.
+"""Part 2 of the step: decides how many tokens each running request advances, for all rows at once.
 
-A row wants `num_tokens + num_pending - num_computed_tokens` tokens: known tokens and samples in flight, less computed
-ones; and its waiting drafts (`drafts.py`). A step shares out tokens and blocks, and then commits to it (`_commit`):
+A row asks for `num_tokens + num_pending - num_computed_tokens` tokens (known tokens and samples in flight, less
+computed ones) and for its waiting drafts (`drafts.py`). A step distributes tokens and blocks, then commits the result.
+There are two ways:
 
-    steady    every row decodes one token, and verifies its drafts if it has some: no flags, budget and blocks suffice
-    general   limits, the budget by one cumulative sum, and the blocks of all rows that lack some
+    steady    every row decodes one token and verifies its drafts, if any: no flags, enough budget and blocks
+    general   limits, the budget by one cumulative sum, and blocks for all rows that lack some
 
-Where blocks run out, one request is preempted, and tokens and blocks are shared out again among the others. Which one
-the victim policy chooses (`policy/victim.py`); `RequestTable.preempt` takes it off its row.
+When blocks run out, one request is preempted, and tokens and blocks are distributed again among the others. The victim
+policy chooses the request (`policy/victim.py`); `RequestTable.preempt` takes it off its row.
 
-Where `shortage` is "in-order" or "look-ahead", `InOrder` does that another way: rows get their tokens and blocks one
-after the other, as in the systems that the presets are named after. There a row keeps what it got, blocks that a victim
-releases help only the row that asks and those behind it; when the row that asks is itself preempted, none behind it
-runs in this step (`own_preemption_ends_step`). The walk is used only if blocks run out; while they suffice, both give
-the same result.
+If `shortage` is "in-order" or "look-ahead", `InOrder` handles the shortage: rows get their tokens and blocks one after
+the other, as in the systems that the presets are named after. A row keeps its tokens and blocks. Blocks that a victim
+releases help only the asking row and the rows behind it. If the asking row is itself preempted, no row behind it runs
+in this step (`own_preemption_ends_step`). While blocks suffice, both ways give the same result.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class Preempt(Protocol):
-    """Preempts a running request, at a time."""
+    """Preempts a running request at the given time."""
 
     def __call__(self, request: Request, cause: PreemptionCause, need: Need, now: float, /) -> None: ...
 
 
 class Advance(NamedTuple):
-    """What the running rows compute in a step: the first part of a `SchedulerOutput`, field by field."""
+    """The work of the running rows in a step: the first part of a `SchedulerOutput`, field by field."""
 
     requests: tuple[Request, ...]
     rows: Int64Array
@@ -69,7 +69,7 @@ class Advance(NamedTuple):
     preempted: bool = False
     """Whether a request was preempted for memory."""
     unpublished: Sequence[Request] = ()
-    """Requests that compute prompt tokens, whose blocks are to be published."""
+    """Requests that compute prompt tokens; their blocks must be published."""
 
     def num_pending(self) -> Int64Array:
         """As `SchedulerOutput.num_pending`."""
@@ -77,10 +77,10 @@ class Advance(NamedTuple):
 
 
 class Running:
-    """The running part of a step."""
+    """Advances the running rows in a step."""
 
     _replans = True
-    """Whether a preemption for blocks recomputes what all other rows get, as if the victim had never run."""
+    """Whether a preemption for blocks recomputes the step for all other rows, without the victim."""
 
     def __init__(
         self,
@@ -101,16 +101,16 @@ class Running:
         self._view = view
         self._drafts = drafts
         self.steady_allowed = not any(limit.limits_decode for limit in limits)
-        """Whether no limit must be asked where every row decodes one token."""
+        """Whether no limit need be called when every row decodes one token."""
         self.steady_rows = budget.full
-        """With more rows, not all of them can decode in a step."""
+        """Maximum number of rows that can all decode in one step."""
         self._speculates = config.num_draft_tokens > 0
-        self._most_in_flight = config.max_steps_in_flight - 1  # samples of a row, while a step is scheduled
+        self._max_in_flight = config.max_steps_in_flight - 1  # samples of a row, while a step is scheduled
         limited = any(limit.limits_drafts for limit in limits)
         self._steady_drafts_allowed = not limited and config.num_draft_tokens < config.block_size
 
     def advance(self, in_flight: bool, preempt: Preempt) -> Advance:
-        """Decide, and commit, what every running row computes; `preempt` is called for each victim."""
+        """Decide and commit the tokens of every running row; `preempt` is called for each victim."""
         preempted = False
         while self._is_steady(in_flight):
             advance = self._advance_steadily(in_flight, preempted)
@@ -123,7 +123,7 @@ class Running:
         return self._settle(*self.wants(with_drafts=True), preempt)
 
     def rest(self) -> Advance:
-        """No row computes anything."""
+        """An advance without rows."""
         members = self._batch.members
         nothing = members.rows[:0]
         none, no_drafts = members.trues[:0], members.zeros[:0]
@@ -134,10 +134,11 @@ class Running:
     def wants(
         self, *, with_drafts: bool, alone: bool = False, only_prefills: bool = False
     ) -> tuple[Int64Array, Int64Array]:
-        """[rows] tokens that each row lacks, and what the limits allow of them, before the budget. 0: nothing to do.
+        """[rows] tokens that each row lacks, and [rows] tokens that the limits allow it, before the budget. 0: nothing
+        to do.
 
-        `with_drafts`: the second includes waiting drafts. `alone`: ignore shared limits, which gives the maximum.
-        `only_prefills`: rows that decode get nothing, so that no limit leaves tokens for them.
+        `with_drafts`: the second array includes waiting drafts. `alone`: ignore shared limits, which gives an upper
+        bound. `only_prefills`: decoding rows get 0, so that no limit leaves tokens for them.
         """
         batch, members = self._batch, self._batch.members
         rows = members.rows
@@ -145,7 +146,7 @@ class Running:
         lacks = expected - batch.num_computed_tokens[rows]
         lacks[expected >= members.token_limit] = 0  # its last token is in flight
         if self._speculates:
-            np.maximum(lacks, 0, out=lacks)  # drafts in flight: it is not known where the row continues
+            np.maximum(lacks, 0, out=lacks)  # drafts in flight: where the row continues is unknown
         want = lacks.copy()
         if with_drafts and self._drafts.waiting:
             want += self._drafts.wanted(rows)
@@ -161,11 +162,11 @@ class Running:
         return self._kv.num_blocks_to_grow(self._batch, rows, want)
 
     def num_owed_of(self, row: int) -> int:
-        """Blocks that a row still needs for tokens it already has."""
+        """Blocks that a row still needs for its known tokens."""
         return self._kv.num_owed_of(self._batch, row)
 
     def num_owed_blocks(self) -> int:
-        """Blocks that rows with a partial prefill still need for tokens they already have."""
+        """Blocks that rows with a partial prefill still need for their known tokens."""
         batch = self._batch
         if batch.num_prefilling == 0:
             return 0
@@ -176,7 +177,7 @@ class Running:
     # ------------------------------------------------------------------ steady
 
     def _is_steady(self, in_flight: bool) -> bool:
-        """Whether every row may decode one token, and verify its waiting drafts, if there are blocks."""
+        """Whether every row may decode one token and verify its waiting drafts, provided that blocks suffice."""
         batch, drafts = self._batch, self._drafts
         num_rows = len(batch.members.requests)
         if not self.steady_allowed or batch.num_prefilling or num_rows > self.steady_rows:
@@ -187,8 +188,7 @@ class Running:
         return not in_flight or (not self._speculates and self._may_run_ahead())
 
     def _advance_steadily(self, in_flight: bool, preempted: bool) -> Advance | None:
-        """Every row decodes one token, and verifies its waiting drafts. None, with nothing changed: there are too few
-        blocks."""
+        """Let every row decode one token and verify its waiting drafts. None, with nothing changed: too few blocks."""
         batch, drafts = self._batch, self._drafts
         members = batch.members
         rows = members.rows
@@ -229,8 +229,8 @@ class Running:
         return advance
 
     def advance_steps(self, num_steps: int) -> tuple[Advance, Int64Array]:
-        """Every row decodes one token in each of `num_steps` steps, for which there are blocks. Returns what the rows
-        compute in all of them, and the step, from 0, of each of their new blocks."""
+        """Let every row decode one token in each of `num_steps` steps, for which there are blocks. Returns the rows'
+        work in all steps together, and for each new block its step, from 0."""
         batch, members = self._batch, self._batch.members
         computed = batch.num_computed_tokens[members.rows]
         block_ids, block_rows, block_steps = self._kv.grow_for_steps(batch, members.rows, computed, num_steps)
@@ -240,28 +240,27 @@ class Running:
         return Advance(*of_rows, NO_TOKENS, block_ids, block_rows, num_steps * len(computed)), block_steps
 
     def _may_run_ahead(self) -> bool:
-        """Whether every row may decode while a sample of it is in flight: none of these brings it to its token
-        limit."""
+        """Whether every row may decode while its sample is in flight: no such sample reaches the row's token limit."""
         batch, members = self._batch, self._batch.members
         if batch.num_not_ahead:
             return False
-        if batch.min_tokens_left > self._most_in_flight:
+        if batch.min_tokens_left > self._max_in_flight:
             return True
         expected = batch.num_tokens[members.rows] + batch.num_pending[members.rows]
         return not (expected >= members.token_limit).any()
 
     def _free_blocks(self, preempt: Preempt) -> None:
-        """Every row decodes one token, and some rows lack a block: preempt one row."""
+        """Preempt one row, when every row decodes one token and some rows lack a block."""
         batch, rows = self._batch, self._batch.members.rows
         end = np.add.accumulate(self.blocks_needed(batch.ones[: len(rows)], rows))
         free = self._kv.pool.num_free
         self._preempt_for(int(rows[end.searchsorted(free, side="right")]), int(end[-1]) - free, preempt)
 
     def _preempt_for(self, asking: int, num_missing: int, preempt: Preempt) -> int:
-        """Preempt a request for the row `asking`, the first, in admission order, that does not get its blocks, where
-        `num_missing` are missing in all. Returns the victim's row."""
+        """Preempt a request for the row `asking`, the first in admission order that lacks blocks; `num_missing` blocks
+        are missing for all rows. Returns the victim's row."""
         self._view.num_missing_blocks = num_missing
-        members = self._batch.members  # without those that this step preempted before
+        members = self._batch.members  # without this step's earlier victims
         index = int((members.rows == asking).argmax())
         victim = self._victim.choose(self._view, index)
         need = Need(members.requests[index], num_missing, self._victim.name)
@@ -271,7 +270,7 @@ class Running:
     # ------------------------------------------------------------------ general
 
     def _settle(self, lacks: Int64Array, want: Int64Array, preempt: Preempt) -> Advance:
-        """Limits, budget and blocks for all rows that want some; victims are preempted before anything is committed."""
+        """Apply budget and blocks to `want`, and commit. Victims are preempted before anything is committed."""
         batch, members = self._batch, self._batch.members
         granted, needed, block_ids, preempted = self._share_out(lacks, want, preempt)
         requests, rows, serials = members.requests, members.rows, members.serials
@@ -299,7 +298,7 @@ class Running:
         granted: Int64Array,
         samples: BoolArray,
     ) -> list[Request]:
-        """Of these rows those with a partial prefill, which compute tokens of it, maybe the last ones."""
+        """Commit the rows with a partial prefill, whose last tokens may be among these; returns their requests."""
         batch, prefilling = self._batch, []
         for index in (batch.flags[rows] & PREFILLING).nonzero()[0].tolist():
             prefilling.append(requests[index])
@@ -312,7 +311,8 @@ class Running:
     def _share_out(
         self, lacks: Int64Array, want: Int64Array, preempt: Preempt
     ) -> tuple[Int64Array, Int64Array, IntArray, bool]:
-        """[rows] tokens and number of new blocks that each row gets, the blocks, and whether one was preempted."""
+        """Distribute tokens and blocks: [rows] tokens and [rows] number of new blocks, the blocks, and whether a
+        request was preempted."""
         members = self._batch.members
         preempted = False
         while True:
@@ -330,7 +330,7 @@ class Running:
             preempted = True
 
     def _give_up_drafts(self, rows: Int64Array, lacks: Int64Array, want: Int64Array) -> bool:
-        """Blocks are short: lower `want` so that drafts take no additional blocks. Returns whether it changed."""
+        """Lower `want`, when blocks are short, so that drafts take no additional blocks. Returns whether it changed."""
         batch = self._batch
         if not self._drafts.waiting:
             return False
@@ -341,7 +341,7 @@ class Running:
         return bool(lower.any())
 
     def _grow(self, members: Members, needed: Int64Array, granted: Int64Array) -> IntArray:
-        """New blocks for the rows that need some for what is granted, in row order; the pool has them."""
+        """Allocate new blocks to rows that need some for their granted tokens, in row order. The pool has enough."""
         short = needed.nonzero()[0]
         if not len(short):
             return NO_BLOCKS
@@ -350,7 +350,7 @@ class Running:
         return self._kv.grow(self._batch, rows, needed[short], ends)
 
     def _with_fewer_drafts(self, lacks: Int64Array, want: Int64Array) -> Int64Array:
-        """[rows] `want` with at most as many drafts for each row as leave a token of the budget for every row."""
+        """[rows] `want` with the number of drafts per row capped, so that every row gets a token of the budget."""
         if not self._drafts.waiting:
             return want
         known = np.minimum(lacks, want)
@@ -371,9 +371,9 @@ class Running:
 
 
 class InOrder(Running):
-    """Rows one after the other, see `SchedulerConfig.shortage`.
+    """Distributes blocks row by row, see `SchedulerConfig.shortage`.
 
-    It also bounds the rows of a step by `max_num_seqs`, where more may be running.
+    It also limits the rows of a step to `max_num_seqs`, as more may be running.
     """
 
     _replans = False
@@ -396,7 +396,7 @@ class InOrder(Running):
         self.steady_rows = min(self.steady_rows, self._max_rows)
 
     def advance_prefills(self, preempt: Preempt) -> Advance:
-        """As `advance`, only for rows whose known tokens are not all computed yet."""
+        """As `advance`, only for rows with uncomputed known tokens."""
         return self._settle(*self.wants(with_drafts=False, only_prefills=True), preempt)
 
     def advance_decodes(self, in_flight: bool, preempt: Preempt, *, was_preempted: bool) -> Advance:
@@ -428,7 +428,7 @@ class InOrder(Running):
         return self._walk(want, preempt)
 
     def _walk(self, want: Int64Array, preempt: Preempt) -> tuple[Int64Array, Int64Array, IntArray, bool]:
-        """Row by row, in admission order, while budget remains. Each takes its blocks at once."""
+        """Distribute row by row, in admission order, while budget remains. Each row takes its blocks at once."""
         batch, kv, members = self._batch, self._kv, self._batch.members
         position = {row: index for index, row in enumerate(members.rows.tolist())}
         granted = np.zeros_like(want)

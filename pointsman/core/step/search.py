@@ -1,11 +1,11 @@
-"""The search behind a request that lacks blocks, where a reserve lets others pass it (`policy/bypass.py`).
+"""Searches the queue behind a request that lacks blocks, if a reserve allows bypasses (`policy/bypass.py`).
 
 A step looks at up to 64 requests behind the head. Three ways lead to the same admissions:
 
-    repeat   nothing has changed that could admit one of them, or its reason: O(1)
-    scan     where the order can say who is next: what is remembered of each (`needs.py`) is compared with the free
-             blocks, the others are checked at their places. Only if one of them may be admitted it does not end here
-    loop     they are taken from the queue one after the other, and returned (`admission.py`)
+    repeat   no change could admit one of them, or change its reason: O(1)
+    scan     if the order can list the next requests: remembered needs (`needs.py`) are compared with the free blocks,
+             and the other requests are checked at their places. If one of them may be admitted, the loop follows
+    loop     the requests are taken from the queue one after the other, and returned (`admission.py`)
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from pointsman.core.step.needs import OPEN, OPEN_UNOWED, Levels, Need, Needs, Sh
 from pointsman.core.step.request_table import RequestTable
 
 MAX_SKIPPED = 64
-"""Maximum number of requests skipped in a step, which bounds the cost. The next one blocks the queue."""
+"""Maximum number of requests skipped in a step, to bound the cost. The next one blocks the queue."""
 
 
 @dataclass(slots=True)
 class KeptVerdict:
-    """Why a request was blocked, and what must change before it is checked again."""
+    """Why a request was blocked, and the state that must change before it is checked again."""
 
     request: Request
     key: tuple[Any, ...]
     shortage: Shortage | None
-    """None: it did not lack blocks."""
+    """None: the request did not lack blocks."""
     required_budget: int
 
 
 class Search:
-    """The search behind the head of the queue, in one step; and its result, for the steps after it.
+    """The search behind the head of the queue in one step, and its result for later steps.
 
     Args:
-        needs: what is remembered of requests; None: nothing is.
-        first: the first requests in the queue, in order, at most as many; None: the order must be asked for each.
+        needs: remembered needs of requests; None: none are remembered.
+        first: returns the first n requests of the queue, in order; None: the order must be asked for each.
     """
 
     def __init__(
@@ -60,30 +60,30 @@ class Search:
         self.needs = needs
         self._first = first
         self.head: KeptVerdict | None = None
-        """Why the head is skipped, if it and all that are skipped lack blocks."""
-        self._least = 0  # blocks with which one of those that were skipped would be admitted
-        self._num_arrivals = -1  # when the search ended without an admission
+        """Why the head is skipped, if the head and all skipped requests lack blocks."""
+        self._min_blocks = 0  # number of blocks with which a skipped request would be admitted
+        self._num_arrivals = -1  # at the end of a search without admissions
         self._skipped: list[Request] = []
         self._blocker: Request | None = None
-        self._passed: list[tuple[Request, int]] = []  # lacking blocks, with how many were admitted before it was asked
-        self._checked: Sequence[Request] = ()  # of those that were skipped, before the scan
-        self._shortfalls: list[Shortfall] = []  # of the newest search, if that was a scan
-        self._same: tuple[int, int, int, int] | None = None  # free and open blocks with which they have their reasons
+        self._passed: list[tuple[Request, int]] = []  # lacking blocks, with the number admitted before its check
+        self._checked: Sequence[Request] = ()  # skipped requests that were checked before the scan
+        self._shortfalls: list[Shortfall] = []  # of the newest search, if it was a scan
+        self._same: tuple[int, int, int, int] | None = None  # range of free and open blocks in which reasons stay
 
     def open(self) -> None:
-        """A step begins to check the queue, or has: what is asked next is asked of its head."""
+        """Reset to the head of the queue, before and after a step checks the queue."""
         self._bypass.open_queue()
         self._passed = []
         if self.needs is not None:
             self.needs.open()
 
     def is_done(self, kept: KeptVerdict) -> bool:
-        """Whether a search behind the head, which lacks blocks as `kept` says, would again find nobody."""
+        """Whether a search behind the head, which lacks blocks by the verdict `kept`, would again admit no request."""
         if self.head is not kept or self._num_arrivals != self._table.num_arrivals:
             return False
         free = self._pool.num_free
         num_open = self._bypass.num_open(free)
-        if num_open >= self._least:
+        if num_open >= self._min_blocks:
             return False
         if self.needs is not None and self._shortfalls:
             self._same = self._same or _same_reasons(self._shortfalls, self.needs.levels)
@@ -100,16 +100,16 @@ class Search:
         check: Callable[[Request, int], Need | None],
         defer: Callable[[Request, Deferral], None],
     ) -> bool:
-        """Whether nobody behind the head, which lacks blocks as `kept` says, and behind those that were skipped and
-        `popped`, is admitted: then the search is done.
+        """Whether no request behind the head, which lacks blocks by the verdict `kept`, and behind the skipped and
+        `popped` requests is admitted: then the search is done.
 
-        `check` checks a request that comes after so many others in the queue. It returns None if it is admitted, or
-        lacks something else than blocks. `defer` notes why a request waits.
+        `check` checks a request at its place in the queue. It returns None if the request is admitted, or lacks
+        something other than blocks. `defer` notes why a request waits.
         """
         needs, first = self.needs, self._first
         if needs is None or first is None:
             return False
-        known, most_tokens, levels = needs.known, needs.most_tokens, needs.levels
+        known, max_num_tokens, levels = needs.known, needs.max_num_tokens, needs.levels
         num_waiting, bound = len(self._table.queue), self.bound
         window = first(MAX_SKIPPED + 1 - len(popped))
         start, end = 0 if popped else 1, len(window)
@@ -129,7 +129,7 @@ class Search:
                 or reason is None
                 or need.serial != state.serial
                 or need.num_waiting > num_waiting - place
-                or need.num_tokens > most_tokens
+                or need.num_tokens > max_num_tokens
             ):
                 need = check(request, place)
                 if need is None:
@@ -147,44 +147,44 @@ class Search:
         self._skipped = [*popped, *window[:end]]
         self._checked = popped or window[:1]
         self._shortfalls, self._same = shortfalls, None
-        least = min([each.least for each in shortfalls], default=MAX_INT)
-        self.head, self._least = kept, least + levels[OPEN] - levels[OPEN_UNOWED]
+        least = min([each.min_blocks for each in shortfalls], default=MAX_INT)
+        self.head, self._min_blocks = kept, least + levels[OPEN] - levels[OPEN_UNOWED]
         self._num_arrivals = self._table.num_arrivals
         needs.trim(self._skipped)
         self.repeat()
         return True
 
     def begin(self, head: Request, kept: KeptVerdict | None, num_admitted: int) -> None:
-        """The head is skipped; `kept` is why, if it lacks blocks. `num_admitted` were admitted before it."""
+        """Note that the head is skipped: by `kept`, if it lacks blocks. `num_admitted` were admitted before it."""
         if kept is not None:
             self._passed.append((head, num_admitted))
         self._num_arrivals = -1  # until this search has ended
-        self.head, self._least = kept, MAX_INT
+        self.head, self._min_blocks = kept, MAX_INT
         self._shortfalls = []
 
     def is_spent(self, num_admitted: int) -> bool:
-        """Whether one of those that lack blocks was passed as often as it may be."""
+        """Whether a skipped request that lacks blocks has reached the bound of bypasses."""
         return any(
             request._state.num_bypassed + num_admitted - num_before >= self._bypass.bound
             for request, num_before in self._passed
         )
 
     def repeat(self) -> None:
-        """The search is done: those that it skipped are skipped in this step too."""
+        """Skip the same requests in this step again."""
         self._table.note_blocked(self._skipped, self._blocker)
 
     def skip(self, request: Request, own: int | None, num_admitted: int) -> None:
-        """A request behind the head is skipped; it would take `own` blocks, or lacks something else (None).
+        """Note that a request behind the head is skipped: it would take `own` blocks, or lacks something else (None).
         `num_admitted` were admitted before it."""
         if own is None:
             self.head = None
         else:
             self._passed.append((request, num_admitted))
-            self._least = min(self._least, own)
+            self._min_blocks = min(self._min_blocks, own)
 
     def close(self, *, found: bool) -> KeptVerdict | None:
-        """The loop ends; `found`: somebody was admitted, or another reason ended it. Returns the head's verdict, to be
-        kept."""
+        """End the loop; `found`: a request was admitted, or another reason ended the loop. Returns the head's verdict,
+        to be kept."""
         self._num_arrivals = -1 if found else self._table.num_arrivals
         self._skipped, self._blocker = self._table.skipped, self._table.blocker
         if self.needs is not None:
@@ -192,7 +192,7 @@ class Search:
         return self.head
 
     def deferral(self, request: Request) -> Deferral | None:
-        """Why a request waits that the newest step skipped without a check."""
+        """Why a request waits, if the newest step skipped it without a check; otherwise None."""
         table, needs = self._table, self.needs
         if needs is None or not self._shortfalls or table.skipped is not self._skipped:
             return None
@@ -202,7 +202,7 @@ class Search:
         return None if found is None else found[0]
 
     def forget(self) -> None:
-        """Nothing is known of requests behind the head, but why they waited in the newest step."""
+        """Forget all needs of requests behind the head; why they waited in the newest step is noted first."""
         table = self._table
         for request in table.skipped if table.blocker is None else (*table.skipped, table.blocker):
             deferral = self.deferral(request)
@@ -214,7 +214,8 @@ class Search:
 
 
 def _same_reasons(shortfalls: Sequence[Shortfall], levels: Levels) -> tuple[int, int, int, int]:
-    """Free and open blocks (least, and one more than most, of each) with which all keep their reasons at `levels`."""
+    """The ranges of free and open blocks (minimum, maximum + 1 of each) in which all shortfalls keep their reasons at
+    `levels`."""
     low, high = [-MAX_INT, -MAX_INT], [MAX_INT, MAX_INT]
     for level, blocks, _ in {rung for each in shortfalls for rung in each.rungs}:
         which = level % 2

@@ -1,8 +1,8 @@
-"""The update: checks what came back from the model, appends the tokens, tests stop conditions, finishes requests.
+"""The update: checks the model's result, appends the tokens, tests stop conditions, finishes requests.
 
-Every result is a run of tokens for each row that samples: one token, and more where drafts were accepted. A run is cut
-at the token that finishes its request. In the common case (every row sampled, and all still run) this is one scatter
-and one vectorised stop test; Python loops run only over rows that finish or may have sampled one of several stop
+A result has a run of tokens for each row that samples: one token, and more if drafts were accepted. A run is cut at the
+token that finishes its request. In the common case (every row sampled, and all still run) this is one scatter and one
+vectorised stop test. Python loops run only over rows that finish, rows that may have sampled one of several stop
 tokens, rows that repetitions may finish, and rows whose request lost its row while the step was in flight.
 """
 
@@ -33,13 +33,13 @@ from pointsman.core.step.request_table import End, RequestTable
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
-Ends = list[tuple[int, End]]  # (row index in the output, how it finishes)
+Ends = list[tuple[int, End]]  # (row index in the output, its end)
 _row_index = itemgetter(0)
 
 
 def stop_condition(request: Request, num_tokens: int, token_id: int) -> End | None:
-    """Whether a request finishes with `token_id`, its `num_tokens`th token: by a stop token, else by length, else by a
-    repetition."""
+    """How a request finishes with `token_id`, its `num_tokens`th token: by a stop token, else by length, else by a
+    repetition. None: it continues."""
     state = request._state
     watch = state.repetition_watch
     pattern_size = watch.observe(token_id) if watch is not None else None
@@ -101,11 +101,11 @@ class Update:
         return UpdateFields(runs.token_ids, runs.counts, output.requests), ends
 
     def append_steps(self, tokens: Int32Array, last: Int32Array, num_steps: int) -> tuple[UpdateFields, Ends]:
-        """As `append`, for every running row after so many steps that were done at once.
+        """As `append`, for every running row after `num_steps` steps that were done at once.
 
         Args:
             tokens: [rows], the same in each step, or [steps, rows]; none stops its request before the last step.
-            last: [rows] those of the last step.
+            last: [rows] the last step's tokens.
         """
         batch, members = self._batch, self._batch.members
         newest, done = batch.num_tokens[members.rows] - ONE, 0
@@ -125,7 +125,7 @@ class Update:
         return UpdateFields(sampled, members.ones, members.requests), ends
 
     def finish(self, update: UpdateFields, ends: Ends, now: float) -> None:
-        """Part 3: finish requests that stop, and free their blocks; those with further prompt parts continue."""
+        """Part 3: finish requests that stop, and free their blocks; requests with further prompt parts continue."""
         ends.sort(key=_row_index)
         over: list[End] = []
         parts: list[Request] = []
@@ -143,7 +143,7 @@ class Update:
     def _append_to_some(
         self, step: StepRecord, output: SchedulerOutput, result: StepResult, drafts: IntArray | None, now: float
     ) -> tuple[UpdateFields, Ends]:
-        """As `append`, if not every row samples, a request has lost its row since, or rows failed or have no token."""
+        """As `append`, if not every row samples, a request has lost its row since, or rows failed or lack a token."""
         at, runs = checked_runs(output, result, drafts)
         step.result_arrived()
         ends = self._errors(output, result) + self._completions(output, result)
@@ -179,11 +179,11 @@ class Update:
         runs: Runs,
         newest: Int64Array | None = None,
     ) -> tuple[Runs, Ends]:
-        """Append the runs of live rows up to their stops. Returns the appended runs, and which requests stop.
+        """Append the runs of live rows up to their stops. Returns the appended runs, and the requests that stop.
 
         Args:
-            drafts: [s] how many drafts each row verified; None: no row of the step did.
-            newest: [s] the position of the newest known token of each row; None: to be looked up.
+            drafts: [s] number of drafts that each row verified; None: no row of the step verified any.
+            newest: [s] the position of the newest known token of each row; None: it is looked up.
         """
         batch, rows, sampled = self._batch, live.rows, runs.counts
         if newest is None:
@@ -192,7 +192,7 @@ class Update:
         runs, ends = self._up_to_stops(live, runs, newest, longest)
         is_last = len(self._steps.records) <= 1
         if drafts is not None:
-            if is_last:  # then nothing of these rows is in flight
+            if is_last:  # then these rows have nothing in flight
                 batch.num_computed_tokens[rows] = newest + runs.counts
             else:
                 batch.num_computed_tokens[rows] -= drafts + 1 - runs.counts
@@ -203,12 +203,12 @@ class Update:
         return runs, ends
 
     def _up_to_stops(self, live: Members, runs: Runs, newest: Int64Array, most: int) -> tuple[Runs, Ends]:
-        """The runs of live rows, behind their tokens at `newest`, up to their stops, and which requests stop.
+        """The runs of live rows, after their tokens at `newest`, up to their stops, and the requests that stop.
 
-        `most`: these runs end at most so many tokens behind the known ones.
+        `most`: maximum number of tokens after the known ones at which these runs end.
         """
         batch = self._batch
-        done: npt.NDArray[np.bool_] | None = None  # [s] which rows may finish; None: none of them
+        done: npt.NDArray[np.bool_] | None = None  # [s] mask of rows that may finish; None: no row
         is_single = len(runs.token_ids) == len(live.requests)
         if not is_single:
             done = live.may_stop(runs)
@@ -230,7 +230,8 @@ class Update:
         return runs, []
 
     def _deliver(self, request: Request, num_drafts: int, run: list[int]) -> tuple[int, End | None]:
-        """The run of a request that was preempted, or parked, while it was in flight: how much of it is kept."""
+        """Append the run of a request that was preempted or parked while the step was in flight; returns the kept
+        length."""
         length, end = _cut_at_stop(request, request.num_tokens, run)
         request._state.append_output(run[:length])
         request._state.settle_pending(1)
@@ -243,12 +244,12 @@ class Update:
     # ------------------------------------------------------------------ parts
 
     def _sample_again(self, output: SchedulerOutput, result: StepResult, now: float) -> None:
-        """Rows without a token, see `RequestTable.sample_again`."""
+        """Restart rows without a token, see `RequestTable.sample_again`."""
         requests = [(output.requests[index], output.serials[index]) for index in sorted(result.unsampled)]
         self._table.sample_again([r for r, serial in requests if not r.is_finished and r.serial == serial], now)
 
     def _completions(self, output: SchedulerOutput, result: StepResult) -> Ends:
-        """Requests that sample nothing, and whose prompts are now computed."""
+        """The ends of requests that sample nothing and whose prompts are now computed."""
         ends: Ends = []
         for index in output.completes.tolist():
             request = output.requests[index]
@@ -262,7 +263,7 @@ class Update:
         return ends
 
     def _errors(self, output: SchedulerOutput, result: StepResult) -> Ends:
-        """Rows that failed on their own: what they wrote in this step and since is removed from the caches."""
+        """The ends of rows that failed on their own. Their KV of this and later steps is removed from the caches."""
         ends: Ends = []
         holders = [] if self._transfers is None else self._transfers.holders()
         readers = [*self._batch.members.requests, *holders] if result.errors else []
@@ -279,7 +280,7 @@ class Update:
 def _cut_at_stops(
     requests: Sequence[Request], newest: Int64Array, runs: Runs, done: npt.NDArray[np.bool_]
 ) -> tuple[Runs, Ends]:
-    """The runs up to their stops, and which requests stop with them; only those that are `done` may have one.
+    """The runs up to their stops, and the requests that stop; only rows marked in `done` may stop.
 
     `newest` are the positions of the requests' newest tokens before these runs.
     """
@@ -301,7 +302,8 @@ def _cut_at_stops(
 
 
 def _cut_at_stop(request: Request, num_tokens: int, run: list[int]) -> tuple[int, End | None]:
-    """How many tokens of a run after the first `num_tokens` of its request are kept: up to the one that finishes it."""
+    """The kept length of a run, after the first `num_tokens` of its request: up to the token that finishes the
+    request."""
     for length, token_id in enumerate(run, start=1):
         end = stop_condition(request, num_tokens + length, token_id)
         if end is not None:
@@ -309,20 +311,20 @@ def _cut_at_stop(request: Request, num_tokens: int, run: list[int]) -> tuple[int
     return len(run), None
 
 
-# ------------------------------------------------------------------ checking what came back
+# ------------------------------------------------------------------ checking a result
 
 ROW_TOKENS = "{} row(s) sample in this step; give one token for each"
-RUN_TOKENS = "{} token(s) are what counts says"
+RUN_TOKENS = "counts adds up to {} token(s)"
 SAMPLED = "was sampled"
 
 
 def checked_tokens(result: StepResult, expected: int, wanted: str = ROW_TOKENS) -> Int32Array:
-    """The result's `expected` tokens as a new array; `wanted` gives the reason for their number."""
+    """The result's `expected` tokens as a new array; `wanted` explains their number in an error."""
     return flat_tokens(result.token_ids, expected, wanted, SAMPLED, StepResultError)
 
 
 def checked_runs(output: SchedulerOutput, result: StepResult, drafts: IntArray | None) -> tuple[Int64Array, Runs]:
-    """Which rows have tokens in the result, and the runs of these rows. `drafts`: [n] of each row; None: of none."""
+    """The rows that have tokens in the result, and their runs. `drafts`: [n] drafts of each row; None: no drafts."""
     expected = _expected(output, result)
     sampled = expected.nonzero()[0]
     counts = np.ones(len(sampled), dtype=np.int64)
@@ -354,7 +356,7 @@ def _checked_run_per_row(
     given = np.asarray(result.counts)
     if drafts is not None and given.shape == drafts.shape and given.dtype.kind in "iu":
         counts: Int64Array = given.astype(INT64)
-        rejected = drafts - counts  # and one less
+        rejected = drafts - counts  # rejected drafts, minus 1
         # `argmin` takes a fraction of the time of `any`.
         if rejected.item(rejected.argmin()) >= -1 and counts.item(counts.argmin()) >= 1:
             ends = np.add.accumulate(counts)

@@ -1,4 +1,4 @@
-"""Can this request ever run? Decided once, when it is added; a refusal gives the numbers and the remedy."""
+"""Validation: refuses requests that could never run, when they are added, with the numbers and the remedy."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _NO_ROOM = ", which leaves no room for a generated token"
 
 def too_long(config: SchedulerConfig, kv: KVCache, request: Request, length: int, max_tokens: int) -> str | None:
     """Why a prompt of `length` tokens, and one generated token unless `max_tokens` is 0, would never fit; or None."""
-    room = 1 if max_tokens else 0
-    if length + room > config.max_model_len:
-        return longer_than_model(config, length, room)
+    num_generated = 1 if max_tokens else 0
+    if length + num_generated > config.max_model_len:
+        return longer_than_model(config, length, num_generated)
     if length > (usable := kv.num_usable_tokens_of(request)):
         if not kv.has_tables:
             return (
@@ -34,31 +34,31 @@ def too_long(config: SchedulerConfig, kv: KVCache, request: Request, length: int
             f"{config.num_usable_blocks}; shorten the prompt or give the pool at least "
             f"{needed + config.num_reserved_blocks} blocks"
         )
-    if request.max_total_tokens is not None and length + room > request.max_total_tokens:
+    if request.max_total_tokens is not None and length + num_generated > request.max_total_tokens:
         return (
             f"the prompt has {length} tokens and max_total_tokens is {request.max_total_tokens}"
-            f"{_NO_ROOM if room else ''}; raise max_total_tokens"
+            f"{_NO_ROOM if num_generated else ''}; raise max_total_tokens"
         )
     return None
 
 
-def longer_than_model(config: SchedulerConfig, length: int, room: int) -> str:
-    """Why a prompt of `length` tokens does not fit into `max_model_len` with `room` generated ones."""
+def longer_than_model(config: SchedulerConfig, length: int, num_generated: int) -> str:
+    """Why a prompt of `length` tokens does not fit into `max_model_len` with `num_generated` generated ones."""
     return (
         f"the prompt has {length} tokens and max_model_len is {config.max_model_len}"
-        f"{_NO_ROOM if room else ''}; shorten the prompt to {config.max_model_len - room} tokens"
+        f"{_NO_ROOM if num_generated else ''}; shorten the prompt to {config.max_model_len - num_generated} tokens"
     )
 
 
 def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str | None:
-    """Set the token limit of the request, and its repetition watch; why it can never run, or None."""
+    """Set the token limit of the request, and its repetition watch; returns why it can never run, or None."""
     state = request._state
     prompt, max_tokens = state.num_prompt_tokens, state.max_tokens
     why = too_long(config, kv, request, prompt, max_tokens)
     if why is not None:
         return why
-    known = state.num_own_output_tokens  # generated before it was added
-    is_new = state.serial == 0 and not known  # one that ran before may be computed in chunks
+    known = state.num_own_output_tokens  # tokens generated before it was added
+    is_new = state.serial == 0 and not known  # a request that ran before may be computed in chunks
     if is_new and not config.enable_chunked_prefill and prompt > config.max_num_batched_tokens:
         return (
             f"the prompt has {prompt} tokens, more than max_num_batched_tokens {config.max_num_batched_tokens}, and "
@@ -72,7 +72,7 @@ def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str
         if why is not None:
             return why
     if max_tokens == 0:
-        # The computed prompt counts as its one sample: with it in flight, it wants no more tokens.
+        # The computed prompt counts as its one sample: with that in flight, it needs no more tokens.
         state.limit(prompt + 1, "max_tokens")
         return None
     limit, detail = prompt + max_tokens, "max_tokens"
@@ -99,9 +99,9 @@ def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str
 
 
 def encoder_inputs_fit(config: SchedulerConfig, inputs: Sequence[EncoderInput], *, whole: bool) -> str | None:
-    """Why a request's encoder inputs can never be computed, or None; `whole`: all of them must be in one step."""
+    """Why a request's encoder inputs can never be computed, or None; `whole`: one step must compute all of them."""
     least = min(config.encoder_budget, config.encoder_cache_size)
-    if sum([item.num_embeddings or 0 for item in inputs]) <= least:  # as most, even counted twice if given twice
+    if sum([item.num_embeddings or 0 for item in inputs]) <= least:  # even with repeats counted twice
         return None
     inputs = [item for item in inputs if item.num_embeddings != 0]
     if not config.encoder_budget:

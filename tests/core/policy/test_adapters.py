@@ -380,7 +380,7 @@ def test_an_adapter_that_is_none_is_refused(adapter: Any) -> None:
     [
         ({"max_loras": -1}, "max_loras is -1; it must be between 0 and"),
         ({"max_loras": 1, "max_overtakes": -1}, "max_overtakes is -1; it must be between 0 and"),
-        ({"max_overtakes": 3}, "max_overtakes is 3, and nobody is passed over without adapters"),
+        ({"max_overtakes": 3}, "max_overtakes is 3, and no request is skipped without adapters"),
     ],
 )
 def test_knobs_that_make_no_sense(values: dict[str, int], message: str) -> None:

@@ -495,7 +495,7 @@ def test_an_order_whose_head_changes_within_its_horizon_is_found() -> None:
         except PolicyError as error:
             found = str(error)
             break
-    assert "order 'restless': horizon said that its head stays for 2 steps, and then it is" in found
+    assert "order 'restless': guaranteed_steps promised the same head for 2 steps, and it is" in found
 
 
 def test_a_reserve_that_gives_way_within_its_horizon_is_found() -> None:
@@ -513,7 +513,7 @@ def test_a_reserve_that_gives_way_within_its_horizon_is_found() -> None:
     assert scheduler.num_running == 1, "the others wait for blocks"
     assert scheduler.guaranteed_steps(4) == 4
     with pytest.raises(
-        PolicyError, match="'fading': horizon said that request 'b' waits for 4 steps, and it may start"
+        PolicyError, match="'fading': guaranteed_steps promised that request 'b' waits for 4 steps, and it may"
     ):
         scheduler.advance([6.0, 7.0, 8.0, 9.0, 10.0], [7])
 

@@ -209,7 +209,7 @@ def test_owed_blocks_are_those_of_the_rest_of_a_prompt() -> None:
     host.step()
     host.add("b", 2)
     host.step()
-    assert Owed.seen == [0, 6], "24 tokens of the long prompt, in blocks of 4"
+    assert Owed.seen == [0, 4], "16 tokens of the long prompt, in blocks of 4"
 
 
 def test_cached_tokens_of_a_waiting_request_are_looked_up() -> None:

@@ -1,4 +1,4 @@
-"""Why a request must wait, one reason at a time, and what waiting costs."""
+"""Admission: each reason for which a request waits, and the cost of waiting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.core.helpers import Host, names, tokens_of
 from tests.forms import short_or_long
 
 
-def test_waiting_requests_are_admitted_until_one_must_wait_and_nobody_overtakes_it() -> None:
+def test_waiting_requests_are_admitted_in_order_until_one_blocks_the_queue() -> None:
     host = Host(num_blocks=6, max_model_len=24)
     host.add("a", 8)
     host.add("large", 20)
@@ -25,7 +25,7 @@ def test_waiting_requests_are_admitted_until_one_must_wait_and_nobody_overtakes_
     assert (small.reason, small.blocker, small.position) == (Reason.BEHIND, "large", 1)
 
 
-def test_every_seat_taken_is_the_sequence_limit() -> None:
+def test_without_a_free_sequence_slot_the_reason_is_sequence_limit() -> None:
     host = Host(max_num_seqs=2)
     for request_id in ("a", "b", "c"):
         host.add(request_id, 2)
@@ -35,7 +35,7 @@ def test_every_seat_taken_is_the_sequence_limit() -> None:
     assert host.stats().deferrals["sequence_limit"] == 1
 
 
-def test_fewer_may_run_than_there_is_room_for() -> None:
+def test_max_num_active_seqs_limits_running_requests() -> None:
     host = Host(max_num_active_seqs=2)
     for request_id in ("a", "b", "c"):
         host.add(request_id, 2)
@@ -43,7 +43,7 @@ def test_fewer_may_run_than_there_is_room_for() -> None:
     assert host.explain("c").reason is Reason.SEQUENCE_LIMIT
 
 
-def test_the_number_that_may_run_is_moved_while_they_run() -> None:
+def test_max_num_active_seqs_changes_while_requests_run() -> None:
     host = Host()
     for request_id in "abcdef":
         host.add(request_id, 2, max_tokens=20)
@@ -51,7 +51,7 @@ def test_the_number_that_may_run_is_moved_while_they_run() -> None:
     host.set_max_num_active_seqs(2)
     assert host.scheduler.config.max_num_active_seqs == 2
     output = host.step()
-    assert names(output.requests) == ["a", "b", "c", "d"], "who runs goes on"
+    assert names(output.requests) == ["a", "b", "c", "d"], "running requests continue"
     assert not output.preempted
     assert (host.explain("e").reason, host.explain("e").missing) == (Reason.SEQUENCE_LIMIT, 3)
     for request_id in "abc":
@@ -62,7 +62,7 @@ def test_the_number_that_may_run_is_moved_while_they_run() -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 5, 1.5])
-def test_a_number_that_cannot_be_is_refused(limit: object) -> None:
+def test_invalid_max_num_active_seqs_is_refused(limit: object) -> None:
     host = Host()
     host.set_max_num_active_seqs(3)
     with pytest.raises(ConfigError, match="max_num_active_seqs"):
@@ -72,7 +72,7 @@ def test_a_number_that_cannot_be_is_refused(limit: object) -> None:
     assert host.scheduler.config.num_sequence_slots == 4
 
 
-def test_no_token_left_in_the_step_is_the_budget() -> None:
+def test_without_remaining_tokens_the_reason_is_budget() -> None:
     host = Host(max_num_batched_tokens=8)
     host.add("a", 8)
     host.add("b", 2)
@@ -83,7 +83,7 @@ def test_no_token_left_in_the_step_is_the_budget() -> None:
     assert tokens_of(host.step()) == {"a": 1, "b": 2}
 
 
-def test_the_last_admission_of_a_step_takes_what_is_left_of_the_budget() -> None:
+def test_the_last_admission_of_a_step_takes_the_remaining_budget() -> None:
     host = Host(max_num_batched_tokens=8)
     host.add("a", 5)
     host.add("b", 9)
@@ -92,7 +92,7 @@ def test_the_last_admission_of_a_step_takes_what_is_left_of_the_budget() -> None
     assert output.samples.tolist() == [True, False]
 
 
-def test_no_blocks_for_the_first_chunk_is_blocks() -> None:
+def test_without_blocks_for_the_first_chunk_the_reason_is_blocks() -> None:
     host = Host(num_blocks=4, max_model_len=16)
     host.add("a", 11, max_tokens=5)
     host.step()
@@ -102,7 +102,7 @@ def test_no_blocks_for_the_first_chunk_is_blocks() -> None:
     assert (head.reason, head.missing, head.blocker) == (Reason.BLOCKS, 1, "a")
 
 
-def test_a_request_admitted_in_a_step_counts_against_those_behind_it() -> None:
+def test_an_admitted_request_counts_against_later_ones_in_the_step() -> None:
     host = Host(num_blocks=4, max_model_len=16)
     host.add("a", 9)
     host.add("b", 5)
@@ -112,7 +112,7 @@ def test_a_request_admitted_in_a_step_counts_against_those_behind_it() -> None:
 
 @pytest.fixture
 def look_ups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one entry at each look-up in the prefix tree: what judging a request costs."""
+    """A list that gets an entry at each lookup in the prefix tree: the cost of a check."""
     calls: list[int] = []
     original = PrefixCache.look_up
 
@@ -124,7 +124,7 @@ def look_ups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def test_a_blocked_head_is_judged_once_however_many_steps_it_waits(look_ups: list[int]) -> None:
+def test_a_blocked_head_is_looked_up_only_once(look_ups: list[int]) -> None:
     host = Host(num_blocks=8, max_model_len=32)
     host.add("a", 12, max_tokens=20)
     host.step()
@@ -136,7 +136,7 @@ def test_a_blocked_head_is_judged_once_however_many_steps_it_waits(look_ups: lis
     assert host.stats().deferrals["full_sequence"] + host.stats().deferrals["blocks"] == 10
 
 
-def test_a_blocked_head_is_judged_again_when_enough_blocks_are_free(look_ups: list[int]) -> None:
+def test_a_blocked_head_is_checked_again_when_enough_blocks_are_free(look_ups: list[int]) -> None:
     host = Host(num_blocks=8, max_model_len=32)
     host.add("a", 12, max_tokens=3, use_prefix_cache=False)
     host.step()
@@ -150,52 +150,52 @@ def test_a_blocked_head_is_judged_again_when_enough_blocks_are_free(look_ups: li
     assert len(look_ups) > before
 
 
-def test_a_blocked_head_is_judged_again_when_a_look_up_could_find_more() -> None:
+def test_a_blocked_head_is_checked_again_when_more_may_be_cached() -> None:
     host = Host(num_blocks=8, max_model_len=32, max_num_batched_tokens=8, long_prefill_token_threshold=4)
     prompt = host.prompt(17)
     host.add("a", prompt)
     host.add("b", prompt)
     host.step()
     head = host.explain("b")
-    assert (head.reason, head.missing) == (Reason.FULL_SEQUENCE, 1), "4 blocks for b, 4 owed to a, and 7 are free"
-    output = host.step()  # a's second block is published: b needs one block less, and a is owed one less
+    assert (head.reason, head.missing) == (Reason.FULL_SEQUENCE, 1), "b needs 4 blocks, a still needs 4, and 7 are free"
+    output = host.step()  # a's second block is published: b needs one block less, and so does a
     assert names(output.admitted) == ["b"]
     assert output.num_cached_tokens.tolist() == [8]
 
 
-def test_a_publication_alone_is_enough_to_judge_a_blocked_head_again() -> None:
+def test_a_publication_alone_rechecks_a_blocked_head() -> None:
     host = Host(num_blocks=8, max_model_len=32, long_prefill_token_threshold=2)
     prompt = host.prompt(17)
     host.add("a", prompt)
     host.add("b", prompt)
     host.step()
-    assert host.explain("b").missing == 2, "a holds half a block: 5 for b and 4 owed to a, and 7 are free"
+    assert host.explain("b").missing == 2, "a holds half a block: b needs 5 blocks, a still needs 4, and 7 are free"
     host.step()
-    assert host.explain("b").missing == 1, "the other half made that block one that b can share"
+    assert host.explain("b").missing == 1, "b can share the completed block"
 
 
-def test_a_blocked_head_is_judged_again_when_others_are_owed_less() -> None:
+def test_a_blocked_head_is_checked_again_when_others_need_fewer_blocks() -> None:
     host = Host(num_blocks=9, max_model_len=32, long_prefill_token_threshold=2)
     host.add("small", 2)
     host.add("a", 17)
     host.add("b", 17)
     host.step()
-    assert host.explain("b").missing == 2, "5 for b and 4 owed to a, and 7 are free"
+    assert host.explain("b").missing == 2, "b needs 5 blocks, a still needs 4, and 7 are free"
     host.abort("a")
-    assert names(host.step().admitted) == ["b"], "8 are free and nothing is owed"
+    assert names(host.step().admitted) == ["b"], "8 are free and a needs no more"
 
 
-def test_a_head_that_the_watermark_blocked_is_judged_again_when_nothing_runs_any_more() -> None:
+def test_a_head_blocked_by_the_watermark_is_checked_when_nothing_runs() -> None:
     host = Host(num_blocks=10, max_num_batched_tokens=32, watermark=0.5)
     host.add("small", 2, max_tokens=2)
     host.step()
     host.add("large", 24, max_tokens=1)
     host.step()
     assert (host.explain("large").reason, host.explain("large").missing) == (Reason.WATERMARK, 2)
-    assert names(host.step().admitted) == ["large"], "6 blocks and a watermark of 5 would be more than the pool"
+    assert names(host.step().admitted) == ["large"], "6 blocks and a watermark of 5 exceed the pool"
 
 
-def test_a_head_blocked_by_a_seat_costs_no_look_up(look_ups: list[int]) -> None:
+def test_a_head_without_a_sequence_slot_costs_no_lookup(look_ups: list[int]) -> None:
     host = Host(max_num_seqs=1)
     host.add("a", 4, max_tokens=12)
     host.step()
@@ -206,7 +206,7 @@ def test_a_head_blocked_by_a_seat_costs_no_look_up(look_ups: list[int]) -> None:
     assert len(look_ups) == before
 
 
-def test_those_behind_a_blocked_head_cost_nothing(look_ups: list[int]) -> None:
+def test_requests_behind_a_blocked_head_cost_nothing(look_ups: list[int]) -> None:
     host = Host(num_blocks=8, max_model_len=32)
     host.add("a", 12, max_tokens=10)
     host.step()
@@ -227,7 +227,7 @@ def test_parked_requests_cost_a_step_nothing(look_ups: list[int]) -> None:
     assert look_ups == []
 
 
-def test_a_new_head_is_judged_on_its_own_when_the_blocked_one_leaves() -> None:
+def test_a_new_head_is_checked_when_the_blocked_one_leaves() -> None:
     host = Host(num_blocks=6, max_model_len=24)
     host.add("a", 8, max_tokens=10)
     host.step()
@@ -238,18 +238,18 @@ def test_a_new_head_is_judged_on_its_own_when_the_blocked_one_leaves() -> None:
     assert names(host.step().admitted) == ["small"]
 
 
-def test_a_blocked_head_whose_turn_comes_back_is_judged_again() -> None:
+def test_a_blocked_head_is_checked_again_when_it_becomes_head_again() -> None:
     host = Host(num_blocks=6, max_model_len=24)
     host.add("a", 8, max_tokens=2)
     host.step()
     host.add("large", 20, max_tokens=1)
-    host.step()  # blocked and remembered; a ends here
+    host.step()  # blocked, verdict kept; a finishes here
     host.park("large")
     host.ready("large")
     assert names(host.step().admitted) == ["large"]
 
 
-def test_a_head_is_tried_anew_when_somebody_who_overtook_it_holds_its_prefix() -> None:
+def test_a_head_is_checked_again_when_a_bypassing_request_holds_its_prefix() -> None:
     host = Host(
         num_blocks=20, block_size=2, max_num_seqs=4, max_num_batched_tokens=32, order="priority", displace=False
     )
@@ -263,17 +263,17 @@ def test_a_head_is_tried_anew_when_somebody_who_overtook_it_holds_its_prefix() -
     host.step()
     host.add("other", 19, max_tokens=4, use_prefix_cache=False)
     host.step()
-    add("head", [*shared, *range(300, 307)], 5, 2)  # eight cached blocks, free, and four more: twelve of ten
+    add("head", [*shared, *range(300, 307)], 5, 2)  # 8 free cached blocks and 4 more; the pool has 10
     assert names(host.step().admitted) == []
     add("overtakes", [*shared, 1], 1, 10)
     assert names(host.step().admitted) == ["overtakes"]
     for _ in range(4):
         host.step()
-    # "other" has ended; what "overtakes" holds of the prefix costs the head nothing.
+    # "other" has finished; the head needs no blocks for the part of the prefix that "overtakes" holds.
     assert host.scheduler.get_request("head") is None or host.explain("head").status.name == "RUNNING"
 
 
-def test_the_rung_is_the_one_that_holds_now() -> None:
+def test_the_reason_is_the_one_that_holds_now() -> None:
     host = Host(num_blocks=16, watermark=0.2, max_num_batched_tokens=32)
     host.add("a", 20, max_tokens=40)
     host.step()
@@ -282,16 +282,15 @@ def test_the_rung_is_the_one_that_holds_now() -> None:
     assert host.explain("b").reason is Reason.WATERMARK
     for _ in range(16):
         host.step()
-    assert host.explain("b").reason is Reason.BLOCKS, "without the watermark it would not fit any more"
+    assert host.explain("b").reason is Reason.BLOCKS, "it would not fit any more even without the watermark"
     deferrals = host.stats().deferrals
     assert deferrals["watermark"] > 0
     assert deferrals["blocks"] > 0
 
 
 def _decisions(seed: int, config: dict[str, Any], forgets: bool) -> list[object]:
-    """What a crowd that shares beginnings is given, step by step, in a small pool.
-
-    `forgets`: every verdict is found out anew, and evictions leave the tree at once.
+    """The decisions of each step for many requests with common prefixes in a small pool. `forgets`: verdicts are not
+    kept, and evictions leave the tree at once.
     """
     random, host, told = Random(seed), Host(num_blocks=16, max_model_len=40, max_num_seqs=6, **config), list[object]()
     scheduler, present = host.scheduler, list[str]()
@@ -329,12 +328,12 @@ def _decisions(seed: int, config: dict[str, Any], forgets: bool) -> list[object]
     ],
     ids=str,
 )
-def test_what_is_remembered_decides_as_if_it_were_found_out_anew(config: dict[str, Any]) -> None:
+def test_kept_verdicts_decide_like_fresh_checks(config: dict[str, Any]) -> None:
     for seed in range(short_or_long(2, 24)):
         assert _decisions(seed, config, forgets=False) == _decisions(seed, config, forgets=True)
 
 
-def test_the_end_of_another_request_costs_a_blocked_head_no_look_up(look_ups: list[int]) -> None:
+def test_a_finished_request_costs_a_blocked_head_no_lookup(look_ups: list[int]) -> None:
     host = Host(num_blocks=12, max_model_len=48)
     host.add("long", 8, max_tokens=30)
     host.add("short", 4, max_tokens=6)
@@ -344,4 +343,4 @@ def test_the_end_of_another_request_costs_a_blocked_head_no_look_up(look_ups: li
     while host.scheduler.num_running == 2:
         host.step()
     host.step()
-    assert len(look_ups) == before, "what the ended one left in the cache lies among the free blocks"
+    assert len(look_ups) == before, "the cached blocks of the finished request are among the free blocks"

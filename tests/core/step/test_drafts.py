@@ -1,4 +1,4 @@
-"""Speculation: what becomes of drafts, from their proposal to the tokens that they save."""
+"""Speculation: drafts from their proposal to their acceptance or rejection."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def right(request: Request, count: int) -> list[int]:
 
 
 def decoding(host: Host, request_id: str = "a", prompt: int = 4, **fields: Any) -> tuple[Request, SchedulerOutput]:
-    """A request that has sampled its first token, and the output in which it did."""
+    """A request that has sampled its first token, and the output of that step."""
     request = host.add(request_id, prompt, **fields)
     return request, host.step()
 
@@ -46,7 +46,7 @@ def decoding(host: Host, request_id: str = "a", prompt: int = 4, **fields: Any) 
 # ---------------------------------------------------------------------- one request
 
 
-def test_a_step_computes_the_newest_token_and_the_drafts_and_all_of_them_count() -> None:
+def test_a_step_computes_and_counts_the_newest_token_and_the_drafts() -> None:
     host = speculative()
     request, output = decoding(host)
     drafts = right(request, 3)
@@ -64,7 +64,7 @@ def test_a_step_computes_the_newest_token_and_the_drafts_and_all_of_them_count()
 
 
 @pytest.mark.parametrize("num_right", [0, 1, 2])
-def test_what_is_rejected_is_computed_again_in_the_slots_it_had(num_right: int) -> None:
+def test_rejected_drafts_are_recomputed_in_the_same_slots(num_right: int) -> None:
     host = speculative()
     request, output = decoding(host)
     host.propose(output, {"a": [*right(request, num_right), WRONG, WRONG, WRONG][:3]})
@@ -79,7 +79,7 @@ def test_what_is_rejected_is_computed_again_in_the_slots_it_had(num_right: int) 
     assert (request.num_draft_tokens, request.num_accepted_tokens) == (3, num_right)
 
 
-def test_every_step_with_drafts_gives_what_single_steps_give(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_drafts_give_the_tokens_of_single_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "RECENT_WITH_DRAFTS", 64)
     max_tokens = short_or_long(250, 590)
     host = speculative(max_model_len=600, num_blocks=600, block_size=1)
@@ -106,12 +106,12 @@ def test_a_stop_token_within_a_run_ends_the_request_there() -> None:
     assert update.counts.tolist() == [2], "the second of four"
     assert (request.finish_reason.value, request.stop_reason) == ("stop", stop)  # type: ignore[union-attr]
     assert request.output_token_ids.tolist() == reference_output(prompt, 3)
-    assert (request.num_draft_tokens, request.num_accepted_tokens) == (3, 2), "the third counts for nothing"
+    assert (request.num_draft_tokens, request.num_accepted_tokens) == (3, 2), "the third is dropped"
     assert host.stats().num_free_blocks == 16
 
 
 @pytest.mark.parametrize("stops", [{"eos_token_ids": (EOS,)}, {"eos_token_ids": (EOS,), "stop_token_ids": (5,)}])
-def test_eos_within_a_run_ends_it_unless_min_tokens_says_no(stops: dict[str, Any]) -> None:
+def test_eos_within_a_run_ends_it_unless_min_tokens_forbids_it(stops: dict[str, Any]) -> None:
     host = speculative()
     for request_id, min_tokens in (("a", 0), ("b", 4)):
         host.add(request_id, 2, min_tokens=min_tokens, **stops)
@@ -133,11 +133,11 @@ def test_drafts_never_pass_the_token_limit() -> None:
     assert host.propose(output, {"b": right(last, 3)}) == 0, "its next token is its last"
 
 
-# ---------------------------------------------------------------------- who gets none
+# ---------------------------------------------------------------------- rows without drafts
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 24))
-def test_drafts_are_cut_just_where_the_limit_is_however_fast_it_comes_nearer(max_tokens: int) -> None:
+def test_drafts_are_cut_exactly_at_the_token_limit(max_tokens: int) -> None:
     """Another request, far from its own limit, is there all the time."""
     host = speculative()
     other, _ = decoding(host, "other", max_tokens=60)
@@ -151,14 +151,14 @@ def test_drafts_are_cut_just_where_the_limit_is_however_fast_it_comes_nearer(max
     assert request.num_output_tokens == max_tokens + 1 and not other.is_finished
 
 
-def test_a_prompt_that_is_still_computed_gets_none() -> None:
+def test_a_partial_prefill_gets_no_drafts() -> None:
     host = speculative()
     host.add("a", 20)
     assert host.propose(host.step(), {"a": [1, 2, 3]}) == 0
     assert host.step().num_draft_tokens.tolist() == [0]
 
 
-def test_drafts_that_come_too_late_are_dropped() -> None:
+def test_stale_drafts_are_dropped() -> None:
     host = speculative()
     _, first = decoding(host)
     assert host.propose(first, {"a": [1, 2]}) == 2
@@ -169,9 +169,9 @@ def test_drafts_that_come_too_late_are_dropped() -> None:
     assert host.propose(first, {"a": [3]}) == 0, "another step has been updated since"
     host.propose(output, {"a": [4]})
     host.park("a")
-    assert host.propose(output, {"a": [5]}) == 0, "it has no row"
+    assert host.propose(output, {"a": [5]}) == 0, "the request has no row"
     host.ready("a")
-    assert host.step().num_draft_tokens.tolist() == [0], "whoever loses its row forgets its drafts"
+    assert host.step().num_draft_tokens.tolist() == [0], "a request that loses its row loses its drafts"
 
 
 def test_a_later_proposal_replaces_an_earlier_one() -> None:
@@ -182,7 +182,7 @@ def test_a_later_proposal_replaces_an_earlier_one() -> None:
     assert drafts_of(host.schedule(), 0) == [4]
 
 
-def test_waiting_drafts_are_those_of_the_next_step() -> None:
+def test_waiting_drafts_returns_the_drafts_of_the_next_step() -> None:
     host = speculative()
     _, output = decoding(host)
     host.add("b")
@@ -200,7 +200,7 @@ def test_waiting_drafts_are_those_of_the_next_step() -> None:
         host.scheduler.waiting_drafts("c")
 
 
-def test_a_row_whose_drafts_are_in_flight_waits_for_them_and_others_do_not() -> None:
+def test_only_rows_with_drafts_in_flight_wait_for_them() -> None:
     host = speculative(max_steps_in_flight=2)
     host.add("a")
     host.add("b")
@@ -213,7 +213,7 @@ def test_a_row_whose_drafts_are_in_flight_waits_for_them_and_others_do_not() -> 
     assert tokens_of(host.schedule()) == {"a": 2, "b": 1}
 
 
-def test_the_table_bounds_them_by_the_number_of_running_requests() -> None:
+def test_draft_table_limits_drafts_by_the_number_of_running_requests() -> None:
     host = speculative(draft_table=((2, 1), (3, 0)))
     scheduled = []
     for request_id in "abc":
@@ -233,14 +233,14 @@ def test_the_budget_goes_to_the_first_rows_and_a_cut_draft_is_forgotten() -> Non
     _, output = decoding(host, prompt=2)
     host.add("waiting")
     host.propose(output, {"a": [WRONG] * 3})
-    assert tokens_of(host.step()) == {"a": 3}, "the threshold bounds every request"
+    assert tokens_of(host.step()) == {"a": 3}, "the threshold limits every request"
     assert tokens_of(host.step()) == {"a": 1}
 
 
 # ---------------------------------------------------------------------- blocks
 
 
-def test_drafts_never_make_anybody_give_way() -> None:
+def test_drafts_never_cause_a_preemption() -> None:
     host = speculative(num_blocks=4, max_model_len=16)
     host.add("a", 6, max_tokens=4)
     host.add("b", 7, max_tokens=4)
@@ -248,12 +248,12 @@ def test_drafts_never_make_anybody_give_way() -> None:
     assert host.stats().num_free_blocks == 0
     host.propose(output, {"a": [WRONG] * 3, "b": [WRONG] * 3})
     output = host.schedule()
-    assert (names(output.preempted), output.num_draft_tokens.tolist()) == ([], [1, 0]), "what the last blocks hold"
+    assert (names(output.preempted), output.num_draft_tokens.tolist()) == ([], [1, 0]), "free slots of the last blocks"
     host.update(output)
     host.run_to_end()
 
 
-def test_drafts_take_free_blocks_and_the_next_tokens_use_them() -> None:
+def test_drafts_take_free_blocks_and_later_tokens_use_them() -> None:
     host = speculative(block_size=1, num_blocks=32)
     _, output = decoding(host, prompt=2, max_tokens=12)
     host.propose(output, {"a": [WRONG] * 3})
@@ -292,7 +292,7 @@ def test_tokens_of_a_run_reach_a_request_that_lost_its_row_meanwhile() -> None:
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 16)
 
 
-def test_a_failed_step_with_drafts_is_taken_back_and_the_drafts_are_forgotten() -> None:
+def test_a_failed_step_is_rolled_back_and_its_drafts_are_dropped() -> None:
     host = speculative()
     request, output = decoding(host)
     host.propose(output, {"a": [1, 2, 3]})
@@ -301,7 +301,7 @@ def test_a_failed_step_with_drafts_is_taken_back_and_the_drafts_are_forgotten() 
     assert tokens_of(host.step()) == {"a": 1}
 
 
-def test_a_row_that_fails_beside_others_ends() -> None:
+def test_a_failed_row_with_drafts_finishes_alone() -> None:
     host = speculative()
     host.add("a")
     b = host.add("b")
@@ -313,7 +313,7 @@ def test_a_row_that_fails_beside_others_ends() -> None:
     assert (names(update.finished), update.counts.tolist(), b.num_output_tokens) == (["a"], [0, 2], 3)
 
 
-def test_a_more_urgent_request_finds_the_room_that_drafts_would_have_taken() -> None:
+def test_an_urgent_request_gets_the_blocks_that_drafts_would_take() -> None:
     host = speculative(order="priority", num_blocks=4, max_model_len=16)
     _, output = decoding(host, prompt=4, priority=1)
     host.propose(output, {"a": [WRONG] * 3})
@@ -325,7 +325,7 @@ def test_a_more_urgent_request_finds_the_room_that_drafts_would_have_taken() -> 
 # ---------------------------------------------------------------------- statistics, recordings
 
 
-def test_counters_say_what_was_proposed_scheduled_and_accepted() -> None:
+def test_counters_count_proposed_scheduled_and_accepted_drafts() -> None:
     host = speculative(draft_table=((2, 2),))
     a, b = host.add("a"), host.add("b")
     host.propose(host.step(), {"a": [*right(a, 1), WRONG, WRONG], "b": right(b, 3)})
@@ -335,7 +335,7 @@ def test_counters_say_what_was_proposed_scheduled_and_accepted() -> None:
     assert (stats.num_drafts, stats.num_accepted_tokens, stats.num_accepted_tokens_per_pos) == (2, 3, (2, 1, 0))
 
 
-def test_what_a_host_does_with_its_arrays_afterwards_is_not_counted() -> None:
+def test_later_writes_to_the_host_s_arrays_have_no_effect() -> None:
     host = speculative()
     request, output = decoding(host)
     tokens, counts = np.array(right(request, 3), dtype=np.int32), np.array([3])
@@ -376,7 +376,7 @@ def test_a_recording_with_drafts_replays() -> None:
         (4, (3, 3, 3, 3), (0, 0, 0, 0)),
     ],
 )
-def test_a_budget_without_room_for_all_drafts_takes_them_from_every_row_alike(
+def test_a_short_budget_cuts_the_drafts_of_all_rows_alike(
     budget: int, proposed: tuple[int, ...], verified: tuple[int, ...]
 ) -> None:
     host = speculative(max_num_batched_tokens=budget)
@@ -418,7 +418,7 @@ def test_a_first_step_of_one_token_is_padded_beside_decodes() -> None:
     host.add("long", list(range(9)), max_tokens=1)
     c = host.add("c", 1, max_tokens=12)
     output = host.step()
-    assert padding(output) == {"c": [-1] * 3}, "a prefill that begins in the same step is none that continues"
+    assert padding(output) == {"c": [-1] * 3}, "a prefill that begins in the same step does not count as continued"
     while not c.is_finished:
         host.step()
         host.scheduler.check_invariants()
@@ -446,7 +446,7 @@ def test_a_first_step_is_not_padded_beside_a_prefill_nor_beyond_the_model() -> N
     assert output.num_cached_tokens.tolist() == [8] and padding(output) == {}
 
 
-def test_a_first_step_waits_for_the_budget_of_its_placeholders_if_a_step_can_hold_them() -> None:
+def test_a_first_step_waits_for_the_budget_of_its_placeholders() -> None:
     for budget, tokens in ((4, {"a": 1}), (3, {"a": 1, "b": 1})):
         host = speculative(pad_first_decodes=True, max_num_batched_tokens=budget, max_num_seqs=3)
         host.add("a", 1, max_tokens=2)
@@ -456,7 +456,7 @@ def test_a_first_step_waits_for_the_budget_of_its_placeholders_if_a_step_can_hol
         assert host.step().num_rows, "it does not wait for ever"
 
 
-def test_placeholders_take_no_block_that_a_reserve_keeps_free() -> None:
+def test_placeholders_take_no_reserved_block() -> None:
     """The request starts without them."""
     for watermark, drafts in ((0.0, {"b": [-1] * 3}), (0.3, {})):
         host = speculative(pad_first_decodes=True, block_size=1, num_blocks=11, max_model_len=10, watermark=watermark)
@@ -468,7 +468,8 @@ def test_placeholders_take_no_block_that_a_reserve_keeps_free() -> None:
 
 
 def test_a_first_step_that_samples_nothing_is_not_padded() -> None:
-    """It finishes with it, and its placeholders would count as computed: a connector would be told to send them."""
+    """It finishes with its first step, and its placeholders would count as computed: a connector would be asked to send
+    them."""
     host = speculative(pad_first_decodes=True, max_num_batched_tokens=16)
     host.add("a", 1, max_tokens=12)
     host.step()
@@ -481,7 +482,7 @@ def test_a_first_step_that_samples_nothing_is_not_padded() -> None:
     host.scheduler.check_invariants()
 
 
-def test_a_first_step_is_not_padded_where_blocks_are_short() -> None:
+def test_a_first_step_is_not_padded_when_blocks_are_short() -> None:
     host = speculative(pad_first_decodes=True, num_blocks=3, block_size=2, max_model_len=6, max_num_seqs=2)
     host.add("a", 2, max_tokens=2)
     host.step()
@@ -495,7 +496,7 @@ def test_a_first_step_is_not_padded_where_blocks_are_short() -> None:
     [
         (2, 16, {"a": 1, "b": 1}),
         (4, 16, {"a": 1, "b": 4}),
-        (2, 4, {"a": 1, "b": 1}),  # it does not wait for the budget of placeholders that it may not have
+        (2, 4, {"a": 1, "b": 1}),  # it does not wait for budget for placeholders that it cannot have
     ],
 )
 def test_a_first_step_is_padded_as_far_as_limits_on_drafts_allow(
@@ -549,9 +550,7 @@ def test_a_table_may_come_from_json() -> None:
         ([1], ["x"], "counts must be a flat sequence of integers"),
     ],
 )
-def test_a_proposal_that_does_not_fit_is_refused_and_nothing_of_it_is_kept(
-    token_ids: Any, counts: Any, message: str
-) -> None:
+def test_an_invalid_proposal_is_refused_and_not_kept(token_ids: Any, counts: Any, message: str) -> None:
     host = speculative()
     _, output = decoding(host)
     with pytest.raises(ProposalError, match=message):
@@ -559,7 +558,7 @@ def test_a_proposal_that_does_not_fit_is_refused_and_nothing_of_it_is_kept(
     assert tokens_of(host.step()) == {"a": 1}
 
 
-def test_drafts_for_a_step_that_is_not_over_are_a_mistake() -> None:
+def test_drafts_for_a_step_in_flight_are_refused() -> None:
     host = speculative()
     host.add("a")
     output = host.schedule()
@@ -571,7 +570,7 @@ def test_drafts_for_a_step_that_is_not_over_are_a_mistake() -> None:
 
 
 @pytest.mark.parametrize("counts", [[0], [4], [-1], [1, 1], [1.0]])
-def test_a_result_must_have_one_token_and_at_most_one_more_for_each_draft(counts: list[Any]) -> None:
+def test_a_result_has_one_token_and_up_to_one_more_per_draft(counts: list[Any]) -> None:
     host = speculative()
     request, output = decoding(host)
     host.propose(output, {"a": right(request, 2)})
@@ -581,7 +580,7 @@ def test_a_result_must_have_one_token_and_at_most_one_more_for_each_draft(counts
     assert host.update(output).counts.tolist() == [3]
 
 
-def test_without_counts_every_draft_was_rejected() -> None:
+def test_without_counts_all_drafts_are_rejected() -> None:
     host = speculative()
     request, output = decoding(host)
     host.propose(output, {"a": right(request, 2)})

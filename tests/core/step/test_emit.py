@@ -1,4 +1,4 @@
-"""How many blocks all rows of a step begin with."""
+"""The number of blocks that all rows of a step begin with."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_only_the_rows_of_the_step_count() -> None:
     assert [output.num_common_prefix_blocks for output in outputs] == [1, 0, 0]
 
 
-def test_it_is_0_unless_it_is_asked_for() -> None:
+def test_the_common_prefix_is_0_unless_enabled() -> None:
     host = Host()
     host.add("a", 8)
     assert host.step().num_common_prefix_blocks == 0

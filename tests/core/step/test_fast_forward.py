@@ -1,5 +1,5 @@
-"""Fast-forward: how far it is sure to go, what it leaves, and what it refuses. That it equals single steps in any
-state is shown by two schedulers side by side (`tests/property/test_fast_forward.py`)."""
+"""Fast-forward: the number of guaranteed steps, the state after them, and refused calls.
+`tests/property/test_fast_forward.py` compares it with single steps in any state."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ends(num_steps: int, start: float = 100.0) -> list[float]:
 # ---------------------------------------------------------------------- guaranteed_steps
 
 
-def test_until_the_first_token_limit() -> None:
+def test_steps_are_guaranteed_until_the_first_token_limit() -> None:
     host = decoding()
     host.add("short", 4, max_tokens=5)
     host.step()
@@ -49,14 +49,14 @@ def test_until_the_first_token_limit() -> None:
     assert host.scheduler.guaranteed_steps(0) == 0
 
 
-def test_until_blocks_run_out() -> None:
+def test_steps_are_guaranteed_until_blocks_run_out() -> None:
     """Two rows of 1 block and 5 tokens take their second block at once; 2 + 2 x 2 blocks allow 4 steps."""
     host = decoding(num_blocks=6)
     assert host.scheduler.guaranteed_steps() == 8
     assert decoding(num_blocks=4).scheduler.guaranteed_steps() == 4
 
 
-def test_not_while_a_prompt_is_computed() -> None:
+def test_none_during_a_prefill() -> None:
     host = decoding()
     host.add("long", 30)
     host.step()
@@ -67,7 +67,7 @@ def test_not_while_a_prompt_is_computed() -> None:
     assert host.scheduler.guaranteed_steps() > 0
 
 
-def test_not_without_requests_or_in_flight() -> None:
+def test_none_without_requests_or_with_a_step_in_flight() -> None:
     host = Host()
     assert host.scheduler.guaranteed_steps() == 0
     host = decoding(max_steps_in_flight=2)
@@ -77,7 +77,7 @@ def test_not_without_requests_or_in_flight() -> None:
     assert host.scheduler.guaranteed_steps() > 0
 
 
-def test_a_new_request_ends_it_until_the_queue_was_asked() -> None:
+def test_a_new_request_ends_it_until_the_queue_was_checked() -> None:
     host = decoding(max_num_seqs=2)
     host.add("waits", 4)
     assert host.scheduler.guaranteed_steps() == 0
@@ -86,7 +86,7 @@ def test_a_new_request_ends_it_until_the_queue_was_asked() -> None:
 
 
 def test_a_queue_that_waits_for_blocks_stays_blocked() -> None:
-    """Free blocks only become fewer; where fewer of them change the reason, that step is decided on its own."""
+    """The number of free blocks only falls; a step in which it changes the reason is decided on its own."""
     host = decoding(1, num_blocks=8, watermark=0.4, max_model_len=30, full_sequence_must_fit=False)
     host.add("waits", 16)
     host.step()
@@ -100,7 +100,7 @@ def test_a_queue_that_waits_for_blocks_stays_blocked() -> None:
     assert host.explain("waits").reason is Reason.BLOCKS
 
 
-def test_a_pause_of_everything_is_no_step() -> None:
+def test_no_steps_are_guaranteed_in_a_full_pause() -> None:
     host = decoding()
     host.scheduler.pause(50.0, PauseMode.ALL)
     assert host.scheduler.guaranteed_steps() == 0
@@ -120,7 +120,7 @@ class Runs(Listener):
         self.runs.append(run)
 
 
-def test_not_where_a_listener_wants_every_step() -> None:
+def test_none_if_a_listener_needs_every_step() -> None:
     host = decoding()
     listener = EveryStep()
     host.scheduler.add_listener(listener)
@@ -133,7 +133,7 @@ def test_not_where_a_listener_wants_every_step() -> None:
 # ---------------------------------------------------------------------- advance
 
 
-def test_what_it_does_and_reports() -> None:
+def test_advance_changes_and_reports_like_single_steps() -> None:
     host, listener = decoding(max_num_seqs=2), Runs()
     host.add("waits", 4)
     host.step()
@@ -156,7 +156,7 @@ def test_what_it_does_and_reports() -> None:
     assert host.schedule().step_id == run.first_step_id + 6
 
 
-def test_tokens_of_each_step_and_other_last_ones() -> None:
+def test_advance_takes_tokens_of_each_step_and_separate_last_ones() -> None:
     host = decoding(1)
     host.scheduler.advance(ends(3), [[1], [2], [3]])
     host.now = 120.0
@@ -179,7 +179,7 @@ def test_a_request_stops_in_the_last_step() -> None:
     assert host.schedule().finished == update.finished
 
 
-def test_what_the_outputs_would_have_reported_is_reported() -> None:
+def test_advance_reports_what_the_outputs_would_report() -> None:
     host = decoding()
     host.scheduler.abort("r1", 50.0)
     assert host.scheduler.is_id_in_use("r1")
@@ -189,7 +189,7 @@ def test_what_the_outputs_would_have_reported_is_reported() -> None:
     assert host.schedule().finished == ()
 
 
-def test_longer_than_the_space_for_recent_tokens() -> None:
+def test_advance_may_exceed_the_space_for_recent_tokens() -> None:
     host = decoding(1, num_blocks=600, max_model_len=2300, block_size=4)
     host.add("long", 4, max_tokens=2200)
     host.step()
@@ -218,7 +218,7 @@ def test_longer_than_the_space_for_recent_tokens() -> None:
         (ends(3), [[1, 1], [1, 998], [1, 1]], None, StepResultError, "token 998 stops request 'b' before"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_changes_nothing(
+def test_invalid_advances_are_refused_and_change_nothing(
     times: Any, tokens: Any, last: Any, error: type[Exception], message: str
 ) -> None:
     host = Host(enable_prefix_caching=False)

@@ -1,4 +1,4 @@
-"""Requests that sample nothing: they end when their prompt is computed, with a result that is the host's."""
+"""Requests that sample nothing: they finish when their prompt is computed; the host has the result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def completed(output: SchedulerOutput) -> list[str]:
     return [output.requests[index].request_id for index in output.completes.tolist()]
 
 
-def test_it_ends_when_its_prompt_is_computed_and_has_no_token() -> None:
+def test_it_finishes_after_its_prefill_without_a_token() -> None:
     host = Host()
     request = host.add("a", 6, max_tokens=0)
     output = host.schedule()
@@ -25,7 +25,7 @@ def test_it_ends_when_its_prompt_is_computed_and_has_no_token() -> None:
     assert names(host.step().finished) == ["a"]
 
 
-def test_a_long_prompt_is_computed_in_chunks_and_only_the_last_completes_it() -> None:
+def test_a_long_prompt_completes_with_its_last_chunk() -> None:
     host = Host(max_num_batched_tokens=8)
     host.add("a", 20, max_tokens=0)
     outputs = [host.step() for _ in range(3)]
@@ -33,7 +33,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_only_the_last_completes_it() ->
     assert [completed(output) for output in outputs] == [[], [], ["a"]]
 
 
-def test_it_shares_steps_with_those_that_decode() -> None:
+def test_it_shares_steps_with_decodes() -> None:
     host = Host()
     other = host.add("a", 4, max_tokens=4)
     host.step()
@@ -74,7 +74,7 @@ def test_its_prompt_may_fill_the_model_and_the_pool() -> None:
     assert host.stats().finished["stop"] == 1
 
 
-def test_it_looks_up_and_publishes_prefixes_unless_told_otherwise() -> None:
+def test_it_reads_and_publishes_prefixes_by_default() -> None:
     host = Host()
     prompt = host.prompt(9)
     host.add("a", prompt, max_tokens=0)
@@ -85,7 +85,7 @@ def test_it_looks_up_and_publishes_prefixes_unless_told_otherwise() -> None:
     assert cached_of(output) == {"b": 8, "c": 0} and completed(output) == ["b", "c"]
 
 
-def test_one_that_loses_its_row_in_flight_still_ends_by_that_step() -> None:
+def test_a_request_that_loses_its_row_in_flight_ends_by_that_step() -> None:
     host = Host(max_steps_in_flight=2)
     request = host.add("a", 6, max_tokens=0)
     output = host.schedule()
@@ -94,7 +94,7 @@ def test_one_that_loses_its_row_in_flight_still_ends_by_that_step() -> None:
     assert list(host.update(output).finished) == [request]
 
 
-def test_one_that_is_preempted_before_its_end_computes_its_prompt_again() -> None:
+def test_a_request_preempted_before_its_end_recomputes_its_prompt() -> None:
     host = Host(max_num_batched_tokens=4)
     host.add("a", 10, max_tokens=0)
     host.step()
@@ -106,7 +106,7 @@ def test_one_that_is_preempted_before_its_end_computes_its_prompt_again() -> Non
     assert completed(outputs[-1]) == ["a"]
 
 
-def test_a_step_that_fails_is_taken_back_and_the_prompt_computed_again() -> None:
+def test_a_failed_step_is_rolled_back_and_the_prompt_recomputed() -> None:
     host = Host(max_num_batched_tokens=8)
     request = host.add("a", 12, max_tokens=0)
     host.step()
@@ -120,7 +120,7 @@ def test_a_step_that_fails_is_taken_back_and_the_prompt_computed_again() -> None
     assert request.finish_reason is FinishReason.STOP
 
 
-def test_an_error_of_its_row_is_its_end() -> None:
+def test_an_error_of_its_row_finishes_it() -> None:
     host = Host()
     request = host.add("a", 6, max_tokens=0)
     output = host.schedule()
@@ -128,7 +128,7 @@ def test_an_error_of_its_row_is_its_end() -> None:
     assert list(update.finished) == [request] and request.finish_reason is FinishReason.ERROR
 
 
-def test_an_abort_in_flight_is_the_end() -> None:
+def test_an_abort_in_flight_finishes_it() -> None:
     host = Host()
     request = host.add("a", 6, max_tokens=0)
     output = host.schedule()
@@ -136,8 +136,8 @@ def test_an_abort_in_flight_is_the_end() -> None:
     assert not host.update(output).finished and request.finish_reason is FinishReason.ABORT
 
 
-def test_no_output_is_expected_of_it() -> None:
-    """The reserve for expected output asks for no block on its behalf."""
+def test_it_has_no_expected_output() -> None:
+    """The reserve for expected output asks for no block for it."""
     host = Host(num_blocks=4, max_model_len=16, decode_reserve=4)
     host.add("a", 4, max_tokens=8)
     host.step()

@@ -1,4 +1,4 @@
-"""Requests that come with tokens that another scheduler had generated: they go on as if they had never moved."""
+"""Requests that arrive with tokens of another scheduler: they continue as if they had not moved."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ending(host: Host, request: Request) -> tuple[Any, ...]:
     num_blocks=st.integers(16, 40),
     stop=st.lists(st.integers(0, 996), max_size=300, unique=True),
 )
-def test_a_request_that_moves_gets_the_same_tokens(
+def test_a_moved_request_gets_the_same_tokens(
     prompt: int, max_tokens: int, min_tokens: int, cut: float, chunked: bool, others: int, num_blocks: int,
     stop: list[int],
 ) -> None:  # fmt: skip
@@ -74,7 +74,7 @@ def test_repetitions_before_and_after_the_move_count_together() -> None:
         ({"output_token_ids": [1] * 5, "max_total_tokens": 8}, "max_total_tokens ends it at 8, so nothing is left"),
     ],
 )
-def test_what_leaves_nothing_to_generate_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_a_request_with_nothing_to_generate_is_refused(fields: dict[str, Any], message: str) -> None:
     host = Host()
     with pytest.raises(RequestRefused, match=message):
         host.add("a", 3, **{"max_tokens": 10, **fields})

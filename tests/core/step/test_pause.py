@@ -1,4 +1,4 @@
-"""Pausing: what stands still, what goes on, and that everything goes on afterwards as if nothing had been."""
+"""Pauses: what stops, what continues, and that all requests continue unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pointsman.core import ParkReason, PauseMode, Reason
 from tests.core.helpers import EOS, Host, names, reference_output, tokens_of
 
 
-def test_a_paused_scheduler_schedules_nothing_and_goes_on_where_it_stood() -> None:
+def test_a_paused_scheduler_schedules_nothing_until_it_resumes() -> None:
     host = Host()
     running, waiting = host.add("a", 6, max_tokens=5), None
     host.step()
@@ -27,7 +27,7 @@ def test_a_paused_scheduler_schedules_nothing_and_goes_on_where_it_stood() -> No
     assert host.stats().num_preemptions == 0
 
 
-def test_paused_admissions_let_what_runs_go_on_to_its_end() -> None:
+def test_paused_admissions_let_running_requests_finish() -> None:
     host = Host()
     host.add("a", max_tokens=3)
     host.step()
@@ -39,7 +39,7 @@ def test_paused_admissions_let_what_runs_go_on_to_its_end() -> None:
     assert names(host.step().admitted) == ["b"]
 
 
-def test_who_is_preempted_while_admissions_are_paused_waits_for_the_end_of_the_pause() -> None:
+def test_a_request_preempted_during_a_pause_waits_for_its_end() -> None:
     host = Host(num_blocks=4, max_model_len=16)
     host.add("a", 8, max_tokens=8)
     host.add("b", 4, max_tokens=8)
@@ -53,7 +53,7 @@ def test_who_is_preempted_while_admissions_are_paused_waits_for_the_end_of_the_p
     assert host.stats().finished["length"] == 2
 
 
-def test_steps_in_flight_end_and_their_tokens_count() -> None:
+def test_steps_in_flight_at_a_pause_are_updated() -> None:
     host = Host(max_steps_in_flight=2)
     request = host.add("a", 4, max_tokens=3)
     first, second = host.schedule(), host.schedule()
@@ -66,21 +66,21 @@ def test_steps_in_flight_end_and_their_tokens_count() -> None:
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 2)
 
 
-def test_a_step_that_fails_while_paused_is_rewound_and_the_tables_are_told_after_the_pause() -> None:
+def test_a_step_failed_in_a_pause_is_rewound_and_tables_are_sent_after_it() -> None:
     host = Host()
     host.add("a", 8, max_tokens=4)
     host.step()
     output = host.schedule()
     host.pause()
     host.fail(output)
-    assert host.step().resync  # "a" has yet to be told its blocks
+    assert host.step().resync  # "a" has not been sent its blocks yet
     host.resume()
     output = host.step()
     assert output.resync and len(output.blocks(0)) == 3
     assert not host.step().resync
 
 
-def test_pausing_twice_and_resuming_twice_are_fine_and_the_later_mode_counts() -> None:
+def test_pausing_and_resuming_twice_is_allowed_and_the_later_mode_counts() -> None:
     host = Host()
     host.add("a", max_tokens=4)
     assert host.scheduler.pause_mode is None
@@ -96,14 +96,14 @@ def test_pausing_twice_and_resuming_twice_are_fine_and_the_later_mode_counts() -
     assert names(host.step().requests) == ["a"]
 
 
-def test_when_only_admissions_stay_paused_nobody_is_said_to_wait_for_what_a_step_of_the_pause_left_out() -> None:
+def test_rows_left_out_in_a_full_pause_are_no_reason_after_it() -> None:
     host = Host()
     host.add("a")
     host.add("b")
     host.add("c", park=ParkReason.GRAMMAR)
     host.step()
     host.pause()
-    host.park("b")  # it gives back its blocks, which the next step reports
+    host.park("b")  # it releases its blocks, which the next step reports
     host.ready("c")
     output = host.step()
     assert (output.requests, names(output.preempted)) == ((), ["b"])
@@ -113,14 +113,14 @@ def test_when_only_admissions_stay_paused_nobody_is_said_to_wait_for_what_a_step
     assert names(host.step().requests) == ["a"]
 
 
-def test_a_mode_that_does_not_exist_changes_nothing() -> None:
+def test_an_unknown_mode_changes_nothing() -> None:
     host = Host()
     with pytest.raises(ValueError, match="gentle"):
         host.scheduler.pause(1.0, "gentle")  # type: ignore[arg-type]
     assert host.scheduler.pause_mode is None
 
 
-def test_requests_are_added_parked_made_ready_and_ended_while_paused() -> None:
+def test_requests_can_be_added_parked_readied_and_ended_while_paused() -> None:
     host = Host()
     host.add("a")
     host.step()
@@ -136,7 +136,7 @@ def test_requests_are_added_parked_made_ready_and_ended_while_paused() -> None:
     assert names(host.step().admitted) == ["a", "c"]
 
 
-def test_the_more_urgent_do_not_displace_while_admissions_are_paused() -> None:
+def test_no_priority_preemption_while_admissions_are_paused() -> None:
     host = Host(order="priority", max_num_seqs=1)
     host.add("a", max_tokens=9, priority=1)
     host.step()
@@ -147,7 +147,7 @@ def test_the_more_urgent_do_not_displace_while_admissions_are_paused() -> None:
     assert names(host.step().requests) == ["b"]
 
 
-def test_a_pause_is_explained_to_all_whom_it_holds_up_and_to_nobody_else() -> None:
+def test_a_pause_explains_only_requests_that_wait_for_it() -> None:
     host = Host(max_num_seqs=1)
     for name in ("running", "head", "behind"):
         host.add(name)

@@ -1,4 +1,4 @@
-"""Under "priority" a more urgent waiting request takes the room of less urgent running ones, if that really helps."""
+"""Under "priority" a more urgent waiting request preempts less urgent running ones, if it can then be admitted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def priority_host(**config: Any) -> Host:
     return Host(**{"order": "priority", "max_num_batched_tokens": 32, **config})
 
 
-def test_it_takes_a_seat() -> None:
+def test_priority_preemption_frees_a_sequence_slot() -> None:
     host = priority_host(max_num_seqs=1)
     lazy = host.add("lazy", 4, priority=5, max_tokens=6)
     host.step()
@@ -28,20 +28,20 @@ def test_it_takes_a_seat() -> None:
     assert lazy.output_token_ids.tolist() == reference_output(lazy.prompt_token_ids, 6)
 
 
-def test_nobody_is_displaced_while_more_run_than_may() -> None:
+def test_no_priority_preemption_above_a_lowered_cap() -> None:
     host = priority_host()
     for request_id in "abc":
         host.add(request_id, 2, priority=5, max_tokens=20)
     host.step()
     host.set_max_num_active_seqs(1)
     host.add("urgent", 4, priority=0)
-    assert not host.step().preempted, "two would have to give way for one seat"
+    assert not host.step().preempted, "two would be preempted for one sequence slot"
     host.abort("a")
     host.abort("b")
     assert names(host.step().preempted) == ["c"]
 
 
-def test_it_takes_blocks_and_the_fewest_give_way_the_one_admitted_last_first() -> None:
+def test_the_fewest_are_preempted_for_blocks_last_admitted_first() -> None:
     host = priority_host(num_blocks=4, max_model_len=16)
     host.add("a", 5, priority=5)
     host.add("b", 5, priority=5)
@@ -52,7 +52,7 @@ def test_it_takes_blocks_and_the_fewest_give_way_the_one_admitted_last_first() -
     assert tokens_of(output) == {"a": 1, "urgent": 8}
 
 
-def test_the_least_urgent_gives_way_first() -> None:
+def test_the_least_urgent_is_preempted_first() -> None:
     host = priority_host(max_num_seqs=3)
     for request_id, priority in [("p2", 2), ("p9", 9), ("p5", 5)]:
         host.add(request_id, 4, priority=priority)
@@ -61,7 +61,7 @@ def test_the_least_urgent_gives_way_first() -> None:
     assert names(host.step().preempted) == ["p9"]
 
 
-def test_several_give_way_if_one_is_not_enough() -> None:
+def test_several_are_preempted_if_one_is_not_enough() -> None:
     host = priority_host(num_blocks=6, max_model_len=24)
     for request_id in ("a", "b", "c"):
         host.add(request_id, 5, priority=5)
@@ -72,7 +72,7 @@ def test_several_give_way_if_one_is_not_enough() -> None:
     assert tokens_of(output) == {"a": 1, "urgent": 15}
 
 
-def test_nobody_gives_way_if_it_would_not_help() -> None:
+def test_no_preemption_if_it_would_not_help() -> None:
     host = priority_host(num_blocks=8, max_model_len=32)
     host.add("equal", 17, priority=0)
     host.add("lazy", 5, priority=5)
@@ -84,7 +84,7 @@ def test_nobody_gives_way_if_it_would_not_help() -> None:
     assert host.explain("urgent").reason is Reason.BLOCKS
 
 
-def test_nobody_gives_way_if_there_is_room_anyway() -> None:
+def test_no_preemption_if_the_head_fits_anyway() -> None:
     host = priority_host()
     host.add("lazy", 4, priority=5)
     host.step()
@@ -95,7 +95,7 @@ def test_nobody_gives_way_if_there_is_room_anyway() -> None:
     assert host.stats().num_displaced == 0
 
 
-def test_an_equal_never_displaces() -> None:
+def test_equal_priority_never_preempts() -> None:
     host = priority_host(max_num_seqs=1)
     host.add("a", 4, priority=3)
     host.step()
@@ -104,7 +104,7 @@ def test_an_equal_never_displaces() -> None:
     assert host.explain("b").reason is Reason.SEQUENCE_LIMIT
 
 
-def test_blocks_that_somebody_else_holds_too_are_not_room() -> None:
+def test_shared_blocks_do_not_count_as_freed() -> None:
     host = priority_host(num_blocks=7, max_model_len=28)
     shared = host.prompt(8)
     host.add("equal", [*shared, 1], priority=0)
@@ -118,7 +118,7 @@ def test_blocks_that_somebody_else_holds_too_are_not_room() -> None:
     assert names(host.step().preempted) == ["lazy"]
 
 
-def test_what_the_others_need_in_this_step_is_not_room() -> None:
+def test_blocks_that_others_need_in_the_step_do_not_count_as_free() -> None:
     host = priority_host(num_blocks=5, max_model_len=16)
     host.add("equal", 8, priority=0)
     host.add("lazy", 5, priority=5)
@@ -129,7 +129,7 @@ def test_what_the_others_need_in_this_step_is_not_room() -> None:
     assert "urgent" not in tokens_of(output)
 
 
-def test_a_budget_that_the_others_use_up_is_not_room() -> None:
+def test_budget_that_others_use_does_not_count_as_free() -> None:
     host = priority_host(max_num_batched_tokens=4, max_num_seqs=2)
     host.add("equal", 30, priority=0)
     host.step()
@@ -139,18 +139,19 @@ def test_a_budget_that_the_others_use_up_is_not_room() -> None:
     assert host.explain("urgent").reason is Reason.BUDGET
 
 
-def test_what_partly_computed_prompts_are_owed_is_not_room() -> None:
+def test_blocks_owed_to_partial_prefills_do_not_count_as_free() -> None:
     host = priority_host(num_blocks=10, long_prefill_token_threshold=8)
     host.add("equal", 24, priority=0)
     host.add("lazy", 5, priority=5)
     host.step()
     host.add("urgent", 20, priority=0, arrival_time=100.0)
-    output = host.step()  # 6 blocks without lazy and what the equal one takes now; it is owed 2 more, urgent needs 5
+    # 6 blocks without lazy and without the equal one's share of this step; it still needs 2, urgent needs 5
+    output = host.step()
     assert names(output.preempted) == []
     assert tokens_of(output) == {"equal": 8, "lazy": 1}
 
 
-def test_cached_blocks_that_somebody_else_holds_need_no_room() -> None:
+def test_cached_blocks_that_another_request_holds_need_no_free_blocks() -> None:
     host = priority_host(num_blocks=6, full_sequence_must_fit=False)
     shared = host.prompt(8)
     host.add("equal", [*shared, 1], priority=0)
@@ -162,7 +163,7 @@ def test_cached_blocks_that_somebody_else_holds_need_no_room() -> None:
     assert tokens_of(output) == {"equal": 1, "urgent": 9}
 
 
-def test_nobody_gives_way_to_a_request_that_waits_for_its_own_samples() -> None:
+def test_no_preemption_for_a_request_that_waits_for_its_samples() -> None:
     host = priority_host(max_num_seqs=2, max_steps_in_flight=3)
     host.add("urgent", 4, priority=0)
     host.add("lazy", 4, priority=5)
@@ -180,7 +181,7 @@ def test_nobody_gives_way_to_a_request_that_waits_for_its_own_samples() -> None:
     host.update(first)
 
 
-def test_only_the_one_that_displaced_is_admitted_in_that_step() -> None:
+def test_only_the_preemptor_is_admitted_in_the_step() -> None:
     host = priority_host(max_num_seqs=2)
     host.add("a", 4, priority=5)
     host.add("b", 4, priority=5)
@@ -197,7 +198,7 @@ def test_only_the_one_that_displaced_is_admitted_in_that_step() -> None:
     assert tokens_of(output) == {"first": 1, "second": 4}
 
 
-def test_the_displaced_do_not_come_straight_back_into_the_room_they_left() -> None:
+def test_victims_are_not_readmitted_in_the_same_step() -> None:
     host = priority_host(num_blocks=6, max_model_len=24, max_num_seqs=3)
     host.add("a", 5, priority=5)
     host.add("b", 13, priority=5)
@@ -209,7 +210,7 @@ def test_the_displaced_do_not_come_straight_back_into_the_room_they_left() -> No
     assert host.explain("b").reason is Reason.DISPLACEMENT
 
 
-def test_a_setting_turns_it_off() -> None:
+def test_displace_false_turns_it_off() -> None:
     host = priority_host(max_num_seqs=1, displace=False)
     host.add("lazy", 4, priority=5, max_tokens=3)
     host.step()
@@ -220,7 +221,7 @@ def test_a_setting_turns_it_off() -> None:
     assert [name for output in outputs for name in names(output.admitted)] == ["urgent", "lazy too"]
 
 
-def test_under_fcfs_a_waiting_request_never_displaces() -> None:
+def test_under_fcfs_a_waiting_request_never_preempts() -> None:
     host = Host(max_num_seqs=1)
     host.add("lazy", 4, priority=5)
     host.step()
@@ -228,7 +229,7 @@ def test_under_fcfs_a_waiting_request_never_displaces() -> None:
     assert tokens_of(host.step()) == {"lazy": 1}
 
 
-def test_making_a_waiting_request_urgent_displaces_in_the_next_step() -> None:
+def test_a_waiting_request_made_urgent_preempts_in_the_next_step() -> None:
     host = priority_host(max_num_seqs=1)
     host.add("a", 4, priority=5)
     host.step()
@@ -239,7 +240,7 @@ def test_making_a_waiting_request_urgent_displaces_in_the_next_step() -> None:
     assert (names(output.preempted), names(output.admitted)) == (["a"], ["b"])
 
 
-def test_a_displaced_request_displaces_in_turn_when_it_is_made_urgent() -> None:
+def test_a_preempted_request_made_urgent_preempts() -> None:
     host = priority_host(max_num_seqs=1)
     a = host.add("a", 4, priority=5, max_tokens=8)
     host.step()
@@ -251,7 +252,7 @@ def test_a_displaced_request_displaces_in_turn_when_it_is_made_urgent() -> None:
     assert (names(output.preempted), names(output.resumed)) == (["b"], ["a"])
 
 
-def test_without_chunking_nobody_gives_way_to_a_prompt_that_the_step_could_not_take_whole() -> None:
+def test_without_chunking_no_preemption_for_a_prompt_beyond_the_step() -> None:
     host = priority_host(enable_chunked_prefill=False, max_num_batched_tokens=8, max_num_seqs=2)
     host.add("equal", 4, priority=0)
     host.add("lazy", 4, priority=5)
@@ -262,8 +263,8 @@ def test_without_chunking_nobody_gives_way_to_a_prompt_that_the_step_could_not_t
     assert tokens_of(output) == {"equal": 1, "lazy": 1}
 
 
-def test_what_the_displaced_publish_does_not_make_the_displacement_vain() -> None:
-    """The dry run counts the head's whole sequence: what others publish may make its first chunk larger."""
+def test_blocks_published_by_victims_do_not_defer_the_preemptor() -> None:
+    """The dry run counts the head's whole sequence: blocks that others publish may make its first chunk larger."""
     host = Host(
         num_blocks=5,
         block_size=2,
@@ -291,10 +292,10 @@ def test_what_the_displaced_publish_does_not_make_the_displacement_vain() -> Non
         before = host.stats().num_displaced
         output = step()
         if host.stats().num_displaced > before:
-            assert names(output.admitted), "somebody gave way, and nobody was admitted"
+            assert names(output.admitted), "a request was preempted, and none was admitted"
 
 
-def test_nobody_is_displaced_for_the_budget_alone() -> None:
+def test_no_preemption_for_the_budget_alone() -> None:
     host = Host(order="priority", max_num_seqs=4, max_num_batched_tokens=4)
     host.add("low", 20, priority=5)
     host.step()
@@ -305,7 +306,7 @@ def test_nobody_is_displaced_for_the_budget_alone() -> None:
 
 
 @pytest.mark.parametrize("charge", ["uncached", "whole-fits", "whole"])
-def test_a_prompt_that_may_be_cut_needs_no_budget_for_the_whole_of_it(charge: str) -> None:
+def test_a_chunked_prompt_needs_no_budget_for_all_its_tokens(charge: str) -> None:
     host = priority_host(max_num_seqs=1, max_num_batched_tokens=5, admission_charge=charge)
     host.add("lazy", 4, priority=5, max_tokens=6)
     host.step()

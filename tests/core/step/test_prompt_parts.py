@@ -1,4 +1,4 @@
-"""Prompts in parts: what is computed when, what becomes of the output between parts, and who waits for what."""
+"""Prompts in parts: when parts are computed, the output between parts, and requests that wait for input."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.core.helpers import EOS, Host, blocks_of, cached_of, names, reference
 AWAITS = RequestStatus.WAITING_FOR_STREAMING_REQ
 
 
-def test_parts_are_computed_as_they_come_and_nothing_is_sampled_before_the_last() -> None:
+def test_parts_are_computed_on_arrival_and_only_the_last_samples() -> None:
     host = Host()
     request = host.add("a", 6, max_tokens=0, more_input=True)
     assert tokens_of(host.step()) == {"a": 6}
@@ -39,7 +39,7 @@ def test_parts_are_computed_as_they_come_and_nothing_is_sampled_before_the_last(
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 3)
 
 
-def test_parts_that_come_faster_than_they_are_computed_are_computed_together() -> None:
+def test_parts_that_arrive_early_are_computed_together() -> None:
     host = Host()
     request = host.add("a", 4, max_tokens=0, more_input=True)
     host.extend("a", 4, more=True, max_tokens=0)
@@ -53,7 +53,7 @@ def test_parts_that_come_faster_than_they_are_computed_are_computed_together() -
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 2)
 
 
-def test_the_output_of_a_part_becomes_part_of_the_prompt_without_its_last_token() -> None:
+def test_a_part_s_output_without_its_last_token_joins_the_prompt() -> None:
     host = Host()
     request = host.add("a", 5, max_tokens=3, more_input=True)
     prompt = request.prompt_token_ids.tolist()
@@ -65,7 +65,7 @@ def test_the_output_of_a_part_becomes_part_of_the_prompt_without_its_last_token(
     assert request.prompt_token_ids.tolist() == [*prompt, *said[:-1], 7, 8]
     assert request.num_output_tokens == 0
     output = host.step()
-    assert cached_of(output) == {"a": 4}, "of seven tokens that were computed, those in full blocks"
+    assert cached_of(output) == {"a": 4}, "the tokens in full blocks, of seven computed ones"
     host.run_to_end()
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 2)
 
@@ -81,7 +81,7 @@ def test_a_stop_token_ends_a_part_and_not_the_request() -> None:
     assert request.finish_reason is FinishReason.STOP and request.num_output_tokens == 1
 
 
-def test_samples_in_flight_behind_the_end_of_a_part_are_dropped() -> None:
+def test_samples_in_flight_after_the_end_of_a_part_are_dropped() -> None:
     host = Host(max_steps_in_flight=3)
     request = host.add("a", 4, max_tokens=9, eos_token_ids=(EOS,), more_input=True)
     first, second, third = host.schedule(), host.schedule(), host.schedule()
@@ -95,7 +95,7 @@ def test_samples_in_flight_behind_the_end_of_a_part_are_dropped() -> None:
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 2)
 
 
-def test_the_end_of_the_input_without_a_part_lets_it_answer_or_end() -> None:
+def test_input_may_end_without_a_further_part() -> None:
     host = Host()
     answers = host.add("a", 4, max_tokens=0, more_input=True)
     ends = host.add("b", 4, max_tokens=0, more_input=True)
@@ -107,7 +107,7 @@ def test_the_end_of_the_input_without_a_part_lets_it_answer_or_end() -> None:
     assert ends.finish_reason is FinishReason.STOP and ends.num_output_tokens == 0
 
 
-def test_any_number_that_wait_for_input_keep_nobody_from_running() -> None:
+def test_requests_that_wait_for_input_block_no_others() -> None:
     host = Host(num_blocks=4, max_model_len=16, max_num_seqs=2)
     for number in range(6):
         host.add(f"part-{number}", 8, max_tokens=0, more_input=True)
@@ -123,7 +123,7 @@ def test_any_number_that_wait_for_input_keep_nobody_from_running() -> None:
     assert host.stats().finished["length"] == 7
 
 
-def test_what_a_part_computed_and_others_needed_is_computed_again() -> None:
+def test_an_evicted_part_is_recomputed() -> None:
     host = Host(enable_prefix_caching=False)
     request = host.add("a", 6, max_tokens=0, more_input=True)
     host.step()
@@ -133,18 +133,18 @@ def test_what_a_part_computed_and_others_needed_is_computed_again() -> None:
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 2)
 
 
-def test_a_part_that_is_complete_was_not_preempted() -> None:
+def test_a_complete_part_does_not_count_as_preempted() -> None:
     host = Host(num_blocks=4, max_model_len=16)
     request = host.add("a", 6, max_tokens=0, more_input=True)
     output = host.step()
     host.extend("a", 2, max_tokens=0, more=True)
     output = host.step()
-    assert names(output.preempted) == ["a"], "but the workers learn that it lost its row"
+    assert names(output.preempted) == ["a"], "but the output reports to the workers that it lost its row"
     assert request.num_preemptions == host.stats().num_preemptions == 0
 
 
-def test_the_next_part_comes_behind_images_and_finds_only_those_of_its_own() -> None:
-    """The key of the longer prompt has what stands at its placeholders, too."""
+def test_a_part_after_images_hits_only_equal_images() -> None:
+    """The cache key of the longer prompt includes the images at its placeholders."""
     host = Host(num_blocks=64, max_num_batched_tokens=64, encoder_budget=8, encoder_cache_size=16)
     prompt = [1, 0, 0, 0, 2, 3]
     for name in ("cat", "dog"):
@@ -157,7 +157,7 @@ def test_the_next_part_comes_behind_images_and_finds_only_those_of_its_own() -> 
     assert not set(blocks_of(output, "cat")) & set(blocks_of(output, "dog"))
 
 
-def test_a_part_may_have_encoder_inputs_of_its_own() -> None:
+def test_a_part_may_have_its_own_encoder_inputs() -> None:
     host = Host(num_blocks=64, max_num_batched_tokens=64, encoder_budget=8, encoder_cache_size=16)
     request = host.add("a", 6, max_tokens=3, more_input=True, encoder_inputs=[("cat", 1, 3)])
     while request.status is not AWAITS:
@@ -183,7 +183,7 @@ def test_a_part_may_have_encoder_inputs_of_its_own() -> None:
         (["dog"], "'a' not extended: an encoder input is 'dog'; give"),
     ],
 )
-def test_a_part_with_encoder_inputs_that_cannot_be_is_refused(inputs: list[Any], why: str) -> None:
+def test_a_part_with_invalid_encoder_inputs_is_refused(inputs: list[Any], why: str) -> None:
     host = Host(encoder_budget=8, encoder_cache_size=16)
     request = host.add("a", 6, max_tokens=0, more_input=True)
     with pytest.raises(RequestRefused, match=re.escape(why)):
@@ -191,7 +191,7 @@ def test_a_part_with_encoder_inputs_that_cannot_be_is_refused(inputs: list[Any],
     assert request.more_input and not request.parts
 
 
-def test_speculation_goes_on_in_the_next_part() -> None:
+def test_speculation_continues_in_the_next_part() -> None:
     host = Host(num_draft_tokens=3)
     request = host.add("a", 5, max_tokens=6, more_input=True)
     for tokens in ([], [7, 8]):
@@ -238,7 +238,7 @@ def test_a_pause_and_a_reset_between_parts() -> None:
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 2)
 
 
-def test_the_log_tells_of_every_part() -> None:
+def test_the_log_reports_every_part() -> None:
     host = Host(log_request_events=True)
     request = host.add("a", 4, max_tokens=2, more_input=True)
     host.step()
@@ -251,7 +251,7 @@ def test_the_log_tells_of_every_part() -> None:
     ]  # fmt: skip
 
 
-def test_a_step_that_fails_leaves_the_part_to_be_computed_again() -> None:
+def test_a_failed_step_s_part_is_recomputed() -> None:
     host = Host()
     request = host.add("a", 6, max_tokens=0, more_input=True)
     host.fail(host.schedule())
@@ -261,7 +261,7 @@ def test_a_step_that_fails_leaves_the_part_to_be_computed_again() -> None:
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 2)
 
 
-def test_a_part_that_does_not_fit_is_refused_and_the_request_stays() -> None:
+def test_a_part_that_does_not_fit_is_refused_and_the_request_continues() -> None:
     host = Host(max_model_len=16)
     request = host.add("a", 6, max_tokens=0, more_input=True)
     host.step()
@@ -281,7 +281,7 @@ def test_a_part_that_does_not_fit_is_refused_and_the_request_stays() -> None:
     assert request.finish_reason is FinishReason.STOP
 
 
-def test_output_that_leaves_no_room_for_the_next_part_is_the_end() -> None:
+def test_output_that_leaves_no_room_for_the_next_part_ends_the_request() -> None:
     host = Host(max_model_len=16)
     request = host.add("a", 6, max_tokens=9, more_input=True)
     host.extend("a", 6, max_tokens=2)
@@ -289,7 +289,7 @@ def test_output_that_leaves_no_room_for_the_next_part_is_the_end() -> None:
     assert request.finish_reason is FinishReason.LENGTH and "max_model_len is 16" in request.finish_detail
 
 
-def test_the_model_s_length_ends_a_request_whatever_input_may_come() -> None:
+def test_max_model_len_ends_a_request_that_expects_input() -> None:
     host = Host(max_model_len=16)
     request = host.add("a", 6, max_tokens=99, more_input=True)
     host.run_to_end()
@@ -298,7 +298,7 @@ def test_the_model_s_length_ends_a_request_whatever_input_may_come() -> None:
         host.extend("a", 1)
 
 
-def test_input_that_was_not_announced_is_no_part() -> None:
+def test_a_part_without_more_input_is_refused() -> None:
     host = Host()
     host.add("a", 4)
     host.add("b", 4, max_tokens=0, more_input=True)
@@ -308,7 +308,7 @@ def test_input_that_was_not_announced_is_no_part() -> None:
             host.extend(name, 4)
 
 
-def test_ready_does_not_stand_for_input() -> None:
+def test_ready_does_not_replace_input() -> None:
     host = Host()
     request = host.add("a", 4, max_tokens=0, more_input=True)
     host.step()
@@ -325,7 +325,7 @@ def test_ready_does_not_stand_for_input() -> None:
     assert request.num_output_tokens == 1
 
 
-def test_one_that_waits_for_input_can_be_aborted() -> None:
+def test_a_request_that_waits_for_input_can_be_aborted() -> None:
     host = Host()
     host.add("a", 4, max_tokens=0, more_input=True)
     host.step()
@@ -333,7 +333,7 @@ def test_one_that_waits_for_input_can_be_aborted() -> None:
     assert not host.scheduler.has_unfinished_requests() and names(host.step().finished) == ["a"]
 
 
-def test_a_host_has_nothing_to_do_for_those_that_wait_for_input() -> None:
+def test_requests_that_wait_for_input_are_not_runnable() -> None:
     host = Host()
     host.add("a", 4, max_tokens=0, more_input=True)
     assert host.scheduler.has_runnable_requests()

@@ -1,4 +1,4 @@
-"""Where a request is, and the calls that move it: park, ready, abort, finish, set_priority."""
+"""The place of a request, and the calls that move it: park, ready, abort, finish, set_priority."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.core.helpers import EOS, Host, names, reference_output, tokens_of
 
 
 @pytest.mark.parametrize("reason", list(ParkReason), ids=lambda reason: reason.value)
-def test_a_request_parked_when_added_waits_outside_the_queue_until_it_is_ready(reason: ParkReason) -> None:
+def test_a_request_parked_when_added_is_not_queued_until_ready(reason: ParkReason) -> None:
     host = Host()
     request = host.add("a", 4, park=reason)
     assert request.status is reason.status
@@ -34,7 +34,7 @@ def test_a_request_parked_when_added_waits_outside_the_queue_until_it_is_ready(r
     assert tokens_of(host.step()) == {"a": 4}
 
 
-def test_a_parked_head_does_not_hold_up_the_others() -> None:
+def test_a_parked_head_does_not_block_the_queue() -> None:
     host = Host()
     host.add("a", 4, park=ParkReason.GRAMMAR)
     host.add("b", 4)
@@ -53,7 +53,7 @@ def test_a_parked_request_keeps_its_place_by_arrival() -> None:
     assert [host.explain(request_id).position for request_id in "abc"] == [0, 1, 2]
 
 
-def test_a_running_request_that_is_parked_gives_its_blocks_back_and_keeps_its_tokens() -> None:
+def test_parking_a_running_request_frees_its_blocks_and_keeps_its_tokens() -> None:
     host = Host()
     request = host.add("a", 8, max_tokens=6)
     for _ in range(3):
@@ -65,7 +65,7 @@ def test_a_running_request_that_is_parked_gives_its_blocks_back_and_keeps_its_to
     assert request.output_token_ids.tolist() == before
     assert request.num_preemptions == 1, "it counts as one"
     output = host.step()
-    assert (names(output.preempted), output.num_rows) == (["a"], 0), "workers are told"
+    assert (names(output.preempted), output.num_rows) == (["a"], 0), "it is reported to the workers"
     host.ready("a")
     assert request.status is RequestStatus.PREEMPTED
     assert names(host.step().resumed) == ["a"]
@@ -73,7 +73,7 @@ def test_a_running_request_that_is_parked_gives_its_blocks_back_and_keeps_its_to
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 6)
 
 
-def test_a_preempted_request_can_be_parked_and_comes_back_to_the_front() -> None:
+def test_a_parked_preempted_request_returns_to_the_front() -> None:
     host = Host(max_num_seqs=1, order="priority")
     host.add("lazy", 4, priority=5)
     host.step()
@@ -96,7 +96,7 @@ def test_parking_again_only_changes_the_reason() -> None:
     assert request.status is RequestStatus.WAITING
 
 
-def test_a_request_that_ran_and_is_parked_twice_is_still_one_that_ran() -> None:
+def test_a_request_parked_twice_stays_preempted() -> None:
     host = Host()
     request = host.add("a", 4)
     host.step()
@@ -107,7 +107,7 @@ def test_a_request_that_ran_and_is_parked_twice_is_still_one_that_ran() -> None:
     assert request.num_preemptions == 1
 
 
-def test_what_a_request_waits_for_may_fail() -> None:
+def test_a_parked_request_can_fail() -> None:
     host = Host()
     request = host.add("a", 4, park=ParkReason.GRAMMAR)
     assert host.finish("a", FinishReason.ERROR, detail="the grammar does not compile") is request
@@ -145,7 +145,7 @@ def test_a_request_that_was_never_added_is_unknown(call: Callable[[Host], object
     [lambda host: host.park("a"), lambda host: host.ready("a"), lambda host: host.set_priority("a", 1)],
     ids=["park", "ready", "set_priority"],
 )
-def test_a_request_that_has_ended_is_unknown_even_before_its_end_was_told(call: Callable[[Host], object]) -> None:
+def test_a_finished_request_is_unknown_even_before_it_is_reported(call: Callable[[Host], object]) -> None:
     host = Host()
     request = host.add("a", 4)
     host.abort("a")
@@ -192,7 +192,7 @@ def preempted(host: Host) -> None:
 @pytest.mark.parametrize(
     "state", [waiting, running, prefilling, parked, parked_after_running, preempted], ids=lambda state: state.__name__
 )
-def test_a_request_can_be_aborted_wherever_it_is_and_every_block_comes_back(state: Callable[[Host], None]) -> None:
+def test_an_abort_in_any_place_returns_all_blocks(state: Callable[[Host], None]) -> None:
     host = Host(max_num_seqs=1)
     state(host)
     request = host.scheduler.get_request("a")
@@ -226,7 +226,7 @@ def test_an_ended_request_keeps_its_tokens() -> None:
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 3)
 
 
-def test_a_host_ends_a_request_for_its_own_reason_and_says_how_much_to_keep() -> None:
+def test_finish_takes_the_host_s_reason_and_keep_tokens() -> None:
     host = Host()
     request = host.add("a", 4)
     for _ in range(5):
@@ -259,7 +259,7 @@ def test_a_sample_in_flight_when_the_host_ends_a_request_is_dropped() -> None:
     assert request.num_output_tokens == 1
 
 
-def test_finish_refuses_what_makes_no_sense_and_changes_nothing() -> None:
+def test_invalid_finishes_are_refused_and_change_nothing() -> None:
     host = Host()
     request = host.add("a", 4)
     with pytest.raises(InvalidTransition, match="request 'a' was accepted; end it with another reason than REFUSED"):
@@ -274,7 +274,7 @@ def test_finish_refuses_what_makes_no_sense_and_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("state", [waiting, running, parked, preempted], ids=lambda state: state.__name__)
-def test_an_id_in_use_is_refused_and_the_first_request_is_not_disturbed(state: Callable[[Host], None]) -> None:
+def test_an_id_in_use_is_refused_and_the_first_request_continues(state: Callable[[Host], None]) -> None:
     host = Host(max_num_seqs=1)
     state(host)
     first = host.scheduler.get_request("a")
@@ -285,7 +285,7 @@ def test_an_id_in_use_is_refused_and_the_first_request_is_not_disturbed(state: C
     assert host.scheduler.get_request("a") is first
 
 
-def test_an_id_is_free_again_once_an_output_has_told_of_its_end() -> None:
+def test_an_id_is_free_once_an_output_has_reported_its_end() -> None:
     host = Host()
     first = host.add("a", 4, max_tokens=1)
     host.step()
@@ -298,7 +298,7 @@ def test_an_id_is_free_again_once_an_output_has_told_of_its_end() -> None:
     assert second.is_finished and second is not first
 
 
-def test_each_end_is_told_once() -> None:
+def test_each_end_is_reported_once() -> None:
     host = Host()
     for request_id in "abc":
         host.add(request_id, 4, eos_token_ids=(EOS,))
@@ -352,7 +352,7 @@ def test_a_parked_request_takes_its_new_place_when_it_is_ready() -> None:
     assert (host.explain("b").position, host.explain("a").position) == (0, 1)
 
 
-def test_setting_the_priority_it_has_changes_nothing() -> None:
+def test_setting_an_unchanged_priority_does_nothing() -> None:
     host = Host(order="priority", max_num_seqs=1)
     host.add("a", 4)
     host.add("b", 4)

@@ -1,4 +1,4 @@
-"""A step that could not be executed: `fail` makes it, and every later one, as if they had not been."""
+"""Failed steps: `fail` undoes a step that could not be executed, and every later one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pointsman.core import ParkReason, RequestStatus, StepOrderError, StepResult
 from tests.core.helpers import EOS, Host, blocks_of, cached_of, names, reference_output, tokens_of
 
 
-def test_a_request_admitted_by_the_failed_step_goes_back_to_its_place() -> None:
+def test_an_admission_of_a_failed_step_returns_to_its_place() -> None:
     host = Host(max_num_seqs=1)
     request = host.add("a", 8)
     host.add("b", 4)
@@ -22,7 +22,7 @@ def test_a_request_admitted_by_the_failed_step_goes_back_to_its_place() -> None:
     assert tokens_of(again) == tokens_of(output)
 
 
-def test_a_resumed_request_goes_back_to_the_front_of_its_class() -> None:
+def test_a_resumed_request_returns_to_the_front_of_its_class() -> None:
     host = Host(max_num_seqs=1)
     request = host.add("a", 4)
     host.step()
@@ -59,7 +59,7 @@ def test_a_void_step_holds_no_row() -> None:
     host.fail(second)
     host.update(first)
     host.add("b", 4)
-    assert host.schedule().rows.tolist() == [row], "only the first step had to end before it was reused"
+    assert host.schedule().rows.tolist() == [row], "only the first step had to end before the row was reused"
 
 
 def test_a_continued_row_is_rewound_and_keeps_its_blocks() -> None:
@@ -109,7 +109,7 @@ def test_later_steps_in_flight_are_void_too() -> None:
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 6)
 
 
-def test_earlier_steps_in_flight_stand() -> None:
+def test_earlier_steps_in_flight_remain_valid() -> None:
     host = Host(max_steps_in_flight=2)
     request = host.add("a", 4)
     first, second = host.schedule(), host.schedule()
@@ -119,7 +119,7 @@ def test_earlier_steps_in_flight_stand() -> None:
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 1)
 
 
-def test_step_ids_go_on_counting() -> None:
+def test_step_ids_continue_after_a_failure() -> None:
     host = Host()
     host.add("a", 4)
     host.fail(host.schedule())
@@ -136,7 +136,7 @@ def test_blocks_published_by_the_failed_step_leave_the_cache() -> None:
     assert cached_of(host.step()) == {"b": 0}
 
 
-def test_blocks_published_before_it_stay() -> None:
+def test_blocks_published_before_the_failed_step_stay_cached() -> None:
     host = Host(max_num_batched_tokens=8)
     request = host.add("a", 17)
     host.step()
@@ -146,7 +146,7 @@ def test_blocks_published_before_it_stay() -> None:
     assert cached_of(host.step()) == {"b": 8}
 
 
-def test_what_a_continued_row_computes_again_is_published_again() -> None:
+def test_recomputed_blocks_are_published_again() -> None:
     host = Host(max_num_batched_tokens=8)
     request = host.add("a", 16, max_tokens=1)
     host.step()
@@ -156,7 +156,7 @@ def test_what_a_continued_row_computes_again_is_published_again() -> None:
     assert cached_of(host.step()) == {"b": 16}
 
 
-def test_a_request_that_shared_a_block_of_the_failed_step_computes_it_again() -> None:
+def test_a_shared_block_of_a_failed_step_is_recomputed() -> None:
     host = Host()
     prompt = host.prompt(9)
     a, b = host.add("a", prompt, max_tokens=2), host.add("b", prompt, max_tokens=2)
@@ -170,7 +170,7 @@ def test_a_request_that_shared_a_block_of_the_failed_step_computes_it_again() ->
     assert a.num_output_tokens == 0
 
 
-def test_an_end_that_the_failed_output_told_is_told_again() -> None:
+def test_an_end_in_a_failed_output_is_reported_again() -> None:
     host = Host()
     host.add("a", 4)
     host.add("b", 4, max_tokens=8)
@@ -183,7 +183,7 @@ def test_an_end_that_the_failed_output_told_is_told_again() -> None:
     assert names(host.step().finished) == []
 
 
-def test_a_preemption_stands_and_is_told_again() -> None:
+def test_a_preemption_in_a_failed_output_is_reported_again() -> None:
     host = Host(num_blocks=4, max_model_len=16)
     host.add("a", 8)
     host.add("b", 8)
@@ -199,7 +199,7 @@ def test_a_preemption_stands_and_is_told_again() -> None:
     assert tokens_of(again) == {"a": 1}
 
 
-def test_an_abort_while_the_failed_step_was_in_flight_stands() -> None:
+def test_an_abort_during_the_failed_step_stays_valid() -> None:
     host = Host(max_steps_in_flight=2)
     request = host.add("a", 4)
     host.step()
@@ -211,7 +211,7 @@ def test_an_abort_while_the_failed_step_was_in_flight_stands() -> None:
     assert names(host.step().finished) == ["a"]
 
 
-def test_a_sample_of_a_preempted_request_that_fails_will_never_come_and_is_not_waited_for() -> None:
+def test_a_preempted_request_does_not_wait_for_a_failed_sample() -> None:
     host = Host(max_steps_in_flight=2)
     request = host.add("a", 4, max_tokens=3)
     first = host.schedule()
@@ -224,7 +224,7 @@ def test_a_sample_of_a_preempted_request_that_fails_will_never_come_and_is_not_w
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 3)
 
 
-def test_counters_never_fall_so_an_admission_that_is_repeated_counts_again() -> None:
+def test_counters_count_repeated_admissions_again() -> None:
     host = Host()
     host.add("a", 9)
     output = host.schedule()
@@ -235,7 +235,7 @@ def test_counters_never_fall_so_an_admission_that_is_repeated_counts_again() -> 
     assert host.stats().prefix_queries == 18
 
 
-def test_a_request_may_stop_normally_after_its_step_was_repeated() -> None:
+def test_a_request_may_stop_after_a_repeated_step() -> None:
     host = Host()
     request = host.add("a", 4, eos_token_ids=(EOS,))
     host.step()
@@ -248,7 +248,7 @@ def test_a_request_may_stop_normally_after_its_step_was_repeated() -> None:
 # ---------------------------------------------------------------------- resync
 
 
-def test_the_output_after_a_failure_tells_every_row_its_whole_table() -> None:
+def test_the_output_after_a_failure_has_all_full_block_tables() -> None:
     host = Host()
     host.add("a", 6)
     host.add("b", 4)
@@ -267,7 +267,7 @@ def test_the_output_after_a_failure_tells_every_row_its_whole_table() -> None:
     assert len(following.block_ids) == 0
 
 
-def test_resync_goes_on_until_every_request_that_ran_was_in_an_output_or_lost_its_row() -> None:
+def test_resync_lasts_until_every_running_request_was_in_an_output() -> None:
     host = Host(max_steps_in_flight=3)
     host.add("a", 4, max_tokens=2)
     host.add("b", 4, max_tokens=20)
@@ -291,7 +291,7 @@ def test_an_empty_step_can_fail() -> None:
     assert tokens_of(host.step()) == {"a": 4}
 
 
-def test_failing_again_and_again_changes_nothing_but_the_step_ids() -> None:
+def test_repeated_failures_change_only_the_step_ids() -> None:
     host = Host(num_blocks=8, max_model_len=32)
     requests = [host.add(f"r{index}", 6, max_tokens=10) for index in range(5)]
     while host.scheduler.has_unfinished_requests():
@@ -300,7 +300,7 @@ def test_failing_again_and_again_changes_nothing_but_the_step_ids() -> None:
             output = host.schedule()
             decision = (tokens_of(output), output.num_computed_tokens.tolist(), output.samples.tolist())
             if output.preempted:
-                seen = None  # a preemption stands, so the next attempt may admit somebody
+                seen = None  # preemptions remain valid, so the next attempt may admit a request
             assert seen is None or decision == seen
             seen = decision
             host.fail(output)

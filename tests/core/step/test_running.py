@@ -63,7 +63,7 @@ def test_a_row_takes_a_block_only_when_the_ones_it_has_are_full() -> None:
     assert told == [1, 0, 1, 0, 0, 0, 1, 0]
 
 
-def test_what_an_output_tells_adds_up_to_the_block_table() -> None:
+def test_the_blocks_of_outputs_add_up_to_the_block_table() -> None:
     host = Host(max_num_batched_tokens=6)
     for index in range(3):
         host.add(f"r{index}", 5, max_tokens=8)
@@ -93,7 +93,7 @@ def test_input_token_ids_are_the_tokens_to_compute_row_after_row() -> None:
     assert host.scheduler.input_token_ids(output).tolist() == expected
 
 
-def test_input_token_ids_of_a_resumed_request_start_after_its_cached_prefix_and_include_its_output() -> None:
+def test_input_token_ids_of_a_resumed_request_include_its_output() -> None:
     host = Host()
     request = host.add("a", 6)
     for _ in range(4):
@@ -105,7 +105,7 @@ def test_input_token_ids_of_a_resumed_request_start_after_its_cached_prefix_and_
     assert host.scheduler.input_token_ids(output).tolist() == request.all_token_ids[8:].tolist()
 
 
-def test_input_token_ids_of_a_chunk_of_one_token_inside_a_prompt_is_that_token() -> None:
+def test_input_token_ids_of_a_one_token_chunk_are_that_token() -> None:
     host = Host(long_prefill_token_threshold=1)
     request = host.add("a", 5, max_tokens=1)
     host.add("other", 9)  # so that the threshold holds
@@ -123,7 +123,7 @@ def test_input_token_ids_of_an_empty_step_are_none() -> None:
     assert host.scheduler.input_token_ids(host.schedule()).shape == (0,)
 
 
-def test_every_token_but_the_last_is_fed_once_and_in_order() -> None:
+def test_all_tokens_except_the_last_are_inputs_once_and_in_order() -> None:
     host = Host(max_num_batched_tokens=7, max_num_seqs=3)
     requests = [host.add(f"r{index}", 4 + 3 * index, max_tokens=9) for index in range(5)]
     fed: dict[str, list[int]] = {request.request_id: [] for request in requests}
@@ -140,7 +140,7 @@ def test_every_token_but_the_last_is_fed_once_and_in_order() -> None:
         assert fed[request.request_id] == request.all_token_ids.tolist()[:-1]
 
 
-def test_more_rows_than_the_columns_were_made_for() -> None:
+def test_columns_grow_with_the_number_of_rows() -> None:
     host = Host(num_blocks=400, max_num_seqs=150, max_num_batched_tokens=600)
     requests = [host.add(f"r{index}", 3, max_tokens=4) for index in range(150)]
     assert host.step().num_rows == 150
@@ -163,7 +163,7 @@ def test_a_further_step_may_be_scheduled_while_the_first_executes() -> None:
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 3)
 
 
-def test_a_row_that_what_is_in_flight_brings_to_its_limit_is_not_scheduled_again() -> None:
+def test_a_row_whose_sample_in_flight_reaches_its_limit_is_not_scheduled() -> None:
     host = Host(max_steps_in_flight=4)
     host.add("a", 4, max_tokens=2)
     outputs = [host.schedule() for _ in range(4)]
@@ -173,7 +173,7 @@ def test_a_row_that_what_is_in_flight_brings_to_its_limit_is_not_scheduled_again
     assert not host.scheduler.has_unfinished_requests()
 
 
-def test_a_row_at_its_limit_rests_while_the_others_go_on() -> None:
+def test_a_row_at_its_limit_waits_while_others_continue() -> None:
     host = Host(max_steps_in_flight=3)
     host.add("a", 4, max_tokens=1)
     host.add("b", 4, max_tokens=9)
@@ -193,7 +193,7 @@ def test_chunks_of_one_prompt_may_be_in_flight_together() -> None:
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 3)
 
 
-def test_a_request_that_does_not_run_ahead_waits_for_its_sample_while_others_go_on() -> None:
+def test_only_requests_without_runs_ahead_wait_for_their_samples() -> None:
     """Alone, beside a steadily decoding row, and beside a prompt in chunks; again after a preemption."""
     host = Host(max_steps_in_flight=2, max_num_batched_tokens=8)
     request = host.add("a", 12, max_tokens=9, runs_ahead=False)
@@ -224,7 +224,7 @@ def test_a_request_that_does_not_run_ahead_waits_for_its_sample_while_others_go_
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 9)
 
 
-def test_whether_a_further_step_would_have_anything_to_run() -> None:
+def test_can_advance_knows_whether_a_further_step_would_be_empty() -> None:
     host = Host(max_steps_in_flight=3)
     assert not host.scheduler.can_advance()
     host.add("a", 4, max_tokens=2)
@@ -234,7 +234,7 @@ def test_whether_a_further_step_would_have_anything_to_run() -> None:
     assert host.scheduler.can_advance(), "a runs ahead"
     second = host.schedule()
     assert tokens_of(second) == {"a": 1}
-    assert not host.scheduler.can_advance(), "a ends with what is in flight, and b must know its token"
+    assert not host.scheduler.can_advance(), "a finishes with its sample in flight, and b needs its sampled token"
     host.update(first)
     assert host.scheduler.can_advance()
     assert host.scheduler.outputs_in_flight == (second,)
@@ -262,8 +262,8 @@ def test_a_row_is_reused_only_after_every_step_that_names_it() -> None:
     assert blocks_of(third, "b"), "the blocks need no such care: a host executes its steps in order"
 
 
-def test_prefill_first_never_mixes_prompts_and_decoding_even_if_the_row_that_asks_gives_way() -> None:
-    """b finds no block and is the victim itself, so no prompt advances; c's must not advance beside a's decoding."""
+def test_prefill_first_never_mixes_even_if_the_asking_row_is_preempted() -> None:
+    """b finds no block and is itself the victim, so no prompt advances; c's must not advance beside a's decoding."""
     knobs = {"batching": "prefill-first", "shortage": "look-ahead", "victim": "lowest-priority"}
     sizes = {"num_blocks": 6, "block_size": 1, "max_model_len": 6, "max_num_batched_tokens": 8}
     host = Host(**knobs, **sizes, full_sequence_must_fit=False, long_prefill_token_threshold=1)

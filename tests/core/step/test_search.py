@@ -1,4 +1,4 @@
-"""Behind a request that lacks blocks: which requests are looked up again, and what is said of the others."""
+"""The search behind a request that lacks blocks: which requests are looked up again, and the reasons of the others."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_after_an_arrival_only_the_new_request_is_looked_up(monkeypatch: pytest.
     assert [host.explain(name).reason for name in ("other 2", "new")] == [Reason.BLOCKS, Reason.BLOCKS]
 
 
-def test_where_blocks_become_free_those_are_looked_up_that_may_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_freed_blocks_cause_lookups_only_of_requests_that_may_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     host = crowded_host(reserves=("bypass:kept=0",))
     found = looked_up(host, monkeypatch)
     host.abort("first")
@@ -58,7 +58,7 @@ def test_where_blocks_become_free_those_are_looked_up_that_may_fit(monkeypatch: 
     assert host.explain("other 2").missing == 6 - host.stats().num_free_blocks
 
 
-def test_what_a_request_lacks_is_counted_in_the_newest_step() -> None:
+def test_missing_blocks_are_those_of_the_newest_step() -> None:
     host = crowded_host()
     before = host.explain("other 1").missing
     free = host.stats().num_free_blocks
@@ -69,8 +69,8 @@ def test_what_a_request_lacks_is_counted_in_the_newest_step() -> None:
     assert found == before + free - now_free
 
 
-def test_a_prefix_that_others_come_to_hold_makes_a_request_fit() -> None:
-    """It needs 9 blocks, of which "sharer" holds 4 once it runs. Then 3 are free, and with those of "small" 6."""
+def test_a_request_fits_once_another_one_holds_its_prefix() -> None:
+    """It needs 9 blocks, and "sharer" holds 4 of them once it runs. Then 3 are free, 6 with those of "small"."""
     host = Host(reserves=("bypass:kept=0",), num_blocks=27, max_num_batched_tokens=500, max_num_seqs=9)
     shared = list(range(16))
     host.add("first", 60, max_tokens=4)
@@ -86,8 +86,8 @@ def test_a_prefix_that_others_come_to_hold_makes_a_request_fit() -> None:
     assert names(host.step().admitted) == ["other"]
 
 
-def test_what_blocks_the_queue_counts_the_newest_step_when_those_that_were_skipped_have_left() -> None:
-    """ "head" was passed as often as it may be; "urgent", before it, is skipped."""
+def test_the_blocker_s_missing_blocks_are_current_after_skipped_ones_leave() -> None:
+    """ "head" has reached its bound of bypasses; "urgent", before it, is skipped."""
     host = Host(
         order="priority", reserves=("bypass:bound=1,kept=0",), num_blocks=24, max_num_batched_tokens=500, max_num_seqs=9
     )
@@ -107,11 +107,11 @@ def test_what_blocks_the_queue_counts_the_newest_step_when_those_that_were_skipp
 
 
 @pytest.mark.parametrize("event", ["head leaves", "step fails"])
-def test_what_a_request_lacks_stays_known_until_the_next_step(event: str) -> None:
+def test_missing_blocks_stay_known_until_the_next_step(event: str) -> None:
     host = crowded_host()
     free = host.stats().num_free_blocks
     output = host.schedule()
-    while host.stats().num_free_blocks == free:  # as the reason stays the same, what is missing now is not noted
+    while host.stats().num_free_blocks == free:  # the reason stays, so the new number is not noted
         host.update(output)
         output = host.schedule()
     names_behind = [f"other {index}" for index in range(3)]

@@ -1,4 +1,4 @@
-"""What came back: tokens, stop conditions, errors of single rows, and results that do not fit."""
+"""The update: tokens, stop conditions, errors of single rows, and results that do not fit."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def test_token_id_0_can_be_an_eos_token() -> None:
     assert not without.is_finished, "and where there is no EOS, none is assumed"
 
 
-def test_ignore_eos_goes_on_to_the_limit() -> None:
+def test_ignore_eos_continues_to_the_limit() -> None:
     host = Host()
     request = host.add("a", eos_token_ids=(EOS, 7), ignore_eos=True, max_tokens=4)
     run_with(host, "a", [EOS, 7, EOS, EOS, EOS])
     assert (request.status, request.num_output_tokens) == (RequestStatus.FINISHED_LENGTH, 4)
 
 
-def test_ignore_eos_does_not_ignore_stop_tokens_even_if_one_of_them_is_the_eos_token() -> None:
+def test_ignore_eos_does_not_ignore_an_eos_token_given_as_stop_token() -> None:
     host = Host()
     request = host.add("a", eos_token_ids=(EOS,), ignore_eos=True, stop_token_ids=(EOS, 42))
     run_with(host, "a", [1, EOS])
@@ -93,7 +93,7 @@ def test_before_min_tokens_neither_eos_nor_a_stop_token_ends_a_request() -> None
     assert (request.status, request.num_output_tokens) == (RequestStatus.FINISHED_STOPPED, 4)
 
 
-def test_the_token_that_makes_up_min_tokens_may_end_the_request() -> None:
+def test_the_token_that_reaches_min_tokens_may_end_the_request() -> None:
     host = Host()
     request = host.add("a", eos_token_ids=(EOS,), min_tokens=3)
     run_with(host, "a", [1, EOS, EOS, 4])
@@ -150,7 +150,7 @@ def test_each_request_of_a_batch_has_its_own_stop_conditions() -> None:
 # ---------------------------------------------------------------------- what the update says
 
 
-def test_an_update_tells_the_appended_tokens_of_each_row_and_who_ended() -> None:
+def test_an_update_reports_appended_tokens_and_finished_requests() -> None:
     host = Host(max_num_batched_tokens=8)
     host.add("a", 4, eos_token_ids=(EOS,))
     host.add("b", 3, max_tokens=1)
@@ -163,14 +163,14 @@ def test_an_update_tells_the_appended_tokens_of_each_row_and_who_ended() -> None
     assert names(update.finished) == ["a", "b"]
 
 
-def test_blocks_of_an_ended_request_are_free_at_once() -> None:
+def test_blocks_of_a_finished_request_are_free_at_once() -> None:
     host = Host()
     host.add("a", 9, max_tokens=1)
     host.step()
     assert host.stats().num_free_blocks == 16
 
 
-def test_counts_may_be_given_if_they_say_the_same() -> None:
+def test_counts_may_be_given_if_they_agree() -> None:
     host = Host(max_num_batched_tokens=8)
     request = host.add("a", 4)
     host.add("long", 9)
@@ -180,7 +180,7 @@ def test_counts_may_be_given_if_they_say_the_same() -> None:
     assert request.output_token_ids.tolist() == [5]
 
 
-def test_a_row_with_an_error_ends_and_the_others_go_on() -> None:
+def test_a_row_with_an_error_finishes_and_the_others_continue() -> None:
     host = Host()
     a, b, c = (host.add(request_id, 4, max_tokens=3) for request_id in "abc")
     host.step()
@@ -196,7 +196,7 @@ def test_a_row_with_an_error_ends_and_the_others_go_on() -> None:
     assert {reason: count for reason, count in host.stats().finished.items() if count} == {"length": 2, "error": 1}
 
 
-def test_what_a_row_with_an_error_wrote_in_the_step_is_not_found_again() -> None:
+def test_kv_of_a_failed_row_is_not_found_again() -> None:
     host = Host(max_num_batched_tokens=8)
     request = host.add("a", 12)
     host.step()
@@ -207,7 +207,7 @@ def test_what_a_row_with_an_error_wrote_in_the_step_is_not_found_again() -> None
     assert host.step().num_cached_tokens.tolist() == [8], "the first chunk was written well"
 
 
-def test_what_others_published_below_it_is_not_found_either_and_they_publish_no_more() -> None:
+def test_blocks_published_after_a_failed_row_s_are_removed_too() -> None:
     host = Host(max_num_batched_tokens=32)
     failing = host.add("a", 5)
     sharing = host.add("b", [*failing.prompt_token_ids[:4], *host.prompt(6)], max_tokens=10)
@@ -216,7 +216,7 @@ def test_what_others_published_below_it_is_not_found_either_and_they_publish_no_
     host.scheduler.update(output, StepResult([1], errors={0: "out of memory"}), host.now)
     host.scheduler.check_invariants()
     host.run_to_end()
-    assert sharing.num_output_tokens == 10, "that it ran on doubtful blocks is for the host to say: an error of its own"
+    assert sharing.num_output_tokens == 10, "the host must report reads of invalid blocks as a separate error"
     host.add("c", sharing.all_token_ids)
     assert host.step().num_cached_tokens.tolist() == [0]
 
@@ -225,7 +225,7 @@ def test_what_others_published_below_it_is_not_found_either_and_they_publish_no_
 
 
 def update_without(host: Host, output: SchedulerOutput, *missing: str) -> StepUpdate:
-    """What the model samples, but nothing for the requests named."""
+    """Update with the model's samples, without tokens for the named requests."""
     rows = [index for index, name in enumerate(names(output.requests)) if name in missing]
     result, runs = host.result(output), []
     at = 0
@@ -295,7 +295,7 @@ def test_a_row_that_verified_drafts_may_have_no_token() -> None:
     output = host.schedule()
     assert output.num_draft_tokens.tolist() == [3, 3]
     assert update_without(host, output, "b").counts.tolist() == [1, 0]
-    assert requests[1].num_draft_tokens == 0, "drafts without an answer are not counted as verified"
+    assert requests[1].num_draft_tokens == 0, "drafts without a result do not count as verified"
     host.run_to_end()
     check_outputs(requests)
 
@@ -374,9 +374,7 @@ def refuses(host: Host, fields: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(("fields", "message"), BAD_RESULTS, ids=lambda value: repr(value)[:40])
-def test_a_result_that_does_not_fit_is_refused_whole_and_the_step_can_still_be_updated(
-    fields: dict[str, Any], message: str
-) -> None:
+def test_an_invalid_result_is_refused_whole_and_can_be_corrected(fields: dict[str, Any], message: str) -> None:
     host = Host(max_num_batched_tokens=8)
     host.add("a", 3)
     host.add("b", 3)
@@ -385,7 +383,7 @@ def test_a_result_that_does_not_fit_is_refused_whole_and_the_step_can_still_be_u
 
 
 @pytest.mark.parametrize(("fields", "message"), BAD_TOKENS, ids=lambda value: repr(value)[:40])
-def test_so_is_one_in_steady_decoding(fields: dict[str, Any], message: str) -> None:
+def test_an_invalid_result_in_steady_decoding_is_refused(fields: dict[str, Any], message: str) -> None:
     host = Host()
     host.add("a", 3)
     host.add("b", 3)
@@ -436,7 +434,7 @@ def test_a_step_is_updated_once() -> None:
         host.scheduler.update(output, StepResult([5]), host.now)
 
 
-def test_more_steps_than_the_limit_cannot_be_in_flight_and_asking_changes_nothing() -> None:
+def test_scheduling_beyond_max_steps_in_flight_changes_nothing() -> None:
     host = Host(max_steps_in_flight=2)
     host.add("a", 4)
     first = host.schedule()
@@ -447,7 +445,7 @@ def test_more_steps_than_the_limit_cannot_be_in_flight_and_asking_changes_nothin
         host.scheduler.schedule(host.now)
     assert host.stats() == before
     host.update(first)
-    assert host.schedule().step_id == 2, "the call that raised used up no step id"
+    assert host.schedule().step_id == 2, "the failed call used no step id"
 
 
 # ---------------------------------------------------------------------- ends and preemptions with samples in flight
@@ -500,12 +498,12 @@ def test_a_sample_in_flight_of_a_preempted_request_is_delivered() -> None:
     assert b.output_token_ids.tolist() == reference_output(b.prompt_token_ids, 6)
 
 
-def test_a_preempted_request_is_not_admitted_again_before_its_samples_are_back() -> None:
+def test_a_preempted_request_waits_for_its_samples_in_flight() -> None:
     host = preempted_in_flight()
     first, second = host.schedule(), host.schedule()
     host.abort("a")
     third = host.schedule()
-    assert third.num_rows == 0, "there is room, but b's next token is not known"
+    assert third.num_rows == 0, "there are free slots and blocks, but b's next token is unknown"
     head = host.explain("b")
     assert (head.reason, head.missing) == (Reason.IN_FLIGHT, 1)
     assert host.stats().deferrals["in_flight"] == 1
@@ -529,7 +527,7 @@ def test_a_delivered_sample_can_end_a_preempted_request() -> None:
     assert host.stats().num_waiting == 0
 
 
-def test_a_sample_of_a_request_parked_in_flight_is_delivered_and_can_end_it() -> None:
+def test_a_sample_in_flight_of_a_parked_request_can_end_it() -> None:
     host = Host(max_steps_in_flight=2)
     request = host.add("a", 4, max_tokens=2)
     first, second = host.schedule(), host.schedule()
@@ -542,7 +540,7 @@ def test_a_sample_of_a_request_parked_in_flight_is_delivered_and_can_end_it() ->
     assert not host.scheduler.has_unfinished_requests()
 
 
-def test_an_error_for_a_row_that_has_ended_since_changes_nothing() -> None:
+def test_an_error_for_a_finished_row_changes_nothing() -> None:
     host = Host(max_steps_in_flight=2)
     request = host.add("a", 4)
     first = host.schedule()
@@ -551,7 +549,7 @@ def test_an_error_for_a_row_that_has_ended_since_changes_nothing() -> None:
     assert update.finished == () and request.status is RequestStatus.FINISHED_ABORTED
 
 
-def test_an_error_for_a_row_whose_request_was_admitted_again_since_ends_it() -> None:
+def test_an_error_for_a_row_that_was_readmitted_since_finishes_it() -> None:
     host = Host(max_steps_in_flight=3, max_num_batched_tokens=8)
     request = host.add("a", 20)
     first = host.schedule()  # a chunk that samples nothing, so the request may come back at once
@@ -582,7 +580,7 @@ def three_that_share() -> tuple[Host, SchedulerOutput]:
     return host, host.schedule()
 
 
-def test_an_error_takes_out_what_it_published_even_where_others_computed_the_same() -> None:
+def test_a_failed_row_s_blocks_are_removed_even_if_computed_twice() -> None:
     host, output = three_that_share()
     host.scheduler.update(output, StepResult([7, 7], errors={0: "broken"}), host.now)
     host.scheduler.check_invariants()
@@ -594,10 +592,10 @@ def test_an_error_takes_out_what_it_published_even_where_others_computed_the_sam
     while host.scheduler.get_request("g") is not None:
         output = host.step()
         if "g" in names(output.admitted):
-            assert cached_of(output)["g"] == 0, "what it would find was computed behind a row that failed"
+            assert cached_of(output)["g"] == 0, "the cached blocks were computed after a failed row"
 
 
-def test_what_was_read_from_a_failed_row_is_published_no_more() -> None:
+def test_blocks_read_from_a_failed_row_are_not_published() -> None:
     host, output = three_that_share()
     host.scheduler.update(output, StepResult([7, 7], errors={0: "broken"}), host.now)
     host.scheduler.abort("e", host.now)  # "e" read a block that "b" wrote
