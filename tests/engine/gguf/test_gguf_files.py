@@ -81,7 +81,7 @@ def test_parts_are_read_as_one_model(given: int, model: Any, parts: list[Path]) 
 
 def test_a_missing_part_is_named(parts: list[Path]) -> None:
     parts[1].unlink()
-    assert error_of(parts[0]) == f"{parts[1]} is missing; the model has 3 parts, copy this one there"
+    assert error_of(parts[0]) == f"{parts[1]} is missing; the model has 3 parts, copy all of them there"
 
 
 def test_a_part_of_another_place_is_named(parts: list[Path]) -> None:
@@ -92,7 +92,7 @@ def test_a_part_of_another_place_is_named(parts: list[Path]) -> None:
 
 def test_a_part_must_be_named_as_one(parts: list[Path], tmp_path: Path) -> None:
     renamed = parts[0].rename(tmp_path / "first.gguf")
-    assert "is one of 3 parts, and its name does not say which; name them NAME-00001-of-00003" in error_of(renamed)
+    assert "is one of 3 parts, and its name has no part number; name the parts NAME-00001-of-00003" in error_of(renamed)
 
 
 # ---------------------------------------------------------------------- other files
@@ -101,7 +101,7 @@ def test_a_part_must_be_named_as_one(parts: list[Path], tmp_path: Path) -> None:
 def test_versions_and_byte_orders_that_are_not_read(path: Path, tmp_path: Path) -> None:
     data = path.read_bytes()
     path.write_bytes(data[:4] + struct.pack("<I", 1) + data[8:])
-    assert "is a GGUF file of version 1; versions 2 and 3 are read" in error_of(path, UnsupportedModel)
+    assert "is a GGUF file of version 1; supported are versions 2 and 3" in error_of(path, UnsupportedModel)
     writer = GGUFWriter(tmp_path / "big.gguf", "llama", endianess=GGUFEndian.BIG)
     write(writer)
     assert "is a GGUF file of the other byte order" in error_of(tmp_path / "big.gguf", UnsupportedModel)
@@ -116,7 +116,7 @@ def test_a_truncated_file_is_named(length: int, path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "kind", "error"),
     [
-        ("bert", "model", "general.architecture is 'bert'; llama, qwen2, qwen3, phi3, gemma, gemma2, gemma3 are read"),
+        ("bert", "model", "architecture is 'bert'; supported are llama, qwen2, qwen3, phi3, gemma, gemma2, gemma3"),
         ("clip", "mmproj", "is the image or audio part of a model, no language model"),
         ("llama", "adapter", "is of the type 'adapter', no language model"),
     ],
@@ -240,7 +240,7 @@ def _tokens_and_sampling(tokenizer: Any) -> Callable[[GGUFWriter], None]:
 
 
 def test_nothing_is_exported_over_files(path: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is there and not empty; give a new directory"):
+    with pytest.raises(ValueError, match="exists and is not empty; give a new directory"):
         export_directory(path, tmp_path)
     with pytest.raises(ValueError, match="dtype is 'int4'; choose one of float32, bfloat16, float16"):
         export_directory(path, tmp_path / "new", "int4")

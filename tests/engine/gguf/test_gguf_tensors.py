@@ -168,7 +168,7 @@ def test_a_tensor_without_a_place_is_named(model: Any, tmp_path: Path) -> None:
 def test_a_type_that_is_not_read_is_named(model: Any, tmp_path: Path) -> None:
     path = changed(tmp_path / "model.gguf", model, blk__0__ffn_up__weight=np.zeros((256, 256), np.float64))
     with pytest.raises(
-        UnsupportedModel, match=r"blk.0.ffn_up.weight is of type F64; F32, F16, .* take another quantis"
+        UnsupportedModel, match=r"blk.0.ffn_up.weight is of type F64; supported are F32, F16, .* use another quantis"
     ):
         load_model(path)
 

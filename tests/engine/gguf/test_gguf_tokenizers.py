@@ -176,7 +176,7 @@ def test_an_unknown_way_of_splitting_is_named(tmp_path: Path) -> None:
 
 def test_an_unknown_kind_of_tokenizer_is_named(tmp_path: Path) -> None:
     path = written(tmp_path / "model.gguf", replace("tokenizer.ggml.model", "rwkv"))
-    assert "tokenizer.ggml.model is 'rwkv'; gpt2 and llama are read" in error_of(path, UnsupportedModel)
+    assert "tokenizer.ggml.model is 'rwkv'; supported are gpt2 and llama" in error_of(path, UnsupportedModel)
 
 
 @pytest.mark.parametrize(
