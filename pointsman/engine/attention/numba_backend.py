@@ -81,8 +81,8 @@ class NumbaPlan:
         return arguments
 
 
-def cut_tiles(batch: PagedBatch, most_queries: int) -> Int64Array:
-    """Cut every row into tiles of at most `most_queries` queries, sorted by decreasing work.
+def cut_tiles(batch: PagedBatch, max_queries: int) -> Int64Array:
+    """Cut every row into tiles of at most `max_queries` queries, sorted by decreasing work.
 
     Returns:
         [m, 4] row, first token, number of queries, position of the first query.
@@ -92,10 +92,10 @@ def cut_tiles(batch: PagedBatch, most_queries: int) -> Int64Array:
     if len(counts) == batch.num_tokens:  # decodes only
         rows = np.argsort(-first_positions, kind="stable")
         return np.stack([rows, rows, np.ones_like(rows), first_positions[rows]], axis=1)
-    per_row = -(-counts // most_queries)
+    per_row = -(-counts // max_queries)
     rows = np.repeat(np.arange(len(counts)), per_row)
-    offset = (np.arange(len(rows)) - (np.cumsum(per_row) - per_row)[rows]) * most_queries
-    queries = np.minimum(counts[rows] - offset, most_queries)
+    offset = (np.arange(len(rows)) - (np.cumsum(per_row) - per_row)[rows]) * max_queries
+    queries = np.minimum(counts[rows] - offset, max_queries)
     position = first_positions[rows] + offset
     tiles = np.stack([rows, batch.query_starts[rows] + offset, queries, position], axis=1)
     return np.ascontiguousarray(tiles[np.argsort(-(queries * (position + queries)), kind="stable")])

@@ -34,7 +34,7 @@ PROGRAMS_PER_PROCESSOR = 8
 LARGEST_HEAD = 256
 MIN_ROWS, MAX_ROWS = 64, 128
 """Rows (queries times heads) of a tile of the prefill kernel, for short and for long chunks. All rows of a tile share
-one read of keys and values; see `most_rows`."""
+one read of keys and values; see `max_tile_rows`."""
 
 
 def is_interpreted() -> bool:
@@ -70,18 +70,18 @@ class TritonPlan:
     num_tokens: int
 
 
-def cut_tiles(batch: PagedBatch, most_queries: int) -> npt.NDArray[np.int32]:
-    """Cut rows with more than one token into tiles of at most `most_queries` queries, sorted by decreasing work.
+def cut_tiles(batch: PagedBatch, max_queries: int) -> npt.NDArray[np.int32]:
+    """Cut rows with more than one token into tiles of at most `max_queries` queries, sorted by decreasing work.
 
     Returns:
         [m, 4] row, first token, number of queries, position of the first query.
     """
     rows = np.nonzero(batch.query_lens > 1)[0]
     counts = batch.query_lens[rows]
-    per_row = -(-counts // most_queries)
+    per_row = -(-counts // max_queries)
     which = np.repeat(np.arange(len(rows)), per_row)
-    offset = (np.arange(len(which)) - (np.cumsum(per_row) - per_row)[which]) * most_queries
-    queries = np.minimum(counts[which] - offset, most_queries)
+    offset = (np.arange(len(which)) - (np.cumsum(per_row) - per_row)[which]) * max_queries
+    queries = np.minimum(counts[which] - offset, max_queries)
     position = (batch.kv_lens[rows] - counts)[which] + offset
     tiles = np.stack([rows[which], batch.query_starts[rows][which] + offset, queries, position], axis=1)
     return tiles[np.argsort(-(position + queries), kind="stable")].astype(np.int32)
@@ -116,14 +116,14 @@ class TritonAttention:
         if largest > LARGEST_HEAD:
             raise ValueError(f"a layer has heads of {largest}; the Triton kernels take at most {LARGEST_HEAD}")
         self.layers = tuple(layers)
-        self._most_rows = most_rows(largest * dtype.itemsize)
+        self._max_tile_rows = max_tile_rows(largest * dtype.itemsize)
         self._groups = sorted({shape.num_heads // shape.num_kv_heads for shape in layers})
 
     def plan(self, batch: PagedBatch) -> TritonPlan:
         """See `AttentionBackend.plan`. Copies the kernels' inputs to the device, without waiting for it."""
         decodes = np.nonzero(batch.query_lens == 1)[0]
         longest = int(batch.query_lens.max(initial=1)) * self._groups[-1]
-        tile_rows = self._most_rows if longest > MIN_ROWS else MIN_ROWS
+        tile_rows = self._max_tile_rows if longest > MIN_ROWS else MIN_ROWS
         arrays = {
             "slots": (batch.slot_blocks * batch.block_size + batch.slot_offsets).astype(np.int32),
             "tails": batch.tails.astype(np.int32),
@@ -333,7 +333,7 @@ def _run_heads(
     )
 
 
-def most_rows(head_bytes: int) -> int:
+def max_tile_rows(head_bytes: int) -> int:
     """Number of rows of a long chunk's tiles. Keys of over 256 bytes a head leave too few registers for `MAX_ROWS`."""
     return MAX_ROWS if head_bytes <= 256 else MIN_ROWS
 

@@ -27,7 +27,7 @@ from pointsman.files import shown
 
 NOT_WEIGHTS = frozenset({ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS})
 """Tensors that belong to the configuration."""
-READ = tuple(
+SUPPORTED_TYPES = tuple(
     GGMLQuantizationType[name]
     for name in (
         "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
@@ -69,10 +69,10 @@ def check_types(gguf: GGUFFile) -> None:
         UnsupportedModel: a tensor has such a type.
     """
     for tensor in gguf.tensors.values():
-        if tensor.type not in READ:
+        if tensor.type not in SUPPORTED_TYPES:
             raise UnsupportedModel(
-                f"{tensor.file}: the tensor {shown(tensor.name)} is of type {tensor.type.name}; "
-                f"supported are {', '.join(kind.name for kind in READ)}; use another quantisation, such as Q4_K_M"
+                f"{tensor.file}: the tensor {shown(tensor.name)} is of type {tensor.type.name}; supported are "
+                f"{', '.join(kind.name for kind in SUPPORTED_TYPES)}; use another quantisation, such as Q4_K_M"
             )
 
 

@@ -239,7 +239,7 @@ def _finished(gguf: GGUFFile, tokenizer: Tokenizer, tokens: Sequence[str], types
     steps: list[Any] = (
         [] if gguf.text("tokenizer.ggml.model") == "llama" else [processors.ByteLevel(trim_offsets=False)]
     )
-    if around := _around(gguf, names):
+    if around := _text_processor(gguf, names):
         steps.append(around)
     tokenizer.post_processor = processors.Sequence(steps)
     return PreTrainedTokenizerFast(
@@ -250,7 +250,7 @@ def _finished(gguf: GGUFFile, tokenizer: Tokenizer, tokens: Sequence[str], types
     )
 
 
-def _around(gguf: GGUFFile, names: Mapping[str, str]) -> Any | None:
+def _text_processor(gguf: GGUFFile, names: Mapping[str, str]) -> Any | None:
     """A processor that adds BOS or EOS to texts; None: neither is added."""
     is_byte_level = gguf.text("tokenizer.ggml.model") == "gpt2"
     adds_bos = _pre_tokenizer(gguf).adds_bos if is_byte_level else True

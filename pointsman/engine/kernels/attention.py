@@ -299,7 +299,7 @@ def attention_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kern
         if version == 0:  # never true; it makes the version part of the kernel's key in the disk cache
             return
         num_heads, num_kv_heads, k_dim, v_dim = a[NUM_HEADS], a[NUM_KV_HEADS], a[K_DIM], a[V_DIM]
-        size, num_tiles, window, most_rows = a[BLOCK_SIZE], a[NUM_TILES], a[WINDOW], a[MAX_ROWS]
+        size, num_tiles, window, max_rows = a[BLOCK_SIZE], a[NUM_TILES], a[WINDOW], a[MAX_ROWS]
         query = carray(pointer(a[QUERY]), (a[NUM_TOKENS], num_heads, k_dim), activation_type)
         keys = carray(pointer(a[KEYS]), (a[NUM_BLOCKS], num_kv_heads, size, k_dim), cache_type)
         values = carray(pointer(a[VALUES]), (a[NUM_BLOCKS], num_kv_heads, size, v_dim), cache_type)
@@ -313,11 +313,11 @@ def attention_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kern
         blocks_per_chunk = max(1, CHUNK // size)
         key_bytes, value_bytes = size * k_dim * element_bytes, size * v_dim * element_bytes
 
-        Q = np.zeros((most_rows + 3, k_dim), np.float32)  # three more rows, because rows are processed in fours
-        S = np.empty((most_rows + 3, blocks_per_chunk * size), np.float32)
-        A = np.empty((most_rows + 3, v_dim), np.float32)
-        highest = np.empty(most_rows, np.float32)
-        total = np.empty(most_rows, np.float32)
+        Q = np.zeros((max_rows + 3, k_dim), np.float32)  # three more rows, because rows are processed in fours
+        S = np.empty((max_rows + 3, blocks_per_chunk * size), np.float32)
+        A = np.empty((max_rows + 3, v_dim), np.float32)
+        highest = np.empty(max_rows, np.float32)
+        total = np.empty(max_rows, np.float32)
         T = np.empty((k_dim, blocks_per_chunk * size), np.float32)
 
         while True:

@@ -115,14 +115,14 @@ def gate_kernel(activations: torch.dtype) -> Kernel:
             row = next_item(arguments)
             if row >= num_rows:
                 break
-            opening, up, target = x[row, :width], x[row, width:], out[row]
+            gated, up, target = x[row, :width], x[row, width:], out[row]
             if a[5] == 0:
                 for i in range(width):
-                    value = load(opening[i])
+                    value = load(gated[i])
                     target[i] = round_to(out, value / (np.float32(1) + exponential(-value)) * load(up[i]))
             else:  # Hendrycks and Gimpel 2016, the form with tanh
                 for i in range(width):
-                    value = load(opening[i])
+                    value = load(gated[i])
                     inner = np.float32(0.7978845608028654) * (value + np.float32(0.044715) * value * value * value)
                     bend = np.float32(0.5) * value * (np.float32(1) + hyperbolic_tangent(inner))
                     target[i] = round_to(out, bend * load(up[i]))

@@ -106,16 +106,16 @@ class DeviceSteps:
         size = self._graph_for(prepared)
         with torch.inference_mode():
             if size is not None and self.graphs is not None:
-                return self.graphs.forward(self._decode_rows(prepared, leaves=False), None, size)
+                return self.graphs.forward(self._decode_rows(prepared, stores=False), None, size)
             return self._run(prepared, {})[0]
 
     def put(self, places: Int64Array, token_ids: Int64Array) -> None:
         """Store tokens that the host sampled, for later steps."""
-        self._make_room(places)
+        self._ensure_places(places)
         tensors = to_device({"places": places, "tokens": token_ids}, self._device)
         self._tokens.tokens.index_copy_(0, tensors["places"], tensors["tokens"])
 
-    def _make_room(self, places: Int64Array) -> None:
+    def _ensure_places(self, places: Int64Array) -> None:
         if not self._tokens.has(places):
             self._tokens.grow(int(places.max()) + 1)
             if self.graphs is not None:
@@ -124,18 +124,18 @@ class DeviceSteps:
     def _graph_for(self, prepared: PreparedStep) -> int | None:
         """Rows of the graph that computes the step; None: no graph can."""
         if prepared.links is not None:
-            self._make_room(prepared.links.sampled)
+            self._ensure_places(prepared.links.sampled)
         num_rows = prepared.num_rows
         is_decode = prepared.batch.num_tokens == num_rows == prepared.num_logits == len(prepared.sampling)
         return self.graphs.size_for(num_rows) if is_decode and self.graphs is not None else None
 
     @staticmethod
-    def _decode_rows(prepared: PreparedStep, *, leaves: bool = True) -> DecodeRows:
+    def _decode_rows(prepared: PreparedStep, *, stores: bool = True) -> DecodeRows:
         links = prepared.links
         sources = np.full(prepared.num_rows, -1, dtype=np.int64)
         if links is not None:
             sources[links.unsampled] = links.sources
-        places = links.sampled if links is not None and leaves else None
+        places = links.sampled if links is not None and stores else None
         return DecodeRows(prepared.batches, prepared.token_ids.numpy(), sources, places)
 
     def _run(self, prepared: PreparedStep, more: Mapping[str, npt.NDArray[Any]]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -234,7 +234,7 @@ def drop_tokens_early(model: nn.Module, step: FirstStep) -> bool:
     layer.context = step.context
     try:
         right = all(
-            _answers_alike(step, keep, want[keep]) for keep in (torch.tensor([len(want) - 1, 2]), torch.arange(0))
+            _logits_match(step, keep, want[keep]) for keep in (torch.tensor([len(want) - 1, 2]), torch.arange(0))
         )
     except (RuntimeError, TypeError, ValueError, IndexError) as error:  # for example, the layer is not the last
         logger.info("the last layer computes all tokens: %s", first_line(error))
@@ -246,7 +246,7 @@ def drop_tokens_early(model: nn.Module, step: FirstStep) -> bool:
     return right
 
 
-def _answers_alike(step: FirstStep, keep: Tensor, want: Tensor) -> bool:
+def _logits_match(step: FirstStep, keep: Tensor, want: Tensor) -> bool:
     """Whether a step that computes only the tokens of `keep` gives their expected logits, `want` [r, vocab_size]."""
     step.context.keep = keep
     got = step.forward()
@@ -326,25 +326,25 @@ def replacement_for(part: Part, call: Call, kernels: LayerKernels) -> nn.Module 
     module = part.module
     with torch.inference_mode():
         if is_fused_layer(module):  # its parts stay the same, so there is no new rounding
-            exact, questions = module, [call]
+            exact, inputs = module, [call]
         else:
             try:
                 exact = exact_copy(module)
-                questions = list(variations(Call(*each_tensor((call.arguments, call.keywords), _as_float32))))
+                inputs = list(variations(Call(*each_tensor((call.arguments, call.keywords), _as_float32))))
             except Exception as error:  # the part may be any code, and can stay as it is
                 logger.debug("%s is not replaced: %s: %s", part.name, type(error).__name__, error)
                 return None
         for index, build in enumerate(candidates_for(exact, part.options, kernels)):
-            if (replacement := _tried(build, exact, questions)) is not None:
+            if (replacement := _matching_replacement(build, exact, inputs)) is not None:
                 return replacement if exact is module else candidates_for(module, part.options, kernels)[index]()
     return None
 
 
-def _tried(build: Builder, exact: nn.Module, questions: list[Call]) -> nn.Module | None:
+def _matching_replacement(build: Builder, exact: nn.Module, inputs: list[Call]) -> nn.Module | None:
     """The module that `build` makes, if its outputs match those of `exact`; None if not, or if either raises."""
     try:
         replacement = build()
-        return replacement if answers_alike(exact, replacement, questions) else None
+        return replacement if outputs_match(exact, replacement, inputs) else None
     except Exception as error:
         logger.debug("%s is not replaced: %s: %s", type(exact).__name__, type(error).__name__, error)
         return None
@@ -398,7 +398,7 @@ def _with_input(call: Call, change: Callable[[Tensor], Tensor], tolerance: float
     return Call((), {**call.keywords, "hidden_states": change(call.keywords["hidden_states"])}, tolerance)
 
 
-def answers_alike(part: nn.Module, replacement: nn.Module, calls: Iterable[Call]) -> bool:
+def outputs_match(part: nn.Module, replacement: nn.Module, calls: Iterable[Call]) -> bool:
     """Whether two modules give the same outputs up to rounding."""
     for call in calls:
         # Each gets its own copy of the inputs, because a module may change them in place.

@@ -51,7 +51,7 @@ SMALL_BATCH = 4
 """Up to this many rows, the 4-bit product is the faster one."""
 
 
-def whole_rows(num_rows: int) -> int:
+def rounded_up_rows(num_rows: int) -> int:
     """The number of rows to pad `num_rows` to, so that products have few different sizes.
 
     oneDNN compiles a program for each number of rows, which takes half a millisecond and half a MiB, and caches many.

@@ -123,15 +123,15 @@ def hidden_states(model: Any, num_logits: int, trims: bool) -> Iterator[list[Ten
         num_logits: the first so many rows are sampled.
         trims: whether the other rows may skip the output layer.
     """
-    heard: list[Tensor] = []
+    captured: list[Tensor] = []
 
-    def listen(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        heard.append(inputs[0].reshape(-1, inputs[0].shape[-1]))
+    def capture(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        captured.append(inputs[0].reshape(-1, inputs[0].shape[-1]))
         return (inputs[0][:, :num_logits], *inputs[1:]) if trims else None
 
-    handle = model.get_output_embeddings().register_forward_pre_hook(listen)
+    handle = model.get_output_embeddings().register_forward_pre_hook(capture)
     try:
-        yield heard
+        yield captured
     finally:
         handle.remove()
 

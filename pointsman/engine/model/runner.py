@@ -30,7 +30,7 @@ from pointsman.engine.drafts.verification import Verification
 from pointsman.engine.errors import NOTHING_LEFT, first_line
 from pointsman.engine.kv.pool import KVPool
 from pointsman.engine.model.forward import lengthened, run_paged, takes_logits_to_keep
-from pointsman.engine.model.linear import whole_rows
+from pointsman.engine.model.linear import rounded_up_rows
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.pooling import Pooler, hidden_states
 from pointsman.engine.model.prepared import PreparedStep, PromptChunk, StepLinks
@@ -139,7 +139,7 @@ class ModelRunner:
 
     def num_computed_rows(self, num_tokens: int) -> int:
         """Number of rows of the model's products in a step of `num_tokens` tokens."""
-        return whole_rows(num_tokens) if self._fills_rows else num_tokens
+        return rounded_up_rows(num_tokens) if self._fills_rows else num_tokens
 
     def execute(self, output: SchedulerOutput) -> StepExecution:
         """Compute the step: KV of every scheduled token, one sampled token per row with `samples`.
@@ -262,7 +262,7 @@ class ModelRunner:
             prepared.batch.do_meanwhile(lambda: True)
             found = launched.pending.wait()
             token_ids, ok = found["tokens"], found["ok"] != 0
-            self._leave_sampled(prepared, token_ids)
+            self._store_sampled(prepared, token_ids)
             errors = {int(index): NOT_FINITE for index in prepared.sampling[~ok]}
             execution = StepExecution(StepResult(token_ids=token_ids[ok], errors=errors))
         if prepared.num_rows:
@@ -279,7 +279,7 @@ class ModelRunner:
         if prepared.num_rows == 0:
             return StepExecution(StepResult(token_ids=np.empty(0, dtype=np.int64)))
         if prepared.links is not None:
-            self._take_sampled(prepared, prepared.links)
+            self._fill_sampled(prepared, prepared.links)
         vectors: dict[int, Float32Array] = {}
         if prepared.pooled_chunks:
             logits, vectors = self._forward_and_pool(prepared)
@@ -294,12 +294,12 @@ class ModelRunner:
             _add_vectors(execution, vectors)
         return execution
 
-    def _leave_sampled(self, prepared: PreparedStep, token_ids: Int64Array) -> None:
+    def _store_sampled(self, prepared: PreparedStep, token_ids: Int64Array) -> None:
         """Store the sampled tokens for later steps that are prepared already."""
         if prepared.links is not None and self._sampled_tokens is not None:
             self._sampled_tokens.put(prepared.links.sampled, token_ids)
 
-    def _take_sampled(self, prepared: PreparedStep, links: StepLinks) -> None:
+    def _fill_sampled(self, prepared: PreparedStep, links: StepLinks) -> None:
         """Fill in the input tokens that were not yet sampled when the step was prepared."""
         assert self._sampled_tokens is not None
         if len(links.unsampled):
@@ -311,10 +311,10 @@ class ModelRunner:
         """Logits [num_logits or more, vocab_size], and vectors of the pooled rows that completed."""
         model, num_logits = self.loaded.model, prepared.num_logits
         trims = takes_logits_to_keep(type(model).forward)
-        wanted = whole_rows(num_logits) if self._fills_rows else num_logits
-        with hidden_states(model, wanted, trims) as heard:
+        wanted = rounded_up_rows(num_logits) if self._fills_rows else num_logits
+        with hidden_states(model, wanted, trims) as captured:
             logits = self._forward(prepared)
-        hidden = heard[0] if trims else heard[0][torch.from_numpy(prepared.logits_at).to(heard[0].device)]
+        hidden = captured[0] if trims else captured[0][torch.from_numpy(prepared.logits_at).to(captured[0].device)]
         return logits, self.pooler.take(prepared.pooled_chunks, hidden[num_logits : len(prepared.logits_at)])
 
     def _forward(self, prepared: PreparedStep) -> Tensor:
@@ -326,7 +326,7 @@ class ModelRunner:
             keep = torch.from_numpy(prepared.logits_at)
         if self._fills_rows:
             num_rows = self.num_computed_rows(prepared.batch.num_tokens)
-            keep = None if keep is None else lengthened(keep, whole_rows(num_logits))
+            keep = None if keep is None else lengthened(keep, rounded_up_rows(num_logits))
         plans = [self.backend.plan(batch) for batch in prepared.batches]
         token_ids, positions = prepared.token_ids, prepared.positions
         logits = run_paged(self.loaded, self.pool, self.backend, plans, token_ids, positions, keep, num_rows)
@@ -341,7 +341,7 @@ class ModelRunner:
             result, ok = prepared.verification.judge(sampled.token_ids, sampled.ok, prepared.num_rows)
             result.errors = {} if ok.all() else _errors(prepared, logits, ok)
             return StepExecution(result, sampled.logprobs)
-        self._leave_sampled(prepared, sampled.token_ids)
+        self._store_sampled(prepared, sampled.token_ids)
         if self._device_steps is not None and prepared.links is not None:
             self._device_steps.put(prepared.links.sampled, sampled.token_ids)
         if sampled.ok.all():

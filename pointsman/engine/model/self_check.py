@@ -20,7 +20,7 @@ from pointsman.engine.errors import UnsupportedModel
 from pointsman.engine.kv.layout import LayerShape
 from pointsman.engine.kv.pool import KVPool, blocks_for
 from pointsman.engine.model.forward import run_model
-from pointsman.engine.model.linear import whole_rows
+from pointsman.engine.model.linear import rounded_up_rows
 
 BLOCK_SIZE = 4
 
@@ -30,7 +30,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 In bfloat16, rounding alone makes 0.01 in two layers and 0.015 to 0.03 in 14. A lost window or lost sinks make at least
 0.17. Some models have larger rounding errors: Gemma 3 270M makes 0.2.
 """
-OF_ITS_OWN = 1.25
+MAX_RATIO_OF_ERRORS = 1.25
 """Limit for a 16-bit model beyond that: its error against float32, relative to the plain pass's error against it."""
 
 
@@ -102,7 +102,7 @@ class SelfCheck:
         if self._in_float32:
             own = self._error(self.plain, self._in_float32)
             error = self._error(paged, self._in_float32)
-            if error <= OF_ITS_OWN * own:
+            if error <= MAX_RATIO_OF_ERRORS * own:
                 return
             text = f"in float32, and its own rounding makes {own:.2g}"
         raise UnsupportedModel(
@@ -149,7 +149,7 @@ class SelfCheck:
         token_ids = torch.cat([self.sequences[row][computed[row] : computed[row] + counts[row]] for row in rows])
         self.context.begin([self.backend.plan(batch)], pool, self.backend)
         try:
-            num_rows = whole_rows(batch.num_tokens) if self.backend.leaves_out_rows else None
+            num_rows = rounded_up_rows(batch.num_tokens) if self.backend.leaves_out_rows else None
             yield lambda: run_model(self.model, token_ids, torch.from_numpy(batch.positions), None, num_rows)
         finally:
             self.context.end()

@@ -68,7 +68,8 @@ class SamplingBatch:
         )
 
 
-_HOTTEST = float(np.finfo(np.float32).max)  # a higher temperature is infinite in float32, and makes masked logits NaN
+_MAX_TEMPERATURE = float(np.finfo(np.float32).max)
+"""A higher temperature is infinite in float32, and makes masked logits NaN."""
 _NO_INTS = np.zeros(0, dtype=np.int64)
 _NO_FLOATS = np.zeros(0, dtype=np.float64)
 _NO_KEYS = np.zeros(0, dtype=np.uint64)
@@ -132,7 +133,7 @@ class SamplingColumns:
             flags |= RANDOM
             seed = derive_seed(self._engine_seed, request.request_id) if params.seed is None else params.seed
             self.mixed_seed[row] = mix_seed(seed)
-            self.temperature[row] = min(params.temperature, _HOTTEST)
+            self.temperature[row] = min(params.temperature, _MAX_TEMPERATURE)
             self.top_k[row] = min(params.top_k, np.iinfo(np.int64).max)
             self.top_p[row] = params.top_p
             self.min_p[row] = params.min_p

@@ -62,7 +62,7 @@ def draw_rows(
         if not has_top_k and top_p[i] >= 1.0 and min_p[i] <= 0.0:
             tokens[i] = _race_all(probs[i], keys[i])
             continue
-        least_logit = _kth_largest(logits[i], top_k[i]) if has_top_k else np.float32(-np.inf)
+        min_logit = _kth_largest(logits[i], top_k[i]) if has_top_k else np.float32(-np.inf)
         is_whole = not has_top_k and min_p[i] <= 0.0
         if is_whole:  # tokens below this sum to less than 1 - top_p, so no token of the nucleus is among them
             least = _ALMOST * (1.0 - top_p[i]) / vocab_size
@@ -70,7 +70,7 @@ def draw_rows(
             least = min_p[i] * probs[i].max() if min_p[i] > 0.0 else 0.0
         count = 0
         for t in range(vocab_size):
-            if logits[i, t] >= least_logit and probs[i, t] >= least:
+            if logits[i, t] >= min_logit and probs[i, t] >= least:
                 candidates[count] = t
                 count += 1
         if top_p[i] < 1.0:
@@ -79,7 +79,7 @@ def draw_rows(
                 total = 0.0
                 for t in candidates[:count]:
                     total += probs[i, t]
-            least = max(least, _least_in_nucleus(probs[i], candidates[:count], top_p[i] * total))
+            least = max(least, _min_in_nucleus(probs[i], candidates[:count], top_p[i] * total))
         tokens[i] = _race(probs[i], candidates[:count], least, keys[i])
 
 
@@ -149,7 +149,7 @@ def _sink(heap: Float32Array, at: int) -> None:
 
 
 @_compiled
-def _least_in_nucleus(probs: Float32Array, candidates: Int64Array, limit: float) -> float:
+def _min_in_nucleus(probs: Float32Array, candidates: Int64Array, limit: float) -> float:
     """The probability of the last token of the smallest set of most likely candidates whose sum is at least `limit`."""
     bits = probs.view(np.uint32)
     masses = np.zeros(_NUM_BUCKETS, dtype=np.float64)

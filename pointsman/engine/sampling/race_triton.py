@@ -403,7 +403,7 @@ def _finish(
             lowest = tl.full([], -0x80000000, tl.int32)
             has_top_k = (top_k > 0) & (top_k < vocab_size)
             if has_top_k:
-                low = _least_order(source, floor)
+                low = _min_order(source, floor)
                 high = _order(top).to(tl.int64) + 1
                 lowest = _search(source, floor, lowest, low, high, top_k.to(tl.int64), False)
             if top_p < 1.0:
@@ -536,7 +536,7 @@ def _candidates(source: tl.tuple, start: tl.tensor) -> Any:
 
 
 @jit
-def _least_order(source: tl.tuple, floor: tl.tensor) -> Any:
+def _min_order(source: tl.tuple, floor: tl.tensor) -> Any:
     """The smallest `_order` of the candidates with at least the weight `floor`, as int64."""
     least = tl.full([LIST_CHUNK], 0x7FFFFFFF, tl.int32)
     start = 0

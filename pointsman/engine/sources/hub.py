@@ -114,7 +114,7 @@ def download(
                 f"{repository}: {INDEX} names {shown(absent[0])}, which the repository lacks; choose another revision"
             )
         num_bytes = sum(sizes[one] for one in missing)
-        _check_room(name, cache, num_bytes)
+        _check_space(name, cache, num_bytes)
         logger.info("downloading the weights of %s, %s, to %s", name, _size(num_bytes), cache)
         for one in missing:
             repository.fetch(one, commit=path.name)
@@ -297,7 +297,7 @@ def _weight_files(path: Path) -> list[str]:
     return sorted(set(names))
 
 
-def _check_room(name: str, cache: Path, num_bytes: int) -> None:
+def _check_space(name: str, cache: Path, num_bytes: int) -> None:
     """Refuse a download that the disk cannot hold.
 
     Raises:

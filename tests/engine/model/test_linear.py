@@ -11,8 +11,8 @@ from pointsman.engine.model.linear import (
     JoinedLinear,
     join_linear_layers,
     packing_works,
+    rounded_up_rows,
     store_weights,
-    whole_rows,
 )
 from pointsman.engine.model.quantization import check_quantization, in_groups
 from tests.engine.tiny_models import packs
@@ -264,7 +264,7 @@ def test_where_packing_does_not_work_weights_stay(monkeypatch: pytest.MonkeyPatc
 
 def test_steps_of_many_sizes_need_few_numbers_of_rows() -> None:
     """Each number of rows is a program of oneDNN's. Few rows are too costly to add to."""
-    wholes = {count: whole_rows(count) for count in range(1025)}
+    wholes = {count: rounded_up_rows(count) for count in range(1025)}
     assert all(0 <= whole - count < 32 for count, whole in wholes.items())
     assert all(whole == count for count, whole in wholes.items() if count <= 8)
     assert all(whole - count < 8 for count, whole in wholes.items() if count <= 64)
