@@ -111,7 +111,7 @@ class Setting:
     [LayerShape(2, 8, 8, 6), LayerShape(3, 12, 7, 3), LayerShape(2, 12, 9, 4)],
     ids=["grouped", "unequal-dims", "pairs"],
 )
-def test_equals_attention_written_out(
+def test_equals_attention_computed_per_row(
     rows: tuple[list[int], list[int]],
     window: int | None,
     softcap: float | None,
@@ -130,7 +130,7 @@ def test_equals_attention_written_out(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", [MIXED, DECODES], ids=["mixed", "decodes"])
 @pytest.mark.parametrize("window", [1, 8, 24, 37])
-def test_what_is_behind_a_window_is_never_read(backend: str, rows: tuple[list[int], list[int]], window: int) -> None:
+def test_kv_before_a_window_is_never_read(backend: str, rows: tuple[list[int], list[int]], window: int) -> None:
     """The entries of those blocks may name blocks of other requests and layers: here one that holds NaN."""
     setting = Setting(*rows, LayerShape(2, 8, 8, 6), block_size=8, backend=backend)
     setting.write(np.zeros_like(setting.computed), setting.computed)
@@ -159,7 +159,7 @@ def test_any_block_size_gives_the_same(backend: str, block_size: int, num_heads:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_pool_in_bfloat16_loses_what_rounding_loses(backend: str, dtype: torch.dtype) -> None:
+def test_a_bfloat16_pool_has_only_rounding_errors(backend: str, dtype: torch.dtype) -> None:
     """Queries in either type: the error is that of rounding keys, values and outputs, and no more."""
     setting = Setting(*MIXED, LayerShape(2, 16, 16, 4), block_size=8, backend=backend, dtype=torch.bfloat16)
     setting.query = setting.query.to(dtype).float()
@@ -173,7 +173,7 @@ def test_a_pool_in_bfloat16_loses_what_rounding_loses(backend: str, dtype: torch
     torch.testing.assert_close(got.float(), want, **exact)
 
 
-def test_threads_share_the_work_without_a_difference() -> None:
+def test_outputs_do_not_depend_on_the_number_of_threads() -> None:
     """The same outputs, to the bit, on one thread and on several: a tile is computed by one thread, in one order."""
     before = torch.get_num_threads()
     outputs = []
@@ -188,7 +188,7 @@ def test_threads_share_the_work_without_a_difference() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_row_with_nan_leaves_the_others_alone(backend: str) -> None:
+def test_a_row_with_nan_affects_no_other_row(backend: str) -> None:
     setting = Setting([1, 3, 1], [20, 0, 40], LayerShape(1, 8, 8, 2), block_size=8, backend=backend)
     setting.query[1] = math.nan
     got = setting.run(scale=0.3, window=None, softcap=None, sinks=None)
@@ -196,7 +196,7 @@ def test_a_row_with_nan_leaves_the_others_alone(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_keys_and_values_may_lie_head_by_head(backend: str) -> None:
+def test_keys_and_values_may_be_stored_by_head(backend: str) -> None:
     """As transformers hands them over: tokens of one head behind each other."""
     setting = Setting(*MIXED, LayerShape(3, 8, 6, 6), block_size=8, backend=backend)
     want = setting.expected(0.3, None, None, None)
@@ -218,7 +218,7 @@ def test_keys_and_values_may_lie_head_by_head(backend: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [MIXED, DECODES], ids=["mixed", "decodes"])
-def test_rows_behind_the_batch_are_left_out(rows: tuple[list[int], list[int]]) -> None:
+def test_rows_beyond_the_batch_are_skipped(rows: tuple[list[int], list[int]]) -> None:
     """Steps are filled up to a round number of rows, of which nothing may reach the pool."""
     setting = Setting(*rows, LayerShape(2, 8, 8, 6), block_size=8, backend="numba")
     want = setting.run(scale=0.3, window=None, softcap=None, sinks=None)

@@ -64,7 +64,7 @@ def test_hyperbolic_tangent_is_right_to_the_last_bits() -> None:
     np.testing.assert_allclose(got, np.tanh(values.astype(np.float64)), rtol=4e-7, atol=1e-37)
 
 
-def test_not_a_number_stays_one() -> None:
+def test_nan_stays_nan() -> None:
     values = np.full(40, np.nan, dtype=np.float32)
     got = np.zeros((3, 40), dtype=np.float32)
     each_exponential(values, got[0])
@@ -117,7 +117,7 @@ needs_two_cores = pytest.mark.skipif(
 
 @needs_two_cores
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_others_compute_meanwhile(counting: Kernel, num_threads: int) -> None:
+def test_other_threads_compute_during_meanwhile(counting: Kernel, num_threads: int) -> None:
     for _ in range(20):
         arguments = np.zeros(1002, dtype=np.int64)
         counting.beside(lambda: wait_until_taken(arguments), arguments, num_threads)  # noqa: B023
@@ -125,7 +125,7 @@ def test_others_compute_meanwhile(counting: Kernel, num_threads: int) -> None:
 
 
 @needs_two_cores
-def test_what_is_done_meanwhile_may_compute_too_and_may_fail(counting: Kernel) -> None:
+def test_meanwhile_may_compute_and_may_raise(counting: Kernel) -> None:
     """PyTorch's operators and kernels run in it, on one thread; its exception comes when the kernel is done."""
     a = torch.randn(300, 300)
 
@@ -147,7 +147,7 @@ def test_what_is_done_meanwhile_may_compute_too_and_may_fail(counting: Kernel) -
 
 
 @pytest.mark.parametrize("missing", ["core", "library"])
-def test_without_another_thread_nothing_is_done_meanwhile(
+def test_meanwhile_is_not_called_without_another_thread(
     counting: Kernel, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     if missing == "core":
@@ -288,7 +288,7 @@ def test_kernels_are_plain_c_functions() -> None:
     torch.testing.assert_close(out, F.rms_norm(x, (8,), weight, 1e-6))
 
 
-def test_without_a_folder_to_keep_them_in_kernels_are_compiled(
+def test_kernels_are_compiled_without_a_cache_folder(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for kind in (caching.CacheImpl, caching.CompileResultCacheImpl):

@@ -165,7 +165,7 @@ def test_random_steps(seed: int) -> None:
     check(step, torch.float32, options)
 
 
-def test_what_is_behind_a_window_is_never_read() -> None:
+def test_kv_before_a_window_is_never_read() -> None:
     """The entries of those blocks may name blocks of other requests and layers: here one that holds NaN."""
     step = Step.make([1, 20], [90, 70], LayerShape(1, 16, 16, 2))
     step.write(step.triton())
@@ -241,12 +241,12 @@ def test_norms_and_gates(dtype: torch.dtype) -> None:
         torch.testing.assert_close(gated, (bend(gate) * up).to(dtype), **close)
 
 
-def test_parts_are_chosen_for_any_number_of_rows() -> None:
+def test_the_number_of_parts_depends_on_the_number_of_rows() -> None:
     parts = [parts_for(rows * 8, 132) for rows in (1, 8, 32, 64, 128, 512)]
     assert parts == sorted(parts, reverse=True) and parts[0] == MAX_PARTS and parts[-1] == 1
 
 
-def test_only_a_gpu_or_the_interpreter_can_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_attention_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="heads of 320; the Triton kernels take at most 256"):
         TritonAttention([LayerShape(1, 320, 32, 1)], "cpu")
     monkeypatch.setattr("pointsman.engine.attention.triton_backend.is_interpreted", lambda: False)

@@ -36,7 +36,7 @@ def weights_of(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torc
 
 
 @pytest.mark.parametrize("kind", STEPS)
-def test_weights_are_as_near_as_their_type_allows(kind: str, model: Any, tmp_path: Path) -> None:
+def test_weight_errors_are_within_the_types_precision(kind: str, model: Any, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", model, kind=GGMLQuantizationType[kind])
     read = weights_of(path)
     assert read.keys() == dict(model.named_parameters()).keys()
@@ -48,7 +48,7 @@ def test_weights_are_as_near_as_their_type_allows(kind: str, model: Any, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
-def test_weights_of_4_bits_are_known_as_such(kind: str, model: Any, tmp_path: Path) -> None:
+def test_weights_of_4_bits_are_recognised(kind: str, model: Any, tmp_path: Path) -> None:
     read = weights_of(write_gguf(tmp_path / "model.gguf", model, kind=GGMLQuantizationType[kind]))
     for weight in (one for one in read.values() if one.ndim == 2 and len(one) % FEATURES_AT_ONCE == 0):
         found = in_groups(weight)
@@ -57,7 +57,7 @@ def test_weights_of_4_bits_are_known_as_such(kind: str, model: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q5_0", "Q5_1", "Q8_0"])
-def test_weights_of_more_bits_are_not(kind: str, model: Any, tmp_path: Path) -> None:
+def test_weights_of_more_bits_are_not_stored_in_4_bits(kind: str, model: Any, tmp_path: Path) -> None:
     read = weights_of(write_gguf(tmp_path / "model.gguf", model, kind=GGMLQuantizationType[kind]))
     assert not any(in_groups(weight) for weight in read.values() if weight.ndim == 2)
 
@@ -157,7 +157,7 @@ def test_a_tensor_of_another_shape_is_named(model: Any, tmp_path: Path) -> None:
         load_model(path)
 
 
-def test_a_tensor_without_a_place_is_named(model: Any, tmp_path: Path) -> None:
+def test_a_tensor_that_is_no_weight_is_refused(model: Any, tmp_path: Path) -> None:
     path = changed(tmp_path / "model.gguf", model, blk__0__attn_sinks__weight=np.zeros(4, np.float32))
     with pytest.raises(
         UnsupportedModel, match=r"the tensor blk.0.attn_sinks.weight has no place in a model of type llama"
@@ -165,7 +165,7 @@ def test_a_tensor_without_a_place_is_named(model: Any, tmp_path: Path) -> None:
         load_model(path)
 
 
-def test_a_type_that_is_not_read_is_named(model: Any, tmp_path: Path) -> None:
+def test_an_unsupported_tensor_type_is_refused(model: Any, tmp_path: Path) -> None:
     path = changed(tmp_path / "model.gguf", model, blk__0__ffn_up__weight=np.zeros((256, 256), np.float64))
     with pytest.raises(
         UnsupportedModel, match=r"blk.0.ffn_up.weight is of type F64; supported are F32, F16, .* use another quantis"

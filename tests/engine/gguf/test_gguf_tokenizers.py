@@ -126,7 +126,7 @@ def error_of(path: Path, kind: type[Exception] = ModelLoadError) -> str:
         (None, None, "the"),
     ],
 )
-def test_adds_bos_and_eos_as_the_metadata_says(
+def test_bos_and_eos_are_added_by_the_metadata(
     adds_bos: bool | None, adds_eos: bool | None, expected: str, tmp_path: Path
 ) -> None:
     def edit(writer: GGUFWriter) -> None:
@@ -148,7 +148,7 @@ def test_llama3_and_sentencepiece_begin_with_bos_by_default(tmp_path: Path) -> N
     assert spm("the")["input_ids"][0] == spm.bos_token_id
 
 
-def test_ends_are_the_eos_and_tokens_that_end_a_turn(tmp_path: Path) -> None:
+def test_texts_end_at_eos_and_at_end_of_turn_tokens(tmp_path: Path) -> None:
     def edit(writer: GGUFWriter) -> None:
         writer.add_eot_token_id(7)
         writer.add_sampling_temp(0.5)
@@ -169,12 +169,12 @@ def test_named_chat_templates(tmp_path: Path) -> None:
     assert render_chat(read, [{"role": "user", "content": "hi"}], {"chat_template": "tool_use"}) == "tools"
 
 
-def test_an_unknown_way_of_splitting_is_named(tmp_path: Path) -> None:
+def test_an_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "model.gguf", replace("tokenizer.ggml.pre", "viking"))
     assert "tokenizer.ggml.pre is 'viking'; gpt-2, smollm, llama-bpe" in error_of(path, UnsupportedModel)
 
 
-def test_an_unknown_kind_of_tokenizer_is_named(tmp_path: Path) -> None:
+def test_an_unknown_kind_of_tokenizer_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "model.gguf", replace("tokenizer.ggml.model", "rwkv"))
     assert "tokenizer.ggml.model is 'rwkv'; supported are gpt2 and llama" in error_of(path, UnsupportedModel)
 

@@ -66,6 +66,6 @@ def test_broken_files_are_replaced(compiled, tmp_path: Path) -> None:  # type: i
 
 
 @pytest.mark.e2e
-def test_a_folder_that_cannot_be_made_is_left_out(compiled, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_kernels_run_if_the_cache_folder_cannot_be_made(compiled, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "file").touch()
     assert compiled(folder=tmp_path / "file" / "cache")[-1].startswith("5 8")

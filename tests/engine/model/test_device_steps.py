@@ -106,7 +106,7 @@ def test_tokens_are_those_of_plain_pytorch(loaded: LoadedModel, steps: int, with
     assert graphs is None or graphs.num_replays > 5
 
 
-def test_every_number_of_rows_has_a_graph_of_few_more() -> None:
+def test_every_number_of_rows_has_a_graph_of_similar_size() -> None:
     assert bucket_sizes(3) == [1, 2, 3] and bucket_sizes(8) == [1, 2, 4, 8]
     sizes = bucket_sizes(1024)
     assert sizes[:6] == [1, 2, 4, 8, 16, 24] and sizes[-3:] == [480, 496, 512] and len(sizes) == 39
@@ -116,7 +116,7 @@ def run(engine: Engine, count: int = 2, tokens: int = 4, **params: Any) -> dict[
     return texts(engine, [{"temperature": 0.0, **params}] * count, tokens)
 
 
-def test_preemption_and_cached_prefixes_with_graphs_and_two_steps(loaded: LoadedModel) -> None:
+def test_preemption_and_cache_hits_with_graphs_and_two_steps(loaded: LoadedModel) -> None:
     knobs = {"num_blocks": 9, "max_num_seqs": 3}
     params = [{"temperature": 0.9, "seed": number} for number in range(3)]
     engine = make(loaded, steps=2, graphs=Again(), **knobs)
@@ -126,7 +126,7 @@ def test_preemption_and_cached_prefixes_with_graphs_and_two_steps(loaded: Loaded
     assert texts(engine, params, 9, "again") == want, "from cached prefixes"
 
 
-def test_layers_in_groups_have_block_tables_of_their_own() -> None:
+def test_layers_in_groups_use_the_tables_of_their_group() -> None:
     config = FAMILIES["gemma3"]()
     loaded = wrap_model(build(config, seed=1), tokenizer=byte_tokenizer(), attention="torch", fuse=False)
     engines = [make(loaded, attention, num_blocks=64) for attention in ("torch", TritonAttention)]
@@ -136,7 +136,7 @@ def test_layers_in_groups_have_block_tables_of_their_own() -> None:
     assert got == want
 
 
-def test_a_step_is_launched_while_the_one_before_it_computes(
+def test_a_step_is_launched_while_the_previous_one_computes(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(loaded, steps=2, graphs=Again())
@@ -169,7 +169,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("with_graphs", [False, True])
-def test_a_plain_step_waits_for_one_event_alone(
+def test_a_plain_step_waits_for_one_event(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, with_graphs: bool
 ) -> None:
     engine = make(loaded, steps=2, graphs=Again() if with_graphs else None)
@@ -201,7 +201,7 @@ def test_more_rows_than_expected_get_places(loaded: LoadedModel) -> None:
     assert len(steps._tokens.tokens) > 2
 
 
-def test_graphs_stop_at_their_memory(loaded: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_graphs_stop_at_their_memory_limit(loaded: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
     engine, taken = make(loaded), iter([0, 0, 60, 120, 120])
     engine.runner.record_graphs(100, lambda: next(taken), Again())
     steps = engine.runner._device_steps
@@ -210,7 +210,7 @@ def test_graphs_stop_at_their_memory(loaded: LoadedModel, caplog: pytest.LogCapt
     assert run(engine, 1) == run(make(loaded, "torch"), 1)
 
 
-def test_what_cannot_be_recorded_runs_without_graphs(loaded: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_run_without_graphs_if_recording_fails(loaded: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
     class Refuses:
         def record(self, run: Callable[[], None]) -> Callable[[], None]:
             raise RuntimeError("operation not permitted when stream is capturing")

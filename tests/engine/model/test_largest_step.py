@@ -32,7 +32,7 @@ def test_all_requests_share_all_tokens(seqs: int, tokens: int, length: int, draf
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_it_runs_as_one_step_over_one_block(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_step_runs_over_one_block(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without groups of layers, of which some have windows."""
     pools: list[int] = []
 

@@ -78,7 +78,7 @@ def test_a_backend_that_drops_a_feature_is_refused(family: str, feature: str) ->
 
 
 @pytest.mark.parametrize(("family", "feature"), [("mistral", "window"), ("gpt-oss", "sinks"), ("gpt-oss", "window")])
-def test_a_dropped_feature_is_seen_in_bfloat16_too(family: str, feature: str) -> None:
+def test_a_dropped_feature_is_found_in_bfloat16(family: str, feature: str) -> None:
     def factory(layers: Sequence[LayerShape], device: torch.device) -> AttentionBackend:
         return Faulty(layers, device, feature)
 
@@ -86,7 +86,7 @@ def test_a_dropped_feature_is_seen_in_bfloat16_too(family: str, feature: str) ->
         wrap_model(build(FAMILIES[family]()).to(torch.bfloat16), attention=factory)
 
 
-def test_a_large_vocabulary_and_many_layers_are_no_fault_in_bfloat16() -> None:
+def test_large_vocabulary_and_many_layers_pass_in_bfloat16() -> None:
     config = LlamaConfig(**{**COMMON, "vocab_size": 32_000, "num_hidden_layers": 48})
     assert wrap_model(build(config).to(torch.bfloat16)).dtype == torch.bfloat16
 
@@ -102,7 +102,7 @@ def sharp_mistral() -> Any:
     return model.to(torch.bfloat16)
 
 
-def test_rounding_of_the_model_itself_is_no_fault_in_bfloat16() -> None:
+def test_a_models_own_rounding_passes_in_bfloat16() -> None:
     model = sharp_mistral()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     loaded = wrap_model(model, fuse=False)
@@ -116,7 +116,7 @@ def test_rounding_of_the_model_itself_is_no_fault_in_bfloat16() -> None:
     )
 
 
-def test_faults_are_seen_beside_bad_rounding() -> None:
+def test_faults_are_found_despite_bad_rounding() -> None:
     def factory(layers: Sequence[LayerShape], device: torch.device) -> AttentionBackend:
         return Faulty(layers, device, "window")
 
@@ -132,7 +132,7 @@ def test_a_loaded_model_can_be_checked_with_another_backend(backend: BackendFact
         SelfCheck(loaded.model, loaded.layers, loaded.context, Faulty(loaded.layers, device, "softcap")).run()
 
 
-def test_the_self_check_sees_a_wrong_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_check_finds_a_wrong_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     original = attention.PagedBatch.build.__func__
 
     def shifted(cls: Any, *arguments: Any) -> Any:
@@ -146,7 +146,7 @@ def test_the_self_check_sees_a_wrong_slot(monkeypatch: pytest.MonkeyPatch) -> No
         wrap_model(build(FAMILIES["qwen3"]()))
 
 
-def test_the_self_check_sees_state_that_crosses_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_check_finds_state_shared_by_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that mixes neighbouring tokens outside attention, as convolutions do."""
     model = build(FAMILIES["llama"]())
     mlp = model.model.layers[0].mlp
@@ -156,7 +156,7 @@ def test_the_self_check_sees_state_that_crosses_requests(monkeypatch: pytest.Mon
         wrap_model(model)
 
 
-def test_the_probe_sees_a_layer_that_attends_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_finds_a_layer_that_attends_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(FAMILIES["llama"]())
     attend = model.model.layers[1].self_attn
     original = attend.forward
@@ -179,7 +179,7 @@ def test_a_model_whose_forward_fails_is_refused_in_one_line(monkeypatch: pytest.
     assert "\n" not in str(error.value)
 
 
-def test_a_paged_model_does_not_run_by_itself() -> None:
+def test_a_paged_model_does_not_run_without_a_runner() -> None:
     model = wrap_model(build(FAMILIES["qwen2"]())).model
     with pytest.raises(RuntimeError, match="outside ModelRunner"):
         model(input_ids=torch.tensor([[1, 2]]))
@@ -219,7 +219,7 @@ def plain_logits(model: Any, sequence: Tensor) -> Tensor:
         return model(input_ids=sequence[None], use_cache=False).logits[0]
 
 
-def test_longrope_runs_up_to_its_original_length_unless_more_is_asked_for() -> None:
+def test_longrope_defaults_to_its_original_length() -> None:
     model = build(FAMILIES["phi3-longrope-short"]())
     assert wrap_model(copy.deepcopy(model)).max_position_embeddings == ORIGINAL_LONGROPE
     assert wrap_model(copy.deepcopy(model), max_model_len=40).max_position_embeddings == ORIGINAL_LONGROPE
@@ -240,7 +240,7 @@ def test_longrope_with_long_frequencies_warns(caplog: pytest.LogCaptureFixture) 
     assert "frequencies for more than 8 tokens" in caplog.text
 
 
-def test_longrope_that_chooses_again_after_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longrope_that_still_depends_on_the_batch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(FAMILIES["phi3-longrope-short"]())
     rotary = model.model.rotary_emb
     original = rotary.forward
@@ -263,7 +263,7 @@ ROUNDING = 0.02
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2", "gpt2", "gpt-oss", "deepseek-v3", "olmo2"])
-def test_bfloat16_is_as_near_to_float32_as_transformers_is(name: str, backend: BackendFactory) -> None:
+def test_bfloat16_errors_are_as_small_as_transformers(name: str, backend: BackendFactory) -> None:
     """Teacher-forced logits of 130 positions, computed in steps of 7 tokens of three sequences.
 
     Near to transformers in bfloat16, and no farther from float32 than transformers itself is, with a fifth to spare.

@@ -83,7 +83,7 @@ def add_features(host: Host, which: list[int]) -> None:
 
 
 @pytest.mark.e2e
-def test_all_features_under_preemption_give_what_each_gives_alone(loaded: LoadedModel) -> None:
+def test_preemption_changes_no_tokens_with_all_features(loaded: LoadedModel) -> None:
     alone: dict[str, list[int]] = {}
     for i in range(len(FEATURES)):
         host = Host(loaded)
@@ -140,7 +140,7 @@ def check(entries: list[TokenLogprobs], reference: np.ndarray, token_ids: np.nda
         assert abs(entry.rank - 1 - (row > row[token]).sum()) <= 1
 
 
-def test_the_next_step_may_be_scheduled_before_a_prepared_one_runs(loaded: LoadedModel) -> None:
+def test_the_next_step_can_be_scheduled_before_this_one_runs(loaded: LoadedModel) -> None:
     """Each step runs after the scheduler has decided the one after it, also where a stop token makes that moot."""
     expected: dict[str, list[int]] = {}
     for i in (1, 4, 6, 11, 12):
@@ -166,7 +166,7 @@ def test_the_next_step_may_be_scheduled_before_a_prepared_one_runs(loaded: Loade
 
 
 @pytest.mark.parametrize("steps", [2, 4])
-def test_steps_may_be_prepared_before_their_input_is_sampled(loaded: LoadedModel, steps: int) -> None:
+def test_steps_can_be_prepared_before_their_input_is_sampled(loaded: LoadedModel, steps: int) -> None:
     """Every feature, with as many steps prepared ahead of the one that runs as may be in flight."""
     which = range(len(FEATURES))
     expected: dict[str, list[int]] = {}
@@ -194,7 +194,7 @@ def test_steps_may_be_prepared_before_their_input_is_sampled(loaded: LoadedModel
     assert num_unsampled > 100 and num_unfinished > 20 and host.scheduler.stats().num_preemptions > 0
 
 
-def test_a_row_without_a_token_to_sample_says_whose_fault_it_is(loaded: LoadedModel) -> None:
+def test_a_row_without_a_token_reports_the_cause(loaded: LoadedModel) -> None:
     embedding = loaded.model.get_input_embeddings().weight
     saved = embedding[77].clone()
     embedding.data[77] = float("nan")

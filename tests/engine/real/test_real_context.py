@@ -26,7 +26,7 @@ def prompt_of(document: str) -> list[int]:
     return token_ids[:LENGTH]
 
 
-def test_long_contexts_are_those_of_transformers() -> None:
+def test_long_contexts_equal_transformers() -> None:
     """In chunks, two at a time; the second time with the prefix from the cache."""
     prompts = [prompt_of("design.md"), prompt_of("engine.md")]
     engine = Engine(loaded(NAME), max_model_len=LENGTH + 48, num_blocks=1000, max_num_batched_tokens=300)
@@ -45,7 +45,7 @@ def test_long_contexts_are_those_of_transformers() -> None:
     assert len(ties) <= 1
 
 
-def test_without_its_window_the_model_gives_other_tokens() -> None:
+def test_the_tokens_depend_on_the_window() -> None:
     """Else the test above would prove nothing about windows."""
     prompt = prompt_of("design.md")
     options: dict[str, Any] = {

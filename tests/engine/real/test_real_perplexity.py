@@ -61,9 +61,7 @@ def ours(model: LoadedModel, windows: list[list[int]], **options: Any) -> list[f
 
 @pytest.mark.parametrize("dtype", PRECISION)
 @pytest.mark.parametrize("name", NAMES)
-def test_perplexity_is_that_of_transformers(
-    name: str, dtype: str, record_property: Callable[[str, object], None]
-) -> None:
+def test_perplexity_equals_transformers(name: str, dtype: str, record_property: Callable[[str, object], None]) -> None:
     windows = windows_of(name)
     own, reference = ours(loaded(name, dtype), windows), theirs(name, dtype, windows)
     assert len(own) == len(reference) == sum(len(window) - 1 for window in windows)

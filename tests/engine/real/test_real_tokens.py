@@ -72,7 +72,7 @@ BLOCK_SIZE = 8
 
 
 @pytest.mark.parametrize(("name", "setting"), short_of([*product(NAMES, SETTINGS)], [*product(["smollm2"], SETTINGS)]))
-def test_greedy_tokens_are_those_of_transformers(
+def test_greedy_tokens_equal_transformers(
     name: str, setting: str, record_property: Callable[[str, object], None]
 ) -> None:
     how = SETTINGS[setting]
@@ -102,7 +102,7 @@ def test_greedy_tokens_are_those_of_transformers(
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_tokens_are_those_of_generate(name: str) -> None:
+def test_greedy_tokens_equal_generate(name: str) -> None:
     """transformers' own loop, with its own KV cache."""
     prompts = [token_ids_of(name, text) for text in PROMPTS]
     outputs = run(Engine(loaded(name), max_model_len=512, num_blocks=1000, block_size=16), prompts, GREEDY)

@@ -102,7 +102,7 @@ def mixture(random: np.random.Generator, num_rows: int, vocab_size: int) -> list
 
 
 @pytest.mark.parametrize(("spread", "dtype"), [(0.5, torch.float32), (3.0, torch.bfloat16), (12.0, torch.float16)])
-def test_mixed_rows_get_the_tokens_of_the_other_forms(spread: float, dtype: torch.dtype) -> None:
+def test_mixed_rows_get_the_same_tokens_in_all_forms(spread: float, dtype: torch.dtype) -> None:
     """Flat, usual and sharp logits, every fifth row mostly masked; bfloat16 has ties at every cut."""
     random = np.random.default_rng(int(spread))
     num_rows = short_or_long(45, 400)
@@ -119,7 +119,7 @@ def test_vocabularies_of_one_split_and_of_several(vocab_size: int) -> None:
     check(logits, mixture(random, 8, vocab_size), seed=vocab_size)
 
 
-def test_more_candidates_than_are_listed_are_searched_whole() -> None:
+def test_rows_with_too_many_candidates_are_searched_whole() -> None:
     """Rows that top-k, top-p and both cut among 4,500 tokens of nearly equal weight."""
     vocab_size = 4500
     assert race_triton.CAPACITY.value < vocab_size
@@ -139,7 +139,7 @@ def test_rows_of_a_wider_tensor_and_spare_parameters() -> None:
     assert tokens == check(logits.contiguous(), rows)
 
 
-def test_a_row_is_drawn_alike_alone_and_in_any_company() -> None:
+def test_a_rows_token_does_not_depend_on_other_rows() -> None:
     rows = mixture(np.random.default_rng(5), 12, V)
     logits = torch.randn(12, V, generator=torch.Generator().manual_seed(5)) * 2
     batch = batch_of(rows)
@@ -171,7 +171,7 @@ def hard_rows(draw: Any) -> tuple[list[list[float]], list[dict[str, float]]]:
 
 @given(hard_rows(), st.integers(0, 1000))
 @settings(max_examples=short_or_long(20, 400))
-def test_any_row_gets_the_token_of_the_other_forms(
+def test_any_row_gets_the_same_token_in_all_forms(
     case: tuple[list[list[float]], list[dict[str, float]]], seed: int
 ) -> None:
     check(torch.tensor(case[0]), case[1], seed)
@@ -180,7 +180,7 @@ def test_any_row_gets_the_token_of_the_other_forms(
 # ------------------------------------------------------------------------------------------------------ special cases
 
 
-def test_rows_without_a_finite_maximum_are_not_ok_and_spoil_no_other() -> None:
+def test_rows_without_a_finite_maximum_are_not_ok() -> None:
     logits = torch.zeros(12, 30)
     logits[:, 17] = 5.0
     logits[0:3, 3] = math.nan
@@ -209,7 +209,7 @@ def test_masked_tokens_are_never_drawn() -> None:
     assert set(check(logits, kinds * 15)) == {7, 30}
 
 
-def test_the_extremes_of_temperature_neither_overflow_nor_lose_tokens() -> None:
+def test_extreme_temperatures_do_not_overflow() -> None:
     logits = torch.tensor([[-5e3, 4e4, 4e4 - 1.0, 3.3e38, 3.3e38, -3.3e38]]).repeat(40, 1)
     assert set(check(logits, [{"temperature": 2e-5}] * 20 + [{"temperature": 2e-5, "top_p": 0.9}] * 20)) == {3, 4}
     logits = torch.linspace(-50, 50, 8).repeat(60, 1)
@@ -242,7 +242,7 @@ def test_top_p_meets_its_limit_within_a_millionth() -> None:
         assert choose(logits, below)[0] == choose_anywhere(logits, below)[0].tolist() != [3]
 
 
-def test_tokens_come_with_their_probabilities() -> None:
+def test_tokens_are_drawn_with_their_probabilities() -> None:
     """Of 6 tokens min-p keeps 4, with top-k and without; 3 degrees of freedom, 0.1 % point 16.3."""
     draws = short_or_long(100, 2000)
     logits = torch.tensor([0.9, -3.0, 1.5, 0.2, -0.4, 1.2])
@@ -259,7 +259,7 @@ def test_tokens_come_with_their_probabilities() -> None:
 # ------------------------------------------------------------------------------------------------------- the interface
 
 
-def test_columns_put_rows_where_they_are_and_greedy_ones_around_them() -> None:
+def test_columns_scatter_rows_and_make_other_rows_greedy() -> None:
     batch = batch_of([{"temperature": 0.0}, {"temperature": 0.5, "top_k": 2**40, "top_p": 0.8, "min_p": 0.1}])
     columns = DeviceParameters.columns(batch, 3)
     assert {name: (str(column.dtype), column.tolist()) for name, column in columns.items()} == {
@@ -273,7 +273,7 @@ def test_columns_put_rows_where_they_are_and_greedy_ones_around_them() -> None:
         DeviceParameters.columns(batch, 1)
 
 
-def test_what_cannot_be_chosen_from_is_refused_with_the_remedy() -> None:
+def test_invalid_arguments_are_refused_with_the_remedy() -> None:
     race = DeviceRace(2, 8, "cpu")
     columns = DeviceParameters.columns(batch_of([{}, {}]), 2)
     parameters = DeviceParameters(**{name: torch.from_numpy(column) for name, column in columns.items()})
@@ -298,7 +298,7 @@ def test_what_cannot_be_chosen_from_is_refused_with_the_remedy() -> None:
         DeviceRace(0, 8, "cpu")
 
 
-def test_the_sampler_of_a_gpu_draws_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpus_sampler_draws_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device only chooses the form; the logits are on the CPU. A larger step gets larger workspaces."""
     drawn: list[int] = []
     draw = DeviceRace.draw

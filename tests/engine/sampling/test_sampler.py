@@ -161,7 +161,7 @@ def test_equals_the_slow_reference(params: dict[str, float]) -> None:
     assert len(set(expected)) > 20
 
 
-def test_rows_of_all_kinds_share_a_batch_without_touching_each_other() -> None:
+def test_rows_of_all_kinds_share_a_batch() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(40, 301, generator=generator) * 3
     kinds = [{"temperature": 0.0}, {"top_k": 7}, {"top_p": 0.6}, {"temperature": 0.5, "top_k": 20, "top_p": 0.9}, {}]
@@ -200,7 +200,7 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("by", ["position", "seed"])
-def test_tokens_come_with_their_probabilities(by: str) -> None:
+def test_tokens_are_drawn_with_their_probabilities(by: str) -> None:
     """Over positions of one seed as over seeds at one position; 11 degrees of freedom, 0.1 % point 31.3."""
     draws = 20_000
     logits = torch.linspace(-2, 1.5, 12).expand(draws, -1)
@@ -223,7 +223,7 @@ def test_consecutive_positions_are_independent() -> None:
     assert chi_square(pairs, np.full(16, pairs.sum() / 16)) < 37.7
 
 
-def test_cuts_keep_what_they_say() -> None:
+def test_cuts_keep_the_right_tokens() -> None:
     logits = torch.tensor([[4.0, 3.0, 2.0, 1.0, 0.0]]).repeat(4, 1)
     kept = cut_top_k(logits, [2, 0, 5, 1]).isfinite().sum(dim=-1).tolist()
     assert kept == [2, 5, 5, 1]
@@ -240,14 +240,14 @@ def test_cuts_keep_what_they_say() -> None:
     ]
 
 
-def test_a_tiny_temperature_is_nearly_greedy_and_does_not_overflow() -> None:
+def test_a_tiny_temperature_is_nearly_greedy() -> None:
     logits = torch.tensor([[-5e3, 4e4, 4e4 - 1.0]])
     probs = probabilities(logits, np.array([2e-5]), np.array([0]), np.array([1.0]), np.array([0.0]))
     assert torch.isfinite(probs).all() and probs.argmax() == 1
     assert tokens_of(logits, [row(temperature=2e-5)]) == [1]
 
 
-def test_the_hottest_temperature_draws_from_all_that_is_allowed() -> None:
+def test_the_highest_temperature_draws_all_allowed_tokens() -> None:
     rows = [row(1, p, (2, 5), temperature=1e300) for p in range(300)]
     assert set(tokens_of(torch.linspace(-50, 50, 8).expand(300, -1), rows)) == {0, 1, 3, 4, 6, 7}
 
@@ -255,7 +255,7 @@ def test_the_hottest_temperature_draws_from_all_that_is_allowed() -> None:
 # ------------------------------------------------------------------------------------------------- special cases
 
 
-def test_banned_tokens_never_come_and_ids_beyond_the_vocabulary_do_no_harm() -> None:
+def test_banned_tokens_are_never_sampled() -> None:
     logits = torch.zeros(500, 6)
     logits[:, 2] = 9.0
     rows = [row(1, p, (2, 4, 50_000), temperature=1.0 if p % 2 else 0.0) for p in range(500)]
@@ -263,7 +263,7 @@ def test_banned_tokens_never_come_and_ids_beyond_the_vocabulary_do_no_harm() -> 
     assert logits[0, 2] == 9.0, "the caller's logits were changed"
 
 
-def test_a_row_without_a_finite_maximum_is_reported_and_the_others_are_drawn() -> None:
+def test_a_row_without_a_finite_maximum_fails_alone() -> None:
     logits = torch.zeros(5, 8)
     logits[:, 6] = 5.0
     logits[1, 3] = math.nan
@@ -275,7 +275,7 @@ def test_a_row_without_a_finite_maximum_is_reported_and_the_others_are_drawn() -
     assert sampled.token_ids[[0, 4]].tolist() == [6, 6]
 
 
-def test_half_precision_logits_are_drawn_in_full() -> None:
+def test_half_precision_logits_are_sampled_in_float32() -> None:
     logits = torch.randn(8, 64).bfloat16()
     rows = [row(p, p) for p in range(8)]
     assert tokens_of(logits, rows) == tokens_of(logits.float(), rows)

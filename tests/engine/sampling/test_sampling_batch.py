@@ -99,7 +99,7 @@ def requests_of(features: list[dict[str, Any]]) -> dict[str, tuple[list[int], Sa
 
 
 @pytest.mark.parametrize("fail", [(), (2, 5)])
-def test_alone_batched_preempted_and_resumed(fail: tuple[int, ...]) -> None:
+def test_tokens_are_the_same_alone_batched_and_preempted(fail: tuple[int, ...]) -> None:
     """Every feature, with a pool so small that requests are preempted, and with steps that fail."""
     requests = requests_of(FEATURES)
     alone, alone_logprobs = {}, {}
@@ -128,7 +128,7 @@ def test_alone_batched_preempted_and_resumed(fail: tuple[int, ...]) -> None:
     st.sets(st.integers(0, 6), max_size=2),
     st.permutations(range(9)),
 )
-def test_any_mix_under_any_pressure(
+def test_any_mix_of_requests_gets_the_same_tokens(
     features: list[dict[str, Any]], num_blocks: int, fail: set[int], order: list[int]
 ) -> None:
     requests = requests_of(features)
@@ -137,7 +137,7 @@ def test_any_mix_under_any_pressure(
     assert Host(max(num_blocks, 11), tuple(fail), 24).run(shuffled) == expected
 
 
-def test_rows_that_are_used_again_start_afresh() -> None:
+def test_reused_rows_start_with_fresh_state() -> None:
     """Waves of different requests over the same rows: nobody inherits parameters or counts."""
     host = Host()
     for wave in range(3):
@@ -146,7 +146,7 @@ def test_rows_that_are_used_again_start_afresh() -> None:
         assert host.run(requests) == Host().run(requests)
 
 
-def test_nothing_is_kept_of_requests_that_ended() -> None:
+def test_state_of_finished_requests_is_freed() -> None:
     host = Host(num_blocks=30)
     host.run(requests_of(FEATURES))
     assert host.scheduler.stats().num_preemptions > 0
@@ -163,7 +163,7 @@ def test_requests_without_a_seed_derive_theirs() -> None:
     assert named["x"] == free["a"]
 
 
-def test_what_a_request_asks_for_is_what_it_gets() -> None:
+def test_outputs_obey_all_parameters() -> None:
     """Over whole outputs: no token that is not allowed, no bad word, no early end."""
     requests = requests_of(FEATURES)
     found = Host().run(requests)
@@ -172,7 +172,7 @@ def test_what_a_request_asks_for_is_what_it_gets() -> None:
     assert len(set(found["r5"])) > len(set(found["r0"]))
 
 
-def test_a_bad_word_is_not_said() -> None:
+def test_a_bad_word_is_not_sampled() -> None:
     """A word of two tokens that greedy sampling would say; each of the two may still be said."""
     prompt, free = [3, 4, 5], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     tokens = Host().run({"r": (prompt, free)})["r"]

@@ -47,7 +47,7 @@ def test_the_packaged_model(model: str | Path | None) -> None:
     assert find_model(model) == DEMO_MODEL
 
 
-def test_a_directory_stays_as_it_is(here: Path) -> None:
+def test_a_directory_is_returned_unchanged(here: Path) -> None:
     touch(here / "a" / "config.json", here / "a" / "a.gguf")
     (here / "empty").mkdir()
     assert find_model("a") == Path("a") and find_model(here / "a") == here / "a"
@@ -66,7 +66,7 @@ def test_parts_of_a_gguf_model_are_found_by_the_first(here: Path) -> None:
     assert find_model(here / "parts") == find_model(parts[0]) == find_model(parts[1]) == parts[0]
 
 
-def test_a_named_model_is_where_it_is_installed(here: Path, named: Callable[[Installed], None]) -> None:
+def test_a_named_model_is_found_where_it_is_installed(here: Path, named: Callable[[Installed], None]) -> None:
     named(lambda name: here / f"{name}.gguf")
     touch(here / "small.gguf")
     assert find_model("small") == here / "small.gguf"
@@ -97,7 +97,7 @@ WRONG: list[tuple[str, Any, dict[str, str], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("model", "options", "words"), [row[1:] for row in WRONG], ids=[row[0] for row in WRONG])
-def test_what_is_no_model_is_one_line_with_the_remedy(
+def test_invalid_names_give_one_line_with_the_remedy(
     here: Path,
     named: Callable[[Installed], None],
     model: str | Path,
@@ -115,7 +115,7 @@ def test_what_is_no_model_is_one_line_with_the_remedy(
         assert word in error
 
 
-def test_a_loaded_model_takes_no_source(tmp_path: Path) -> None:
+def test_a_loaded_model_takes_no_revision(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     from pointsman.engine import LLM
     from pointsman.engine.model.loader import load_model

@@ -68,7 +68,7 @@ ENDED = {
 
 
 @pytest.mark.parametrize("ended", short_of([*ENDED], ["python-sigint", "generate-sigterm"]))
-def test_a_signal_ends_a_download_and_leaves_no_part_of_a_file(hub: Hub, tmp_path: Path, ended: str) -> None:
+def test_a_signal_ends_a_download_without_partial_files(hub: Hub, tmp_path: Path, ended: str) -> None:
     pytest.importorskip("fastapi")
     program, number, code = ENDED[ended]
     hub.repositories[NAME].stalled = "model.safetensors"
