@@ -1,4 +1,4 @@
-"""The choice of device and attention: what is there is taken, what is not is named."""
+"""The choice of device and attention: the fastest available one, or an error that names a missing one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels of attention and layers compile for GPUs that are not here, and hardly spill registers."""
+"""The kernels of attention and layers compile for GPUs without having one, and hardly spill registers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUMBERS = {"query_stride", "first_table", "key_stride", "key_head_stride", "valu
 
 
 def kernel(function: Any, dtype: str, constants: dict[str, Any], **options: int) -> Kernel:
-    """What to compile: tensors have `dtype`, what is in `constants` is known to the compiler, None as well."""
+    """A kernel to compile. Tensors have `dtype`; the compiler knows the values of `constants`, also None."""
     signature = {}
     for name in inspect.signature(function.fn).parameters:
         if name in constants:
@@ -33,7 +33,7 @@ def kernel(function: Any, dtype: str, constants: dict[str, Any], **options: int)
 
 
 def attention_kernels(dtype: str, group: int, dim: int, **features: Any) -> list[Kernel]:
-    """Decodes in one part and in several, and prefill, as `TritonAttention` launches them for 8 KV heads."""
+    """The kernels of decodes in one part and in several, and of prefill, with the options for 8 KV heads."""
     constants = {
         "scale": dim**-0.5,
         "softcap": 0.0,

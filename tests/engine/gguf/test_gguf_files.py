@@ -1,4 +1,4 @@
-"""GGUF files as files: parts, other kinds and versions, what is broken, and the configuration's refusals."""
+"""Parts, kinds, versions and faults of GGUF files, and configurations that are refused."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_files_without_a_language_model_are_refused(architecture: str, kind: str
 
 
 def edited(path: Path, model: Any, **fields: Any) -> Path:
-    """A file with other fields (`__` for the dots of a key); None: without it."""
+    """A file with changed fields (`__` for the dots of a key); None removes a field."""
 
     def edit(writer: GGUFWriter) -> None:
         for name, value in fields.items():

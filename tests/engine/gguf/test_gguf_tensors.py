@@ -1,4 +1,4 @@
-"""Types of tensors: each is dequantised in its place; what is missing, surplus or of another shape is named."""
+"""Tensors of every type are dequantised; errors name missing and surplus tensors, and those of another shape."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.engine.tiny_models import Family, build
 
 WIDE = Family("llama", "", {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4})
 STEPS = {"F16": 2.5e-4, "BF16": 2e-3, "Q8_0": 5e-3, "Q5_1": 2.5e-2, "Q5_0": 4.5e-2, "Q4_1": 5e-2, "Q4_0": 9e-2}
-"""The largest error of a weight, of those drawn with a standard deviation of 0.15."""
+"""The largest error of a weight; weights are drawn with a standard deviation of 0.15."""
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_weights_of_more_bits_are_not_stored_in_4_bits(kind: str, model: Any, tm
 
 
 def bits(data: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
-    """Numbers of so many bits, the lowest of each byte first."""
+    """Numbers of `width` bits, the lowest of each byte first."""
     return np.stack([(data >> shift) & (2**width - 1) for shift in range(0, 8, width)])
 
 
@@ -76,7 +76,7 @@ def scales_of(packed: np.ndarray[Any, Any]) -> tuple[list[int], list[int]]:
 
 
 def reference(block: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
-    """A block of 256 weights, by the description of its type."""
+    """A block of 256 weights, dequantised by the description of its type."""
     if kind == "Q6_K":
         low, high, scales = block[:128], block[128:192], block[192:208].view(np.int8).astype(np.float32)
         step = block[208:].view(np.float16).astype(np.float32)[0]
@@ -127,7 +127,7 @@ def test_blocks_of_256_weights_are_dequantised(kind: str, model: Any, tmp_path: 
 
 
 def changed(path: Path, model: Any, **tensors: np.ndarray[Any, Any] | None) -> Path:
-    """A file with other tensors (`__` for the dots of a name), or without some (None)."""
+    """A file with changed tensors (`__` for the dots of a name); None removes a tensor."""
     others = {name.replace("__", "."): values for name, values in tensors.items()}
 
     def edit(writer: GGUFWriter) -> None:

@@ -1,4 +1,4 @@
-"""Tokenizers from metadata: the same token ids and texts as the tokenizer that was written."""
+"""Tokenizers from metadata give the same token ids and texts as the tokenizer that was written."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_byte_level_bpe(tmp_path: Path) -> None:
 def test_sentencepiece_bpe(tmp_path: Path) -> None:
     original = sentencepiece(falls_back=True)
     read = tokenizer_of(tmp_path / "model.gguf", original, "llama")
-    # The last text has added tokens, which this one looks for in the text after it was normalized.
+    # The last text has added tokens, which the original tokenizer finds only in normalized text.
     assert_same(read, original.backend_tokenizer, [*TEXTS[:-1], *random_texts(1)])
 
 
@@ -90,7 +90,7 @@ def test_tokenizers_of_published_models(name: str, tmp_path: Path) -> None:
 
 
 def written(path: Path, edit: Callable[[GGUFWriter], object], **options: Any) -> Path:
-    """A model with the trained tokenizer, whose fields are edited after it was added."""
+    """A file with the trained tokenizer, whose fields are edited afterwards."""
     add = add_tokenizer(trained_bpe(300), "gpt2", **{"pre": "gpt-2", **options})
 
     def add_and_edit(writer: GGUFWriter) -> None:
@@ -101,7 +101,7 @@ def written(path: Path, edit: Callable[[GGUFWriter], object], **options: Any) ->
 
 
 def replace(key: str, value: Any) -> Callable[[GGUFWriter], None]:
-    """The edit that gives a field, which is there, another value of its type."""
+    """The edit that gives an existing field another value of the same type."""
 
     def edit(writer: GGUFWriter) -> None:
         writer.kv_data[0][key].value = value
@@ -171,7 +171,7 @@ def test_named_chat_templates(tmp_path: Path) -> None:
 
 def test_an_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "model.gguf", replace("tokenizer.ggml.pre", "viking"))
-    assert "tokenizer.ggml.pre is 'viking'; gpt-2, smollm, llama-bpe" in error_of(path, UnsupportedModel)
+    assert "tokenizer.ggml.pre is 'viking'; supported are gpt-2, smollm, llama-bpe" in error_of(path, UnsupportedModel)
 
 
 def test_an_unknown_kind_of_tokenizer_is_refused(tmp_path: Path) -> None:

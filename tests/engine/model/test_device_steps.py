@@ -1,4 +1,4 @@
-"""Steps as a GPU runs them, on the CPU: Triton's kernels are interpreted, and a graph is the same calls once more."""
+"""Runs a GPU's steps on the CPU: Triton's kernels are interpreted, and a graph repeats the recorded calls."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tests.triton_interpreter import quick_calls
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """With fewer parts of a row's KV: each program takes a millisecond."""
+    """Interprets kernels, with fewer parts of a row's KV, because each program takes a millisecond."""
     monkeypatch.setattr(triton_backend, "PROGRAMS_PER_PROCESSOR", 1)
     with quick_calls():
         yield
 
 
 class Again:
-    """In place of CUDA graphs: does again what was recorded, over the same memory."""
+    """Replaces CUDA graphs: runs the recorded function again, over the same memory."""
 
     def __init__(self) -> None:
         self.num_replays = 0
@@ -51,7 +51,7 @@ class Again:
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    """Of one layer, as the interpreter is slow, and with its own code between the attention."""
+    """A model of one layer, because the interpreter is slow, and without fused layers."""
     config = FAMILIES["qwen3"]()
     config.num_hidden_layers = config.num_key_value_heads = 1
     return wrap_model(build(config, seed=1), tokenizer=byte_tokenizer(), attention="torch", fuse=False)
@@ -159,7 +159,7 @@ def test_a_step_is_launched_while_the_previous_one_computes(
 
 
 class NoWaiting(TorchDispatchMode):
-    """Fails where PyTorch would wait for a GPU: at operators whose results the host needs."""
+    """Fails at operators whose results the host needs, for which PyTorch would wait for a GPU."""
 
     WAITS = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique_consecutive"})
 
@@ -240,7 +240,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(with_graphs: bool) -
 
 @pytest.mark.long
 def test_fused_layers_give_the_same_tokens(loaded: LoadedModel) -> None:
-    """Every part of a layer is replaced after its trial, as on a GPU."""
+    """Every part of a layer is replaced, as on a GPU."""
     config = FAMILIES["qwen3"]()
     config.num_hidden_layers = config.num_key_value_heads = 1
     fused = wrap_model(build(config, seed=1), tokenizer=byte_tokenizer(), attention=TritonAttention)

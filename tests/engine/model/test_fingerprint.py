@@ -1,4 +1,4 @@
-"""A model's fingerprint: equal for equal models, and for no others."""
+"""A model's fingerprint is equal for equal models, and differs for all others."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_every_change_changes_the_fingerprint(change: Callable[[LoadedModel], No
 
 
 def test_a_model_with_hidden_weights_has_no_fingerprint() -> None:
-    """Otherwise two models that differ in these alone would be taken for one."""
+    """Otherwise models that differ only in hidden weights would have the same fingerprint."""
 
     class Opaque(nn.Module):
         def __init__(self, inner: nn.Module) -> None:

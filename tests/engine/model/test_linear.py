@@ -18,7 +18,7 @@ from pointsman.engine.model.quantization import check_quantization, in_groups
 from tests.engine.tiny_models import packs
 
 FORMS = {40: "plain", 160: "both", 1024: "packed"}
-"""By in_features, with 812 out_features."""
+"""in_features -> form of the weight, with 812 out_features."""
 LARGE = 1024
 
 
@@ -100,7 +100,7 @@ def test_few_rows_in_4_bits_do_not_depend_on_each_other() -> None:
 @pytest.mark.parametrize("num_rows", [1, SMALL_BATCH + 1])
 @pytest.mark.parametrize("in_features", FORMS)
 def test_4_bits_in_a_model_in_bfloat16(in_features: int, num_rows: int) -> None:
-    """Few rows are computed with in 4 bits, others as without."""
+    """Few rows are computed in 4 bits, and more rows without quantization."""
     size = in_features // 32 * 32
     parts = [in_4_bits(part).bfloat16() for part in layers(size, 512, 304, bias=True)]
     joined, plain = JoinedLinear(parts), JoinedLinear(parts)
@@ -142,7 +142,7 @@ def test_groups_may_use_fewer_than_16_digits(levels: int) -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 64])
 def test_int8_in_a_model_in_bfloat16(num_rows: int) -> None:
-    """As the output layer with int4."""
+    """The output layer uses this form with int4."""
     (part,) = layers(LARGE, 512, bias=True, dtype=torch.bfloat16)
     joined = JoinedLinear([part])
     joined.store("int8")
@@ -173,7 +173,7 @@ def test_an_int8_row_does_not_depend_on_other_rows(bias: bool) -> None:
             assert torch.equal(joined(x[:, row : row + 1]), together[:, row : row + 1])
         want = part(x)
     error = (together - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-20)
-    assert float(error.max()) < 0.03, "also of rows of very small and very large numbers"
+    assert float(error.max()) < 0.03, "also for rows of very small and very large numbers"
 
 
 @pytest.mark.parametrize("place", [0, 3, 6])
@@ -213,7 +213,7 @@ def test_a_bias_on_some_layers_only_is_an_error() -> None:
 
 
 def test_a_packed_weight_has_only_its_type() -> None:
-    """Whoever computes with it sees at once that it is not there; it takes no memory."""
+    """Computing with it gives NaN, and it takes no memory."""
     joined = JoinedLinear(layers(LARGE, 512, bias=False))
     store_weights(joined)
     assert joined.weight.dtype == torch.float32 and joined.weight.shape == (512, LARGE)
@@ -241,7 +241,7 @@ def test_only_large_layers_that_are_called_are_replaced() -> None:
 
 @pytest.mark.parametrize("broken", ["missing", "wrong"])
 def test_weights_are_not_packed_if_packing_fails(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    """As on a PyTorch without these operators, or with ones that answer wrongly."""
+    """PyTorch lacks these operators, or they compute wrongly."""
 
     class Operators:
         if broken == "wrong":
@@ -265,7 +265,7 @@ def test_weights_are_not_packed_if_packing_fails(monkeypatch: pytest.MonkeyPatch
 
 
 def test_numbers_of_rows_are_rounded_to_few_sizes() -> None:
-    """Each number of rows is a program of oneDNN's. Few rows are too costly to add to."""
+    """oneDNN compiles a program for each number of rows. Small numbers stay as they are."""
     wholes = {count: rounded_up_rows(count) for count in range(1025)}
     assert all(0 <= whole - count < 32 for count, whole in wholes.items())
     assert all(whole == count for count, whole in wholes.items() if count <= 8)

@@ -1,7 +1,7 @@
-"""The gate: what passes it computes right in every type, and what it is there for, it sees.
+"""Models that pass the checks compute correctly in every type, and planted faults are found.
 
-Faults are planted in the paged path or in a model, and the self-check or the probe must find each. What a family must
-compute in the end, tokens, is in test_equality.py; which families are refused, in test_model_loader.py.
+Faults are planted in the paged path or in a model, and the self-check or the probe must find each. test_equality.py
+compares the tokens of each family; test_model_loader.py has the families that are refused.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Faulty(TorchAttention):
 
 
 NEUTRAL = {"scale": 1.0}
-"""What stands for a feature that is off, where it is not None."""
+"""Values of features that are off, if these are not None."""
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_large_vocabulary_and_many_layers_pass_in_bfloat16() -> None:
 
 
 def sharp_mistral() -> Any:
-    """Its attention scores are so large that rounding decides what is attended to, as in some trained models."""
+    """A Mistral with very large attention scores, so that rounding changes the attention, as in some trained models."""
     config = FAMILIES["mistral"]()
     config.num_hidden_layers = 8
     model = build(config, seed=1)
@@ -108,8 +108,8 @@ def test_a_models_own_rounding_passes_in_bfloat16() -> None:
     loaded = wrap_model(model, fuse=False)
     check = SelfCheck(loaded.model, loaded.layers, loaded.context, loaded.attention)
     errors = torch.cat([relative_error(*pair) for pair in zip(check._paged(), check.plain, strict=True)])
-    assert float(errors.quantile(0.75)) > TOLERANCE[torch.bfloat16], "or the model is a poor choice"
-    assert wrap_model(sharp_mistral()).dtype == torch.bfloat16, "with fused layers, too"
+    assert float(errors.quantile(0.75)) > TOLERANCE[torch.bfloat16], "the model's own rounding must be bad"
+    assert wrap_model(sharp_mistral()).dtype == torch.bfloat16, "also with fused layers"
     after = loaded.model.state_dict()
     assert all(
         torch.equal(after[name], tensor) and after[name].dtype == tensor.dtype for name, tensor in before.items()
@@ -138,7 +138,7 @@ def test_the_self_check_finds_a_wrong_slot(monkeypatch: pytest.MonkeyPatch) -> N
     def shifted(cls: Any, *arguments: Any) -> Any:
         batch = original(cls, *arguments)
         batch.slot_offsets = batch.block_size - 1 - batch.slot_offsets
-        batch.tails = np.zeros_like(batch.tails)  # the slots behind it, which the fault has left no meaning
+        batch.tails = np.zeros_like(batch.tails)  # with shifted slots, these would be wrong
         return batch
 
     monkeypatch.setattr(attention.PagedBatch, "build", classmethod(shifted))
@@ -266,7 +266,7 @@ ROUNDING = 0.02
 def test_bfloat16_errors_are_as_small_as_transformers(name: str, backend: BackendFactory) -> None:
     """Teacher-forced logits of 130 positions, computed in steps of 7 tokens of three sequences.
 
-    Near to transformers in bfloat16, and no farther from float32 than transformers itself is, with a fifth to spare.
+    They are close to transformers' in bfloat16, and at most 1.2 times as far from float32 as transformers' own.
     """
     model = build(FAMILIES[name](), seed=3)  # with 2, rounding decides between two of gpt-oss's experts
     narrow = copy.deepcopy(model).to(torch.bfloat16)

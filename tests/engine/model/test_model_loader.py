@@ -1,4 +1,4 @@
-"""What a model directory may be, and what is refused when it is read."""
+"""Loading of model directories, and the errors of directories that are refused."""
 
 from __future__ import annotations
 

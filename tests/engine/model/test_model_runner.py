@@ -1,4 +1,4 @@
-"""The runner with a real (tiny) model: log probabilities as plain transformers has them, seeds under pressure."""
+"""The runner with a real (tiny) model: log probabilities equal transformers', and features work under preemption."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def loaded() -> LoadedModel:
 
 
 class Host:
-    """A scheduler and a runner, and what they give for each request."""
+    """A scheduler and a runner, and their results for each request."""
 
     def __init__(self, loaded: LoadedModel, num_blocks: int = 200, budget: int = 64, steps: int = 1) -> None:
         config = SchedulerConfig(
@@ -99,7 +99,7 @@ def test_preemption_changes_no_tokens_with_all_features(loaded: LoadedModel) -> 
 @pytest.mark.e2e
 @pytest.mark.parametrize("budget", [7, 64])
 def test_logprobs_are_those_of_plain_transformers(loaded: LoadedModel, budget: int) -> None:
-    """Of prompt and output, whether the prompt is one chunk or many, penalised or not, preempted or not."""
+    """Of prompt and output, with one chunk or many, with and without penalties and preemption."""
     plain_model = build(FAMILIES["qwen3"](), seed=1)
     host = Host(loaded, num_blocks=20, budget=max(budget, 16))
     for i in range(6):
@@ -141,7 +141,7 @@ def check(entries: list[TokenLogprobs], reference: np.ndarray, token_ids: np.nda
 
 
 def test_the_next_step_can_be_scheduled_before_this_one_runs(loaded: LoadedModel) -> None:
-    """Each step runs after the scheduler has decided the one after it, also where a stop token makes that moot."""
+    """Each step runs after the scheduler has decided the next one, also if a stop token makes that one obsolete."""
     expected: dict[str, list[int]] = {}
     for i in (1, 4, 6, 11, 12):
         host = Host(loaded)
@@ -167,7 +167,7 @@ def test_the_next_step_can_be_scheduled_before_this_one_runs(loaded: LoadedModel
 
 @pytest.mark.parametrize("steps", [2, 4])
 def test_steps_can_be_prepared_before_their_input_is_sampled(loaded: LoadedModel, steps: int) -> None:
-    """Every feature, with as many steps prepared ahead of the one that runs as may be in flight."""
+    """Every feature, with the maximum number of steps in flight prepared ahead."""
     which = range(len(FEATURES))
     expected: dict[str, list[int]] = {}
     for i in which:

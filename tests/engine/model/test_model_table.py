@@ -1,4 +1,4 @@
-"""docs/models.md says what the tests check, no more and no less."""
+"""The tables of docs/models.md list exactly the models that the tests check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embeddings against transformers: whole prompts, chunks, batches with requests that generate, preemption, failures."""
+"""Embeddings equal transformers': whole prompts, chunks, batches with requests that generate, preemption, failures."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_chunked_prompts_get_the_same_vectors(loaded: LoadedModel, pooling: Pool
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_a_preempted_prompt_is_pooled_again(loaded: LoadedModel, pooling: Pooling) -> None:
-    """Requests that decode take the blocks of prompts that are half computed; and then everything is reset."""
+    """Decoding requests preempt half computed prompts; then all requests are reset."""
     prompts = prompts_of(4, seed=4, longest=30)
     prompts = [prompt + prompt[:1] * (24 - len(prompt)) for prompt in prompts]
     engine = Engine(
@@ -115,7 +115,7 @@ def test_a_chunk_that_failed_is_not_counted_twice(
     take, calls = engine.runner.pooler.take, 0
 
     def failing(*args: Any) -> Any:
-        """Every second step fails after its hidden states were taken in."""
+        """Every second step fails after its hidden states were added."""
         nonlocal calls
         vectors, calls = take(*args), calls + 1
         if calls % 2 == 0:

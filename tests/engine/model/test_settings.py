@@ -1,4 +1,4 @@
-"""The settings in a model's directory: what ends a text, what requests get by default, and what is refused by name."""
+"""The settings in a model's directory: ends of texts, defaults of requests, and errors that name a wrong field."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.engine.text_tokenizers import byte_level
 from tests.engine.tiny_models import COMMON, build
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9, logit_bias={1: 100})
-"""Samples token 1 and nothing else."""
+"""Samples only token 1."""
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 ABSENT = object()
 
@@ -102,7 +102,7 @@ def test_only_further_eos_tokens_have_a_stop_reason(copy: Path) -> None:
     for token in (1, 5):
         assert run(token, ignore_eos=True) == ([token] * 9, "length", None)
         assert run(token, ignore_eos=True, stop_token_ids=[token]) == ([token], "stop", token)
-        for ignores in (False, True):  # as in vLLM: EOS is held off, also where it would not end the text
+        for ignores in (False, True):  # as in vLLM: min_tokens excludes EOS, also if EOS would not end the text
             tokens, _, _ = run(token, min_tokens=3, ignore_eos=ignores)
             assert token not in tokens[:3] and tokens[3] == token
     (vector,) = llm.embed("a", use_tqdm=False)

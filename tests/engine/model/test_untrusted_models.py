@@ -1,4 +1,4 @@
-"""Directories of models that bring code, pipes instead of files, or a configuration that would fill the memory."""
+"""Model directories with code, with pipes instead of files, or with a configuration that would fill the memory."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_configuration_larger_than_its_weights_takes_no_memory(copy: Path, fie
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_weights_of_every_family_pass_the_size_check(tmp_path: Path, name: str) -> None:
-    """The estimate of a model's size is never twice that of its files."""
+    """The estimated size of a model is less than twice the size of its files."""
     from pointsman.engine.model.loader import _check_size, _check_weights
 
     torch.manual_seed(0)

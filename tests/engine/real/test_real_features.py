@@ -49,7 +49,7 @@ PERSON = {
 }
 
 COMPILE_TIME = 120.0
-"""Seconds that a grammar may take, with other tests beside; alone it takes one to three."""
+"""Limit in seconds for compiling a grammar while other tests run; alone it takes one to three."""
 
 
 @pytest.fixture(scope="module", params=short_of(NAMES, ["smollm2"]))

@@ -1,4 +1,4 @@
-"""Edits of logits against a slow reference for one row, in plain Python, and against transformers' processors."""
+"""Edits of logits equal a slow reference in plain Python, row by row, and transformers' processors."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_equals_the_slow_reference(
     seed: int,
     counted_before: int,
 ) -> None:
-    """Whether everything is counted at once, or part of it at an earlier step."""
+    """All tokens are counted at once, or some of them at an earlier step."""
     request = request_of(SamplingParams(max_tokens=500, **params), prompt, output, tuple(stop))
     logits = torch.randn(1, V, generator=torch.Generator().manual_seed(seed)) * 3
     row = EditedRow(request, 1, V, bad_words)
@@ -141,7 +141,7 @@ def test_a_repeated_step_counts_tokens_once() -> None:
     assert torch.equal(edited(logits, row, 3), once) and once[0, 5] == -1.0
     request._state.append_output([5])
     assert edited(logits, row, 4)[0, 5] == -1.5
-    assert torch.equal(edited(logits, row, 3), once), "an earlier position counts what was there then"
+    assert torch.equal(edited(logits, row, 3), once), "an earlier position counts only the tokens before it"
 
 
 def test_counts_grow_with_many_different_tokens() -> None:
@@ -156,7 +156,7 @@ def test_counts_grow_with_many_different_tokens() -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_bad_words_read_only_the_end_of_the_output(length: int) -> None:
-    """Words of one token, two and five, in the right place and after a quarter of a million tokens."""
+    """Words of one, two and five tokens are found, and quickly after a quarter of a million tokens."""
     word = tuple(range(3, 3 + length))
     request = request_of(SamplingParams(bad_words=["x"]), [1], [1, 2] * 128_000 + list(word[:-1]))
     row = EditedRow(request, 1, V, [word])
@@ -167,11 +167,11 @@ def test_bad_words_read_only_the_end_of_the_output(length: int) -> None:
         row.edit(0, request.num_tokens, edits)
         seconds.append(time.process_time() - started)
     assert torch.isinf(edits.apply(torch.zeros(1, V)))[0].nonzero().tolist() == [[word[-1]]]
-    assert min(seconds) < 1e-3, "milliseconds if the whole output became Python integers"
+    assert min(seconds) < 1e-3, "converting the whole output to Python integers would take milliseconds"
 
 
 def test_output_since_returns_the_output_from_any_token() -> None:
-    """While it moves from the scheduler's ring, 256 tokens long, to the request's own array."""
+    """While the output moves from the scheduler's ring, 256 tokens long, to the request's own array."""
     config = SchedulerConfig(num_blocks=50, block_size=16, max_model_len=700, max_num_seqs=2, max_num_batched_tokens=32)
     scheduler = Scheduler(config)
     request = Request("r", [1, 2, 3], arrival_time=0.0, max_tokens=600)

@@ -1,4 +1,4 @@
-"""The race in Triton against the two other forms of it, in Triton's interpreter on a CPU."""
+"""The race in Triton, interpreted on a CPU, gives the same tokens as its two other forms."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def batch_of(rows: list[dict[str, float]], seed: int = 0) -> SamplingBatch:
 
 
 def choose(logits: Tensor, batch: SamplingBatch, spare_rows: int = 0) -> tuple[list[int], list[bool]]:
-    """Tokens and ok of `DeviceRace.choose`, whose outputs and workspaces are poisoned before."""
+    """Tokens and ok of `DeviceRace.choose`, after its outputs and workspaces were poisoned."""
     race = DeviceRace(len(logits) + spare_rows, logits.shape[1], "cpu")
     for name, value in vars(race).items():
         if isinstance(value, Tensor):
@@ -65,12 +65,12 @@ def choose(logits: Tensor, batch: SamplingBatch, spare_rows: int = 0) -> tuple[l
     ok = torch.full((len(logits),), 77, dtype=torch.uint8)
     race.choose(logits, parameters, tokens, ok)
     assert set(ok.tolist()) <= {0, 1}
-    assert ((tokens >= 0) & (tokens < logits.shape[1])).all(), "also rows that are not ok name a token"
+    assert ((tokens >= 0) & (tokens < logits.shape[1])).all(), "rows that are not ok also have valid tokens"
     return tokens.tolist(), ok.bool().tolist()
 
 
 def check(logits: Tensor, rows: list[dict[str, float]], seed: int = 0) -> list[int]:
-    """Tokens of the rows that are ok, equal in all three forms; `None` in place of others."""
+    """Check that all three forms agree; returns the tokens of rows that are ok, and None for other rows."""
     batch = batch_of(rows, seed)
     tokens, ok = choose(logits, batch)
     whole = logits.float()
@@ -82,7 +82,7 @@ def check(logits: Tensor, rows: list[dict[str, float]], seed: int = 0) -> list[i
 
 
 def mixture(random: np.random.Generator, num_rows: int, vocab_size: int) -> list[dict[str, float]]:
-    """Every third row without top-k and top-p, some of those greedy."""
+    """Parameters of rows. Every third row has neither top-k nor top-p, and some of these rows are greedy."""
     rows: list[dict[str, float]] = []
     for at in range(num_rows):
         one: dict[str, float] = {
@@ -120,7 +120,7 @@ def test_vocabularies_of_one_split_and_of_several(vocab_size: int) -> None:
 
 
 def test_rows_with_too_many_candidates_are_searched_whole() -> None:
-    """Rows that top-k, top-p and both cut among 4,500 tokens of nearly equal weight."""
+    """Rows with top-k, top-p and both, over 4,500 tokens of nearly equal weight."""
     vocab_size = 4500
     assert race_triton.CAPACITY.value < vocab_size
     logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(2)) * 0.01
@@ -226,8 +226,8 @@ def test_ties_with_the_last_token_kept_are_kept() -> None:
 
 
 def test_top_p_meets_its_limit_within_a_millionth() -> None:
-    """Ten tokens of nearly a tenth each. The seventh is kept if the limit is 1e-6 above the sum of six, and not if it
-    is 1e-6 below; the keys are those with which the seventh wins among seven.
+    """Ten tokens have nearly the same probability, 0.1. The seventh is kept if the limit is 1e-6 above the sum of six,
+    and cut if the limit is 1e-6 below. With the chosen keys the seventh wins among seven.
     """
     logits = (0.1 + torch.arange(10, dtype=torch.float64) * 1e-4).log().float()[None]
     six = float(torch.softmax(logits[0].double(), 0)[4:].sum())
@@ -243,7 +243,7 @@ def test_top_p_meets_its_limit_within_a_millionth() -> None:
 
 
 def test_tokens_are_drawn_with_their_probabilities() -> None:
-    """Of 6 tokens min-p keeps 4, with top-k and without; 3 degrees of freedom, 0.1 % point 16.3."""
+    """min-p keeps 4 of 6 tokens, with and without top-k; 3 degrees of freedom, 0.1 % point 16.3."""
     draws = short_or_long(100, 2000)
     logits = torch.tensor([0.9, -3.0, 1.5, 0.2, -0.4, 1.2])
     kept = [0, 2, 3, 5]
@@ -282,7 +282,7 @@ def test_invalid_arguments_are_refused_with_the_remedy() -> None:
     race.choose(logits[:0], parameters, tokens[:0], ok[:0])
     for message, arguments in (
         ("must be [n, 8]", (logits[:, :7], parameters, tokens, ok)),
-        ("at most 2; make one of more", (torch.zeros(3, 8), parameters, tokens, ok)),
+        ("at most 2; make a DeviceRace of more", (torch.zeros(3, 8), parameters, tokens, ok)),
         ("torch.float64 with strides", (logits.double(), parameters, tokens, ok)),
         ("strides (1, 2)", (torch.zeros(8, 2).T, parameters, tokens, ok)),
         ("parameters.top_p is [2] torch.float32", (logits, replace(parameters, top_p=torch.ones(2)), tokens, ok)),
@@ -299,7 +299,7 @@ def test_invalid_arguments_are_refused_with_the_remedy() -> None:
 
 
 def test_a_gpus_sampler_draws_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device only chooses the form; the logits are on the CPU. A larger step gets larger workspaces."""
+    """The device only selects the form; the logits are on the CPU. A larger step gets larger workspaces."""
     drawn: list[int] = []
     draw = DeviceRace.draw
     monkeypatch.setattr(DeviceRace, "draw", lambda race, *args: drawn.append(race.max_rows) or draw(race, *args))

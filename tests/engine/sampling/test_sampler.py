@@ -1,4 +1,4 @@
-"""The sampler against a slow, obvious reference, against the distributions it claims, and against its own batch."""
+"""The sampler equals a slow, obvious reference, draws the right distributions, and does not depend on the batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BITS = (1 << 64) - 1
 
 @dataclass
 class SamplingRow:
-    """One row of a step: `banned` become stop tokens that `min_tokens` holds off."""
+    """One row of a step: `banned` become stop tokens that `min_tokens` excludes."""
 
     params: SamplingParams
     seed: int
@@ -34,7 +34,7 @@ def row(seed: int = 0, position: int = 0, banned: tuple[int, ...] = (), **params
 
 
 def step_of(rows: list[SamplingRow]) -> tuple[SchedulerOutput, np.ndarray, np.ndarray]:
-    """A step that admits all rows, with what `Sampler.sample` needs beside it."""
+    """A step that admits all rows, with the other arguments of `Sampler.sample`."""
     requests = []
     for index, one in enumerate(rows):
         least = one.position + 1 if one.banned else 0
@@ -82,7 +82,7 @@ def step_of(rows: list[SamplingRow]) -> tuple[SchedulerOutput, np.ndarray, np.nd
 
 
 def sample(logits: torch.Tensor, rows: list[SamplingRow]) -> Sampled:
-    """Both implementations of the race must agree; the sampler takes one of them."""
+    """Sample, and check that both implementations of the race agree."""
     sampler = Sampler(logits.shape[-1])
     batch = sampler.prepare(*step_of(rows))
     sampled = sampler.run(logits, batch)
@@ -174,7 +174,7 @@ def test_rows_of_all_kinds_share_a_batch() -> None:
 
 @pytest.mark.parametrize("spread", [0.5, 3.0, 12.0])
 def test_both_implementations_agree_on_many_mixtures_of_cuts(spread: float) -> None:
-    """`sample` compares them; here over flat, usual and sharp logits, with many masked tokens in some rows."""
+    """`sample` compares them. Logits are flat, usual and sharp, with many masked tokens in some rows."""
     random = np.random.default_rng(int(spread))
     logits = torch.randn(150, 900, generator=torch.Generator().manual_seed(5)) * spread
     logits[::5, random.permutation(900)[:880].copy()] = -math.inf
@@ -201,7 +201,7 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
 
 @pytest.mark.parametrize("by", ["position", "seed"])
 def test_tokens_are_drawn_with_their_probabilities(by: str) -> None:
-    """Over positions of one seed as over seeds at one position; 11 degrees of freedom, 0.1 % point 31.3."""
+    """Over positions with one seed, and over seeds at one position; 11 degrees of freedom, 0.1 % point 31.3."""
     draws = 20_000
     logits = torch.linspace(-2, 1.5, 12).expand(draws, -1)
     params = [SamplingParams(temperature=0.9, seed=99)] * draws

@@ -1,6 +1,6 @@
-"""A request's tokens must not depend on what runs beside it, on preemption, on failed steps or on which row it has.
+"""A request's tokens do not depend on other requests, on preemption, on failed steps or on its row.
 
-The real scheduler and the real sampler, and in place of a model a function from a sequence to logits.
+The scheduler and the sampler are real; a function from a sequence to logits replaces the model.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ TOKENIZER = byte_tokenizer(V)
 
 
 def logits_after(sequence: np.ndarray) -> torch.Tensor:
-    """[V], a function of the last tokens and the length; a few tokens are likely, so that penalties and cuts bite."""
+    """[V], a function of the last tokens and the length. A few tokens are likely, so penalties and cuts matter."""
     generator = torch.Generator().manual_seed(int(sequence[-3:] @ [1, 97, 9409][: len(sequence[-3:])]) % 50)
     return torch.randn(V, generator=generator) * 3
 
 
 class Host:
-    """Runs requests to their end, and keeps everybody's log probabilities."""
+    """Runs requests to their end, and keeps the log probabilities of all requests."""
 
     def __init__(self, num_blocks: int = 400, fail: tuple[int, ...] = (), budget: int = 64) -> None:
         config = SchedulerConfig(
@@ -68,7 +68,7 @@ class Host:
             for index, entries in result[1].items():
                 self.logprobs.setdefault(output.requests[index].request_id, []).extend(entries)
             self.scheduler.update(output, result[0], float(step))
-        last = self.scheduler.schedule(0.0)  # says who ended, after which ids are free
+        last = self.scheduler.schedule(0.0)  # reports finished requests, whose ids are then free
         self.scheduler.update(last, self.sample(last)[0], 0.0)
         self.scheduler.check_invariants()
         return {name: request.output_token_ids.tolist() for name, request in added.items()}
@@ -138,7 +138,7 @@ def test_any_mix_of_requests_gets_the_same_tokens(
 
 
 def test_reused_rows_start_with_fresh_state() -> None:
-    """Waves of different requests over the same rows: nobody inherits parameters or counts."""
+    """Waves of different requests use the same rows: no request inherits parameters or counts."""
     host = Host()
     for wave in range(3):
         features = FEATURES[wave:] + FEATURES[:wave]
@@ -164,7 +164,7 @@ def test_requests_without_a_seed_derive_theirs() -> None:
 
 
 def test_outputs_obey_all_parameters() -> None:
-    """Over whole outputs: no token that is not allowed, no bad word, no early end."""
+    """Whole outputs have no token that is not allowed, no bad word, and no early end."""
     requests = requests_of(FEATURES)
     found = Host().run(requests)
     assert set(found["r9"]) <= set(range(3, 40)) and 60 not in found["r8"]
@@ -173,7 +173,7 @@ def test_outputs_obey_all_parameters() -> None:
 
 
 def test_a_bad_word_is_not_sampled() -> None:
-    """A word of two tokens that greedy sampling would say; each of the two may still be said."""
+    """A word of two tokens that greedy sampling would produce; each of its tokens alone is still allowed."""
     prompt, free = [3, 4, 5], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     tokens = Host().run({"r": (prompt, free)})["r"]
     pairs = [tokens[i : i + 2] for i in range(5, 28)]

@@ -1,4 +1,4 @@
-"""From what a user types to a path, and one line with the remedy for what is wrong."""
+"""A user's name of a model is resolved to a path; errors are one line with the remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Installed = Callable[[str], Path | None]
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory, which is the home directory as well."""
+    """An empty working directory, which is also the home directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path
@@ -27,7 +27,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def named(monkeypatch: pytest.MonkeyPatch) -> Callable[[Installed], None]:
-    """Two named models, and where they are installed."""
+    """Defines two named models, with a function that says where they are installed."""
 
     def name(installed: Installed) -> None:
         monkeypatch.setattr(find, "NAMED", {"small": None, "large": None})
@@ -52,7 +52,7 @@ def test_a_directory_is_returned_unchanged(here: Path) -> None:
     (here / "empty").mkdir()
     assert find_model("a") == Path("a") and find_model(here / "a") == here / "a"
     assert find_model("~/a") == here / "a"
-    assert find_model("empty") == Path("empty")  # `check_model_directory` says what it lacks
+    assert find_model("empty") == Path("empty")  # `check_model_directory` reports missing files
 
 
 def test_a_gguf_file_or_the_only_one_of_a_directory(here: Path) -> None:
@@ -93,7 +93,7 @@ WRONG: list[tuple[str, Any, dict[str, str], tuple[str, ...]]] = [
     ("revision of a directory", "demo", {"revision": "v1"}, ("revision is 'v1'", "leave revision out")),
     ("cache of a directory", "several/a.gguf", {"download_dir": "/x"}, ("download_dir is '/x'", "leave download_dir")),
 ]
-"""What is typed, options, and words of the error."""
+"""Test id, name of the model, options, and words of the error."""
 
 
 @pytest.mark.parametrize(("model", "options", "words"), [row[1:] for row in WRONG], ids=[row[0] for row in WRONG])

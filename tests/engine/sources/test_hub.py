@@ -1,4 +1,4 @@
-"""Downloads through the real client of a hub, from a hub of this machine."""
+"""Downloads with the real client, from a hub on this machine."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_weights_larger_than_the_disk_are_not_downloaded(hub: Hub) -> None:
 
 
 def test_a_broken_connection_continues_where_it_broke(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 200_000)  # pieces that are kept; else 10 MiB
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 200_000)  # size of kept pieces, not 10 MiB
     hub.repositories[NAME].cuts["model.safetensors"] = [1_000_000, 500_000]
     path = find_model(NAME)
     assert (path / "model.safetensors").read_bytes() == (DEMO_MODEL / "model.safetensors").read_bytes()

