@@ -1,9 +1,9 @@
-"""Write the table of the scheduler's knobs in docs/operating.md, from their declarations in pointsman/core/config.py.
+"""Writes the table of the scheduler's knobs in docs/operating.md, from their declarations in pointsman/core/config.py.
 
     python scripts/write_knobs.py
 
-A row has the option, its default with `pointsman serve`, and the docstring of the field. The table stands between two
-markers; the rest of the page stays as it is.
+A row has the option, its default with `pointsman serve`, and the docstring of the field. The table is between two
+markers; the rest of the page is unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ END = "<!-- End of the scheduler's knobs. -->\n"
 
 
 def docstrings() -> dict[str, str]:
-    """The docstring of each field of `SchedulerConfig`, which Python itself does not keep."""
+    """The docstring of each field of `SchedulerConfig`, read from the source, because Python does not keep it."""
     tree = ast.parse(inspect.getsource(pointsman.core.config))
     (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "SchedulerConfig")
     found = {}
@@ -42,7 +42,7 @@ def table() -> str:
 
 
 def with_table(page: str) -> str:
-    """The page with the table of today between its markers.
+    """The page with the current table between its markers.
 
     Raises:
         ValueError: the page lacks a marker.
@@ -50,17 +50,17 @@ def with_table(page: str) -> str:
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"the page has no table to replace; it stands between {BEGIN.strip()} and {END.strip()}")
+        raise ValueError(f"the page has no table to replace; put it between {BEGIN.strip()} and {END.strip()}")
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"
 
 
 def _code(words: str) -> str:
-    """The words with options as code."""
+    """The words, with options formatted as code."""
     return re.sub(r"--[a-z-]*[a-z]", r"`\g<0>`", words)
 
 
 def _linked(docstring: str) -> str:
-    """The docstring in one line, with a link for each page that it names as `docs/PAGE.md#section`."""
+    """The docstring in one line, with a link for each `docs/PAGE.md#section` in it."""
 
     def link(found: re.Match[str]) -> str:
         page, section = found[1], found[2] or ""
