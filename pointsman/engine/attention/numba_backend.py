@@ -22,7 +22,7 @@ from pointsman.engine.kernels.attention import attention_kernel
 from pointsman.engine.kv.layout import LayerShape
 
 LONG = 300_000
-"""Multiplications of a layer, 50 to 100 us, from which other work runs beside it; starting a thread takes 15 us."""
+"""Minimum number of multiplications, 50 to 100 us, to run other work beside a layer; starting a thread takes 15 us."""
 
 _NO_SCALARS = np.zeros(2, dtype=np.float32)
 

@@ -1,4 +1,4 @@
-"""PreparedStep: all inputs of a step's execution, beside the model and the pool."""
+"""PreparedStep: all inputs of a step's execution, except the model and the pool."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PromptChunk:
 
 @dataclass(slots=True)
 class PreparedStep:
-    """All inputs of a step, beside the model and the pool. It has n rows and T tokens, and s of the rows sample."""
+    """All inputs of a step, except the model and the pool. It has n rows and T tokens, and s of the rows sample."""
 
     num_rows: int
     batches: list[PagedBatch]

@@ -24,7 +24,7 @@ token has weight 1 and nothing overflows. Four kernels run one after the other:
 
 The results are those of `race_kernels.py` up to rounding. Weights here differ from probabilities there by a relative
 1e-6. The token differs only if two scores, or a token and the limit of top-p or min-p, are that close. As there, top-k
-compares logits, and top-p compares weights, of which more tie.
+compares logits, and top-p compares weights, which tie more often.
 
 Grid and workspaces depend only on the number of rows and the vocabulary, so `choose` can be recorded in a CUDA graph.
 This module needs Triton and is imported only if Triton is installed. With TRITON_INTERPRET=1 the kernels run on a CPU,
