@@ -31,7 +31,7 @@ MAX_PARTS = 64
 """Maximum number of parts of a row's KV; with more, the merge would take longer than they save."""
 PROGRAMS_PER_PROCESSOR = 8
 """Programs of the decode kernel, so that a multiprocessor always has one that is not waiting for memory."""
-LARGEST_HEAD = 256
+MAX_HEAD_DIM = 256
 MIN_ROWS, MAX_ROWS = 64, 128
 """Rows (queries times heads) of a tile of the prefill kernel, for short and for long chunks. All rows of a tile share
 one read of keys and values; see `max_tile_rows`."""
@@ -113,8 +113,8 @@ class TritonAttention:
         if self.device.type != "cuda" and not is_interpreted():
             raise ValueError(f"the Triton attention backend runs on a GPU, not on {device}; use numba or torch")
         largest = max(max(shape.k_dim, shape.v_dim) for shape in layers)
-        if largest > LARGEST_HEAD:
-            raise ValueError(f"a layer has heads of {largest}; the Triton kernels take at most {LARGEST_HEAD}")
+        if largest > MAX_HEAD_DIM:
+            raise ValueError(f"a layer has heads of {largest}; the Triton kernels take at most {MAX_HEAD_DIM}")
         self.layers = tuple(layers)
         self._max_tile_rows = max_tile_rows(largest * dtype.itemsize)
         self._groups = sorted({shape.num_heads // shape.num_kv_heads for shape in layers})

@@ -39,13 +39,13 @@ from pointsman.engine.kernels.runtime import (
 
 CHUNK = 128
 """Number of keys of a chunk; a block, if that is larger."""
-PAIR = 2
+MAX_PAIR_ROWS = 2
 """Up to this many rows (queries times heads), rows are computed in pairs: a decode where two heads share a KV head."""
 SMALL_BATCH = 8
 """Up to this many rows (queries times heads), transposing a block's keys is not faster."""
 TILE_ROWS = 64
 """Maximum number of rows (queries times heads) of a tile, unless one query has more heads."""
-NONE = -1.0e30
+MASKED_SCORE = -1.0e30
 """The score of a masked key."""
 
 # Indices of the kernel's arguments; index 0 is the counter.
@@ -163,9 +163,9 @@ def _softmax_step(
             scores[t] = softcap * hyperbolic_tangent(scores[t] / softcap)
     # Overwrite scores, do not add: a slot past the row's end may contain NaN.
     for t in range(low):
-        scores[t] = np.float32(NONE)
+        scores[t] = np.float32(MASKED_SCORE)
     for t in range(high, width):
-        scores[t] = np.float32(NONE)
+        scores[t] = np.float32(MASKED_SCORE)
     highest = largest(scores, width, highest)
     total = np.float32(0)
     for t in range(width):
@@ -253,7 +253,7 @@ def _begin_rows(
         if with_sinks:  # a sink is a score without a value
             highest[r], total[r] = sinks[first_head + r % group], np.float32(1)
         else:
-            highest[r], total[r] = np.float32(NONE), np.float32(0)
+            highest[r], total[r] = np.float32(MASKED_SCORE), np.float32(0)
 
 
 @njit(fastmath=FAST)
@@ -274,7 +274,7 @@ def _weigh_rows(
                 S[r, t] = np.float32(0)
             continue
         now, added = _softmax_step(S[r], width, low, high, softcap, before)
-        # Exactly 0; exponential(NONE - now) is slightly larger.
+        # Exactly 0; exponential(MASKED_SCORE - now) is slightly larger.
         for t in range(low):
             S[r, t] = np.float32(0)
         for t in range(high, width):
@@ -343,7 +343,7 @@ def attention_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kern
                         last = b + 1 == num_blocks
                         base, one, then = (a[VALUES], value_bytes, 0) if last else (a[KEYS], key_bytes, b + 1)
                         ahead = base + (table[first_block + then] * num_kv_heads + head) * one
-                        if rows <= PAIR:
+                        if rows <= MAX_PAIR_ROWS:
                             _scores_pair(Q, keys[block, head], S, b * size, size, k_dim, ahead, key_bytes // size)
                         else:
                             _scores_few(Q, keys[block, head], S, b * size, rows, size, k_dim, ahead, key_bytes // size)
@@ -362,7 +362,7 @@ def attention_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kern
                     if few and (then < num_blocks or chunk + width < end):
                         ahead = base + (table[first_block + then] * num_kv_heads + head) * one
                         num_bytes = one
-                    if rows <= PAIR:
+                    if rows <= MAX_PAIR_ROWS:
                         _add_values_pair(S, values[block, head], A, b * size, size, v_dim, ahead, num_bytes)
                     else:
                         _add_values(S, values[block, head], A, b * size, rows, size, v_dim, ahead, num_bytes)

@@ -61,18 +61,18 @@ class DeviceTokens:
         self.tokens = torch.zeros(num_places + 1, dtype=torch.int64, device=device)
 
     @property
-    def unread(self) -> int:
+    def padding_place(self) -> int:
         """The place that nothing reads."""
         return len(self.tokens) - 1
 
     def has(self, places: Int64Array) -> bool:
         """Whether all these places exist."""
-        return int(places.max(initial=-1)) < self.unread
+        return int(places.max(initial=-1)) < self.padding_place
 
     def grow(self, num_places: int) -> None:
         """Grow to at least `num_places` places. Graphs that read the old memory must be recorded again."""
         grown = self.tokens.new_zeros(max(num_places, 2 * len(self.tokens)) + 1)
-        grown[: self.unread] = self.tokens[:-1]
+        grown[: self.padding_place] = self.tokens[:-1]
         self.tokens = grown
 
 
@@ -244,7 +244,7 @@ class DecodeGraphs:
     ) -> dict[str, npt.NDArray[Any]]:
         """The arrays that a graph of `size` rows reads. Only the tables, at the end, vary in size between steps."""
         num_rows, batch = len(rows.token_ids), rows.batches[0]
-        unread, width = self._tokens.unread, batch.block_tables.shape[1]
+        padding_place, width = self._tokens.padding_place, batch.block_tables.shape[1]
 
         def column(values: npt.NDArray[Any], dtype: npt.DTypeLike, padding: int = 0) -> npt.NDArray[Any]:
             found = np.full(size, padding, dtype=dtype)
@@ -254,12 +254,14 @@ class DecodeGraphs:
         arrays: dict[str, npt.NDArray[Any]] = {
             "token_ids": column(rows.token_ids, np.int64),
             "sources": column(rows.sources, np.int64, -1),
-            "places": column(np.full(num_rows, unread) if rows.places is None else rows.places, np.int64, unread),
+            "places": column(
+                np.full(num_rows, padding_place) if rows.places is None else rows.places, np.int64, padding_place
+            ),
             "positions": column(batch.positions, np.int64),
             "tails": column(batch.tails, np.int32),
             "lens": column(batch.kv_lens, np.int32),
             "table_width": np.array([width], dtype=np.int32),
-            **(parameters if parameters is not None else DeviceParameters.columns(_no_rows(), size)),
+            **(parameters if parameters is not None else DeviceParameters.columns(_empty_batch(), size)),
         }
         tables = np.zeros((self._num_groups, size, width), dtype=np.int32)
         for group, of_group in enumerate(rows.batches):
@@ -308,7 +310,7 @@ class DecodeGraphs:
             return _Recorded(self._recorder.record(forward), self._recorder.record(sample))
 
 
-def _no_rows() -> SamplingBatch:
+def _empty_batch() -> SamplingBatch:
     """Sampling parameters of a step without rows."""
     ints, floats = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float64)
     return SamplingBatch(0, ints, floats.astype(np.float32), ints, floats, floats, ints.astype(np.uint64))

@@ -160,6 +160,6 @@ class DeviceSteps:
             [self._backend.plan(batch) for batch in prepared.batches],
             token_ids,
             tensors["positions"],
-            None if prepared.wants_all_logits else tensors["logits_at"],
+            None if prepared.needs_all_logits else tensors["logits_at"],
         )
         return logits, tensors

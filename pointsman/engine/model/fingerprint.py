@@ -22,7 +22,7 @@ from pointsman.engine.model.linear import JoinedLinear
 if TYPE_CHECKING:
     from pointsman.engine.model.loaded import LoadedModel
 
-NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_attn_implementation")
+IGNORED_ENTRIES = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_attn_implementation")
 """Entries of a configuration that do not affect the computation. Dtypes are hashed with the weights."""
 
 
@@ -34,7 +34,7 @@ def model_fingerprint(loaded: LoadedModel) -> bytes:
     """
     digest = hashlib.sha256()
     config = loaded.config.to_dict()
-    known = {name: value for name, value in config.items() if name not in NOT_COMPUTED_WITH}
+    known = {name: value for name, value in config.items() if name not in IGNORED_ENTRIES}
     digest.update(json.dumps(known, sort_keys=True, default=repr).encode())
     seen: set[int] = set()
     num_elements = 0

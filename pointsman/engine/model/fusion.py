@@ -51,7 +51,7 @@ SCALED_TOLERANCE = 2e-3
 """The same for scaled inputs: with scores of hundreds, rounding alone makes 4e-5. A clamp makes far more."""
 SCALES = (30.0, 1000.0)
 """Factors by which recorded inputs are scaled. They expose clamps, and activations that differ for large inputs."""
-FAR = 1_000_003
+POSITION_OFFSET = 1_000_003
 """Number of positions by which recorded positions are moved."""
 
 
@@ -379,7 +379,9 @@ def variations(call: Call) -> Iterator[Call]:
         yield _with_input(call, partial(_scaled, scale), SCALED_TOLERANCE)
     yield _with_input(call, lambda x: x + 3 * x.std(), TOLERANCE)
     if any(_is_position(value) for value in call.keywords.values()):
-        moved = {name: value + FAR if _is_position(value) else value for name, value in call.keywords.items()}
+        moved = {
+            name: value + POSITION_OFFSET if _is_position(value) else value for name, value in call.keywords.items()
+        }
         yield Call(call.arguments, moved)
 
 

@@ -27,7 +27,7 @@ SAMPLING = SamplingParams(
 a distribution for every token, are not included, because they are rare."""
 
 
-class _InOneBlock(Scheduler):
+class _OneBlockScheduler(Scheduler):
     """A scheduler whose requests all have their KV in block 0."""
 
     __slots__ = ()
@@ -75,7 +75,7 @@ def run_largest_step(
         kv_groups=config.kv_groups,
         enable_prefix_caching=False,
     )
-    scheduler = _InOneBlock(own.replace(num_blocks=len(lengths) * own.most_blocks(max(lengths) + 1)))
+    scheduler = _OneBlockScheduler(own.replace(num_blocks=len(lengths) * own.most_blocks(max(lengths) + 1)))
     pool = KVPool(
         loaded.layers,
         num_blocks=1,

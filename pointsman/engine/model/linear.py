@@ -39,13 +39,13 @@ logger = logging.getLogger(__name__)
 JOINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PACKED_FOR_ROWS = 64
 """The number of rows that the order is optimised for; it works for any number."""
-PACKED_FROM = 1 << 18
+MIN_SIZE_PACKED = 1 << 18
 """Minimum number of elements of a weight for which packing is faster with any number of rows: a packed product has an
 overhead of 14 us, a plain one of 2."""
-KEPT_BOTH_WAYS_FROM = 1 << 16
+MIN_SIZE_BOTH_FORMS = 1 << 16
 """Minimum number of elements for which packing is faster with many rows. Such a weight is kept in both forms, which
 takes a MiB at most."""
-MANY_ROWS = 8
+MIN_ROWS_PACKED = 8
 """Minimum number of rows for which the packed form of a weight in both forms is used."""
 SMALL_BATCH = 4
 """Up to this many rows, the 4-bit product is the faster one."""
@@ -104,9 +104,9 @@ class JoinedLinear(nn.Module):
             address = 0 if bias is None else bias.data_ptr()
             self._merge = np.array([0, 0, 0, address, 0, self.out_features, limit], dtype=np.int64)
             self.form = "int8"
-        elif weight.device.type == "cpu" and weight.numel() >= KEPT_BOTH_WAYS_FROM and packing_works(weight.dtype):
+        elif weight.device.type == "cpu" and weight.numel() >= MIN_SIZE_BOTH_FORMS and packing_works(weight.dtype):
             self._stored = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
-            self.form = "packed" if weight.numel() >= PACKED_FROM else "both"
+            self.form = "packed" if weight.numel() >= MIN_SIZE_PACKED else "both"
         if self.form not in ("packed", "int8"):
             self.weight = weight
             return
@@ -122,7 +122,7 @@ class JoinedLinear(nn.Module):
         """[..., in_features] -> [..., out_features]."""
         if self._groups is not None and x.numel() <= SMALL_BATCH * self.in_features:
             return self._in_int4(x)
-        if self.form == "packed" or (self.form == "both" and x.numel() >= MANY_ROWS * self.in_features):
+        if self.form == "packed" or (self.form == "both" and x.numel() >= MIN_ROWS_PACKED * self.in_features):
             return torch.ops.mkldnn._linear_pointwise(x, self._stored, self.bias, "none", [], "")  # type: ignore[no-any-return]
         if self.form == "int8":
             return self._in_int8(x)
@@ -182,7 +182,7 @@ def join_linear_layers(model: nn.Module, layers: Container[nn.Module]) -> int:
     found = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if child in layers and can_join(child) and child.weight.numel() >= PACKED_FROM:
+            if child in layers and can_join(child) and child.weight.numel() >= MIN_SIZE_PACKED:
                 setattr(parent, name, JoinedLinear([child]))
                 found += 1
     return found

@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_TIMES = 2
+MAX_PARAMETER_RATIO = 2
 """Limit of a model's parameters, as a multiple of the numbers in its files. Shared weights may be counted twice."""
 MAX_TENSORS = 2**18
 """Limit for all files together; the largest models have some ten thousand."""
-MANY_BUFFERED = 2**24
+ALLOWED_CONSTANTS = 2**24
 """Number of constants, such as masks, that every model may have."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOO_LARGE = "free it of other programs, or give a smaller model, a dtype of 16 bits or another device"
@@ -96,7 +96,7 @@ def load_model(
         "attention": attention,
         "quantization": quantization,
     }
-    with _naming(path), naming_out_of_memory(f"loading the model on {place}", TOO_LARGE, ModelLoadError):
+    with _naming_path(path), naming_out_of_memory(f"loading the model on {place}", TOO_LARGE, ModelLoadError):
         try:
             return wrap_model(_read_weights(path, config, element, gguf, place), fuse=fuse, **options)
         except FusionFailed as error:
@@ -142,13 +142,13 @@ def read_settings(path: Path, gguf: GGUFFile | None = None) -> tuple[Any, Genera
         UnsupportedModel: the paged path would not compute such a model correctly.
     """
     config = _read_config(path, gguf)
-    with _naming(path):
+    with _naming_path(path):
         check_config(config)
     return config, _read_generation(path, config, gguf)
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _naming_path(path: Path) -> Iterator[None]:
     """Add the path to `ModelLoadError` messages that do not contain it, and shorten the messages."""
     try:
         yield
@@ -437,7 +437,7 @@ def _check_size(path: Path, config: Any, weights: _Weights) -> None:
             return
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_buffered = sum(buffer.numel() for buffer in model.buffers())
-    if max(num_parameters, num_buffered - MANY_BUFFERED) > MAX_TIMES * weights.num_elements:
+    if max(num_parameters, num_buffered - ALLOWED_CONSTANTS) > MAX_PARAMETER_RATIO * weights.num_elements:
         raise ModelLoadError(
             f"{file} describes {num_parameters:,} parameters and {num_buffered:,} constants, and the weights hold "
             f"{weights.num_elements:,} numbers; they do not belong together"

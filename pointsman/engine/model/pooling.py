@@ -43,7 +43,7 @@ class PooledChunk(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Pooled:
+class _PoolState:
     params: PoolingParams
     sums: dict[int, Tensor] = field(default_factory=dict)
     """Start of a chunk -> sum of its hidden states, [hidden_size] float32."""
@@ -53,14 +53,14 @@ class Pooler:
     """Pools the prompts of one engine's embedding requests."""
 
     def __init__(self) -> None:
-        self._pooled: dict[Request, _Pooled] = {}
+        self._pooled: dict[Request, _PoolState] = {}
 
     def __len__(self) -> int:
         return len(self._pooled)
 
     def add(self, request: Request, params: PoolingParams) -> None:
         """Pool the prompt of a request, until an output reports that it finished."""
-        self._pooled[request] = _Pooled(params)
+        self._pooled[request] = _PoolState(params)
 
     def prepare(self, output: SchedulerOutput, query_starts: Int64Array) -> tuple[list[PooledChunk], Int64Array]:
         """The pooled rows of a step, and the flat positions of the hidden states that they need."""
@@ -94,13 +94,13 @@ class Pooler:
             for chunk, states in zip(chunks, torch.split(hidden, [chunk.num_hidden for chunk in chunks]), strict=True):
                 pooled = self._pooled.get(chunk.request)
                 if pooled is not None:  # it may have finished while the step was in flight
-                    vector = _advance(pooled, chunk, states.float())
+                    vector = _add_chunk(pooled, chunk, states.float())
                     if vector is not None:
                         vectors[chunk.row_index] = vector.cpu().numpy()
         return vectors
 
 
-def _advance(pooled: _Pooled, chunk: PooledChunk, states: Tensor) -> Tensor | None:
+def _add_chunk(pooled: _PoolState, chunk: PooledChunk, states: Tensor) -> Tensor | None:
     """Add a chunk's `states`, [m, hidden_size] float32; returns the vector [hidden_size] if the chunk is the last."""
     vector = states[-1]
     if pooled.params.pooling == "mean":

@@ -63,7 +63,7 @@ class PreparedStep:
         return self.batches[0]
 
     @property
-    def wants_all_logits(self) -> bool:
+    def needs_all_logits(self) -> bool:
         """Whether the logits of all tokens are needed, in order: the step has decodes only."""
         is_every = len(self.logits_at) == self.batch.num_tokens
         return is_every and not self.prompt_chunks and not self.pooled_chunks

@@ -23,7 +23,7 @@ FEATURES_AT_ONCE = 16
 """The number of output features of a 4-bit product must be a multiple of this."""
 TOLERANCE = 0.1
 """Largest distance of a number from its grid point, in grid steps; a number in bfloat16 is up to 0.03 off."""
-LARGEST_ERROR = 0.05
+MAX_ROUNDING_ERROR = 0.05
 """Limit of the error of rounding to bfloat16, relative to the spread within the groups; 0.002 in published files."""
 
 
@@ -60,7 +60,7 @@ def in_groups(weight: Tensor) -> tuple[Groups, Tensor] | None:
 
     So a weight that a file has in 4 bits stays in 4 bits: the numbers of a group lie on a grid of at most 16 points,
     and each keeps its grid point. The size of a grid step and the middle are rounded to bfloat16, if the error is small
-    (`LARGEST_ERROR`).
+    (`MAX_ROUNDING_ERROR`).
     """
     num_out, num_in = weight.shape
     if num_in % GROUP or num_out % FEATURES_AT_ONCE:
@@ -76,7 +76,7 @@ def in_groups(weight: Tensor) -> tuple[Groups, Tensor] | None:
     scale = scale.bfloat16().float()
     zero = (low + 8 * scale).bfloat16().float()
     rounded = (digits - 8) * scale[:, None] + zero[:, None]
-    if (rounded - groups).norm() > LARGEST_ERROR * (groups - low[:, None]).norm():
+    if (rounded - groups).norm() > MAX_ROUNDING_ERROR * (groups - low[:, None]).norm():
         return None
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(digits.view(num_out, num_in).int(), 1)
     both = torch.stack([scale, zero], dim=-1).view(num_out, of_one_feature, 2)

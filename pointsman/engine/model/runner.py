@@ -322,7 +322,7 @@ class ModelRunner:
         if self._device_steps is not None:
             return self._device_steps.forward(prepared)
         num_logits, keep, num_rows = len(prepared.logits_at), None, None
-        if not prepared.wants_all_logits:
+        if not prepared.needs_all_logits:
             keep = torch.from_numpy(prepared.logits_at)
         if self._fills_rows:
             num_rows = self.num_computed_rows(prepared.batch.num_tokens)

@@ -75,7 +75,7 @@ class SelfCheck:
         self.context = context
         self.backend = backend
         self.sequences, self.steps = _plan(model)
-        self.plain = self._computed_plainly()
+        self.plain = self._plain_logits()
         self._in_float32: list[Tensor] = []
         """Logits of the plain pass in float32; empty until they are needed."""
         most = blocks_for(max(len(sequence) for sequence in self.sequences), BLOCK_SIZE)
@@ -98,7 +98,7 @@ class SelfCheck:
         text = f"at most {TOLERANCE[dtype]} is rounding"
         if dtype != torch.float32 and not fused:
             with in_float32(self.model):
-                self._in_float32 = self._computed_plainly()
+                self._in_float32 = self._plain_logits()
         if self._in_float32:
             own = self._error(self.plain, self._in_float32)
             error = self._error(paged, self._in_float32)
@@ -110,7 +110,7 @@ class SelfCheck:
             f"their spread ({text}); some part of this model is not computed per token"
         )
 
-    def _computed_plainly(self) -> list[Tensor]:
+    def _plain_logits(self) -> list[Tensor]:
         """Logits of every position of every sequence, by transformers' own attention."""
         with plain_attention(self.model):
             return [run_model(self.model, one, torch.arange(len(one)), keep=None) for one in self.sequences]

@@ -180,7 +180,7 @@ def _check_rope_scaling(scaling: Mapping[str, Any], place: str) -> None:
         is_right, wanted = ROPE_FIELDS.get(name, _ANYTHING)
         if one is not None and not is_right(one):
             raise ModelLoadError(f"{place}: {name} is {_shown(one)}; it must be {wanted}; {REMEDY}")
-        near = get_close_matches(name, ROPE_FIELDS, n=1, cutoff=ALIKE)
+        near = get_close_matches(name, ROPE_FIELDS, n=1, cutoff=MIN_SIMILARITY)
         if near and name not in ROPE_FIELDS:
             raise ModelLoadError(
                 f"{place} has {name!r}, which would be ignored; is {near[0]} meant? rename or remove it"
@@ -268,6 +268,6 @@ UNSCALED = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"
 NEEDS_FACTOR = frozenset({"linear", "dynamic", "llama3", "yarn"})
 SAME_ROPE_TYPES = frozenset({"longrope", "su"})
 """Two names of the same type."""
-ALIKE = 0.82
+MIN_SIMILARITY = 0.82
 """Minimum similarity, from 0 to 1, of an unknown name to a known one to report it as a misspelling."""
 ROPE_EXAMPLE = '{"rope_type": "linear", "factor": 2.0}'

@@ -169,9 +169,9 @@ class EditedRow:
 
     def _mask_bad_words(self, row: int, known: list[int], edits: LogitEdits, newest: list[int]) -> None:
         """`known` and `newest` are the end of the output."""
-        edits.mask(row, self._completing([*known, *newest]))
+        edits.mask(row, self._completed_bad_words([*known, *newest]))
 
-    def _completing(self, output: list[int]) -> Int64Array:
+    def _completed_bad_words(self, output: list[int]) -> Int64Array:
         """The last tokens of the bad words whose other tokens end the output; `output` may be only its end."""
         found = []
         for *start, last in self._bad_words:

@@ -123,17 +123,17 @@ def _kth_largest(values: Float32Array, k: int) -> np.float32:
     """The k-th largest of more than k values, by a heap whose root is the smallest of the k largest so far."""
     heap = values[:k].copy()
     for at in range(k // 2 - 1, -1, -1):
-        _sink(heap, at)
+        _sift_down(heap, at)
     for at in range(k, len(values)):
         if values[at] > heap[0]:
             heap[0] = values[at]
-            _sink(heap, 0)
+            _sift_down(heap, 0)
     root: np.float32 = heap[0]
     return root
 
 
 @_compiled
-def _sink(heap: Float32Array, at: int) -> None:
+def _sift_down(heap: Float32Array, at: int) -> None:
     size, value = len(heap), heap[at]
     while True:
         child = 2 * at + 1

