@@ -6,8 +6,8 @@ larger operations (`fused_layers.py`). Trials find the parts that a model has:
 
 1. A part is recognised by its submodules, and a replacement is built from them.
 2. The model runs once, on a small mixed batch, and the inputs of every part are recorded.
-3. Part and replacement compute the same inputs in float32, whatever the model's type. The inputs are the recorded ones
-   and variations that a real model may produce (`variations`): much larger inputs, inputs with another mean, later
+3. Part and replacement run on the same inputs in float32, for any type of model. The inputs are the recorded ones and
+   variations that a real model may produce (`variations`): much larger inputs, inputs with another mean, later
    positions. If all outputs match, the replacement takes the part's place. If one differs, the part stays: its code
    does something that the replacement does not, such as a clamp or a scale by position.
 
