@@ -1,10 +1,8 @@
-"""Draw the pictures of the pages: the moving one of the README, a run in a short pool that is stepped through, and
-those of docs/films.md and docs/sandbox.md.
+"""Draws the README's animation of a run in a small pool, and the pictures of docs/films.md and docs/sandbox.md.
 
     python scripts/draw_page.py [--chromium PATH]
 
-They become docs/films/*.png and steps.webp. Pages are drawn by Chromium, driven by Playwright (both are there for the
-tests).
+It writes docs/films/*.png and steps.webp. Chromium, driven by Playwright, renders the pages (the tests need both too).
 """
 
 from __future__ import annotations
@@ -34,16 +32,17 @@ from pointsman.web.story import Teller
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "films"
 COMPARED = ("--requests", "60", "--num-blocks", "400", "--max-num-seqs", "8")
-"""As docs/films.md compares static and continuous batching."""
+"""Options of the comparison of static and continuous batching in docs/films.md."""
 SIZE = {"width": 1200, "height": 880}
 WIDTH = 900
-"""Of the picture, in pixels; the page is drawn larger, as on a screen."""
+"""Width of the picture in pixels; the page is rendered larger, as on a screen."""
 FRAMES, MILLISECONDS, LAST = 20, 800, 3000
 PROMPTS, OUTPUTS = (90, 40, 130, 60, 30, 100), (60, 90, 40, 70)
 
 
 def film() -> bytes:
-    """Ten requests, some with a common beginning, in a pool for about four: they wait, share, and one is preempted."""
+    """A film of ten requests, some with a common prefix, in a pool for about four: they wait, share blocks, and one is
+    preempted."""
     trace = [
         TraceRequest(
             0.03 * index,
@@ -89,7 +88,7 @@ def shots(data: bytes, folder: Path, browser: Browser) -> list[Image.Image]:
 
 
 def stills(folder: Path, browser: Browser) -> dict[str, bytes]:
-    """The pictures of docs/films.md and docs/sandbox.md, by name: the page of the runs described there."""
+    """The pictures of docs/films.md and docs/sandbox.md by name, drawn from the runs described there."""
     names = ("run", "static", "continuous")
     options = {
         "run": (

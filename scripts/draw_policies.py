@@ -1,10 +1,10 @@
-"""Draw the pictures of docs/policies.md, each from simulations of the real scheduler.
+"""Draws the pictures of docs/policies.md from simulations of the real scheduler.
 
     python scripts/draw_policies.py [NAME ...]
 
-Each becomes docs/policies/NAME.svg, and its figures are printed. Step times are those of Llama 3.1 8B on an H100, the
-pool is that of an RTX 4090, as in docs/scenarios.md: read ratios. `least-cost`, `preemption-mode` and `eviction` are
-drawn from scenarios of benchmarks/policies.py, each with its own device and pool.
+It writes docs/policies/NAME.svg and prints the figures. As in docs/scenarios.md, step times are those of Llama 3.1 8B
+on an H100 and the pool is that of an RTX 4090, so only ratios are meaningful. `least-cost`, `preemption-mode` and
+`eviction` use scenarios of benchmarks/policies.py, each with its own device and pool.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from pointsman.sim.workload import Workload
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-sys.path.append(str(ROOT / "benchmarks"))  # whose scenarios are drawn too
+sys.path.append(str(ROOT / "benchmarks"))  # some pictures use its scenarios
 
 import _policy_scenario as benchmark  # noqa: E402
 from _policy_agents import AGENTS, AGENTS_AND_GREED, AGENTS_BESIDE_FLOOD  # noqa: E402
@@ -72,13 +72,13 @@ def longest_ttft(run: Run) -> float:
 
 
 def mean_ttft_of(stream: str, run: Run) -> float | None:
-    """None: there is no such stream."""
+    """Mean TTFT of a stream; None: there is no such stream."""
     own = run.ttft[run.of(stream)]
     return float(np.nanmean(own)) if len(own) else None
 
 
 def within(seconds: float, run: Run) -> float:
-    """Share of requests whose first token comes within so many seconds."""
+    """Share of requests with a TTFT of at most `seconds`."""
     return float((run.ttft <= seconds).mean())
 
 
@@ -87,12 +87,12 @@ def recomputed_tokens(run: Run) -> float:
 
 
 def hits(run: Run) -> float | None:
-    """Cached tokens, as a share of the prompt tokens of fresh requests."""
+    """Share of cached tokens in the prompt tokens of new requests."""
     return run.report.prefix_hit_rate.value
 
 
 def hits_of(stream: str, run: Run) -> float | None:
-    """The same of a stream; None: there is none."""
+    """Share of cached tokens of a stream; None: there is no such stream."""
     timings, own = run.outcome.timings, run.of(stream)
     if not own.any():
         return None
@@ -112,19 +112,19 @@ HITS, AGENTS_HITS, AGENTS_MEAN = "prefix hits", "prefix hits of agents", "mean T
 
 
 def kv_use(outcome: Outcome, config: SchedulerConfig) -> Levels:
-    """Percent of the pool over time."""
+    """Used blocks over time, in percent of the pool."""
     (run,) = courses(outcome)
     return scaled(levels(run, run.kv_cache_usage, *span(outcome)), 100)
 
 
 def queued(most: int, outcome: Outcome, config: SchedulerConfig) -> Levels:
-    """Waiting requests over time, in percent of so many."""
+    """Waiting requests over time, in percent of `most`."""
     (run,) = courses(outcome)
     return scaled(levels(run, run.num_waiting, *span(outcome)), 100 / most)
 
 
 def ttft_over_time(tenant: str, most: float, outcome: Outcome, config: SchedulerConfig) -> Levels:
-    """TTFT of a tenant's requests by arrival, in percent of so many seconds."""
+    """TTFT of a tenant's requests by arrival, in percent of `most` seconds."""
     timings = outcome.timings
     own = np.array([request.tenant == tenant for request in outcome.requests], dtype=bool)
     arrival = timings.arrival[: timings.count][own]
@@ -136,19 +136,19 @@ def ttft_over_time(tenant: str, most: float, outcome: Outcome, config: Scheduler
 
 
 def short_and_long(count: int, rate: float, seed: int) -> Workload:
-    """Prompts of 200 to 16,000 tokens."""
+    """Requests with prompts of 200 to 16,000 tokens."""
     return arriving(count, f"poisson:{rate:g}", "lognormal:1200,1.1", "lognormal:200,0.6", seed)
 
 
 def two_tenants(seed: int) -> Workload:
-    """One tenant sends 300 requests within ten seconds, the other one a second."""
+    """One tenant sends 300 requests within ten seconds, the other tenant one request a second."""
     prompts, outputs = "lognormal:1000,0.5", "lognormal:250,0.5"
     heavy = Stream("heavy", 300, prompts, outputs, "poisson:30")
     return Streams((heavy, Stream("light", 40, prompts, outputs, "poisson:1")), seed)
 
 
 def chats_and_documents(seed: int) -> Workload:
-    """Chats that decode, and now and then a document."""
+    """Decoding chats, and occasionally a document."""
     chats = Stream("chat", 250, "lognormal:200,0.5", "lognormal:200,0.5", "poisson:8")
     return Streams((chats, Stream("document", 25, "lognormal:12000,0.4", "100", "poisson:0.8")), seed)
 
@@ -192,7 +192,7 @@ def drawing_of(
 def measured(
     load: str, scenario: benchmark.Scenario, at: benchmark.Load, variants: dict[str, dict[str, Any]]
 ) -> tuple[Variant, ...]:
-    """Variants of a scenario of the benchmark at one of its speeds."""
+    """Variants of a benchmark's scenario at one of its speeds."""
 
     def workload(seed: int) -> Workload:
         return scenario.workload(scenario.speeds[at])

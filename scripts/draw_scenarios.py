@@ -1,8 +1,8 @@
-"""Run the scenarios of `pointsman simulate --scenario` and put what they find into the documentation.
+"""Runs the scenarios of `pointsman simulate --scenario` and writes their results into the documentation.
 
     python scripts/draw_scenarios.py [NAME ...]
 
-Each one's picture becomes docs/scenarios/NAME.svg, and its figures the text below its command in docs/scenarios.md.
+It writes each picture to docs/scenarios/NAME.svg, and the figures below the command in docs/scenarios.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 def printed(found: Finding) -> str:
-    """The figures as the command prints them into a pipe."""
+    """The figures, as the command prints them without a terminal."""
     shown = io.StringIO()
     print_figures(found, Console(file=shown, highlight=False, width=100))
     return "".join(f"{line.rstrip()}\n" for line in shown.getvalue().splitlines())

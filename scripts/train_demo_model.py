@@ -1,31 +1,29 @@
-"""Train the small demonstration model that ships with the package.
+"""Trains the small demonstration model that ships with the package.
 
-Why such a model exists
-    A first run should stream real text without a download.  The model made here
-    is a few megabytes, knows nothing, and writes something that looks like
-    Python documentation.  It is enough to watch streaming, prefix caching,
-    speculative decoding and end-of-text at work; it is no measure of quality.
+Purpose
+    A first run should stream real text without a download.  The model has a few
+    megabytes, knows nothing, and writes text that looks like Python documentation.
+    It shows streaming, prefix caching, speculative decoding and end-of-text at work.
+    It is no measure of quality.
 
-What it learns from
-    Text that arrives with every Python installation: the help topics in
-    ``pydoc_data.topics``, the docstrings of the standard library and those of the
-    modules compiled into the interpreter.  A source file that carries a permission
-    notice of its own is left out whole, so what remains is under the licence of
-    Python itself, and no licence text is learned.
+Training text
+    Text of every Python installation: the help topics in ``pydoc_data.topics``, the
+    docstrings of the standard library and those of the modules compiled into the
+    interpreter.  A source file with its own permission notice is left out whole, so
+    all text is under the licence of Python itself, and no licence text is learned.
 
-How it learns
+Method
     1. The text becomes *documents*: one section of a topic, one module, one class
-       with its methods, one function.  A paragraph seen before is dropped, because
-       the topics quote each other at length.
+       with its methods, one function.  Repeated paragraphs are dropped, because the
+       topics quote each other at length.
     2. A byte-level BPE tokenizer is trained on the documents.
     3. Each epoch shuffles the documents and joins them with the end-of-text token,
-       so the model learns when to stop.  Windows are cut from that stream, and each
-       starts where a paragraph starts: a prompt has nothing before it, and the model
-       should have met that situation often.
+       so the model learns when to stop.  Windows are cut from that stream.  Each
+       window starts at a paragraph, because a prompt has no text before it.
     4. Muon trains the matrices and AdamW the rest, with a warm-up and a decay.  The
-       schedule counts steps; the time limit can only shorten it.  A run that stays
-       within its limit depends on the seed, the Python version and the machine's
-       arithmetic, and on nothing else.
+       schedule counts steps; the time limit can only shorten it.  A run within its
+       limit depends only on the seed, the Python version and the machine's
+       arithmetic.
 
 Run it from the repository root::
 
@@ -76,27 +74,27 @@ VALIDATION_SHARE = 25  # one document in this many is held out
 # Corpus
 # --------------------------------------------------------------------------------------
 
-# A file with one of these has terms of its own, beside those of Python.
+# A file with one of these texts has its own terms, beside those of Python.
 NOTICE = re.compile(
     r"Permission (?:to use|to copy|is hereby)|Redistribution and use|SPDX-License"
     r"|WARRANT(?:Y|IES)|'as[- ]is'|(?:MIT|BSD|Apache|ISC|zlib)(?:-style)? licen[sc]e"
     r"|(?:re)?distributed under",
     re.IGNORECASE,
 )
-# A document with one of these talks about terms; the model should not.
+# Documents about licence terms, which the model should not learn.
 LEGAL = re.compile(r"\bGNU\b|licen[sc]e|copyright|warrant(?:y|ies)|all rights reserved", re.I)
 # Third-party code, tests, tables, and generated or platform-specific files.
 SKIPPED_PART = re.compile(
     r"(?:site-packages|dist-packages|ensurepip|_vendor|tests?|idle_test|encodings|pydoc_data"
     r"|turtledemo|lib-dynload|__phello__|config-.*|_sysconfigdata.*|_aix.*|_osx.*|antigravity\.py)"
 )
-# Compiled into the interpreter, so their text is in no Python file.
+# Modules that are compiled into the interpreter, so their text is in no Python file.
 COMPILED_MODULES = (
     "builtins", "sys", "itertools", "math", "time", "_collections", "_functools",
     "_io", "_operator", "_thread", "_weakref", "_codecs", "_abc", "gc", "posix",
 )  # fmt: skip
 SHORTEST_DOCUMENT = 40
-# Grammar rules are no prose, and a person's address is nobody's business.
+# Grammar rules, which are no prose, and mail addresses, which are private.
 UNWANTED = re.compile(r"::=|[\w.+-]+@[\w-]+\.\w")
 SHORTEST_REPEAT = 60  # a shorter paragraph may occur more than once
 
@@ -175,7 +173,7 @@ def paragraphs(document: str) -> list[str]:
 
 
 def corpus() -> list[str]:
-    """All documents, in an order that depends on the Python installation alone."""
+    """All documents, in an order that depends only on the Python installation."""
     seen: set[str] = set()
     documents = []
     for source in (topic_documents(), library_documents(), compiled_documents()):
@@ -192,7 +190,7 @@ def corpus() -> list[str]:
 
 
 def split(documents: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Training and held-out documents; a document's own checksum decides."""
+    """Training and held-out documents, divided by their checksums."""
     sides: tuple[list[str], list[str]] = ([], [])
     for document in documents:
         sides[zlib.crc32(document.encode()) % VALIDATION_SHARE == 0].append(document)
@@ -203,20 +201,20 @@ def split(documents: Iterable[str]) -> tuple[list[str], list[str]]:
 # Tokenizer and token streams
 # --------------------------------------------------------------------------------------
 
-# Words, numbers, signs and blank space apart; a run of line ends is one piece, so that
-# a paragraph is cut into the same tokens whether or not another one follows.
+# Pieces are words, numbers, signs and blank space.  A run of line ends is one piece, so
+# a paragraph has the same tokens with or without a following one.
 PIECES = (
     r"'(?:s|t|re|ve|m|ll|d)\b| ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+"
     r"|[ \t]*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The model completes text and knows no roles: a conversation is its messages, joined.
+# The model completes text and knows no roles, so the template only joins the messages.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}{% if not loop.last %}{{ '\\n\\n' }}{% endif %}{% endfor %}"
 )
 
 
 def train_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE: any text round-trips, because every byte is a token."""
+    """Train a byte-level BPE.  Any text round-trips, because every byte is a token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -244,7 +242,7 @@ def train_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:
 
 
 class Text:
-    """Documents that become one stream of tokens, cut anew for every epoch."""
+    """Documents that become one stream of tokens, shuffled and cut again for every epoch."""
 
     def __init__(self, documents: list[str], tokenizer: PreTrainedTokenizerFast) -> None:
         self.documents = documents
@@ -261,15 +259,15 @@ class Text:
         return np.concatenate([np.array(part, dtype=np.int64) for part in parts])
 
     def size(self) -> str:
-        """How much text this is, in words for the model card."""
+        """The amount of text, in words for the model card."""
         characters, tokens = sum(map(len, self.documents)), len(self.stream(self.documents))
         return f"{len(self.documents):,} documents, {characters:,} characters, {tokens:,} tokens"
 
     def epoch(self, generator: random.Random) -> np.ndarray:
         """A shuffled stream; half of the documents lose the quotes around names.
 
-        The topics write ``The "import" statement``.  People who try a model type it
-        without the quotes, so both spellings should be familiar.
+        The topics write ``The "import" statement``.  Users type it without the quotes,
+        so the model should learn both spellings.
         """
         documents = [
             re.sub(r'"([\w.]+)"', r"\1", document) if generator.random() < 0.5 else document
@@ -281,9 +279,9 @@ class Text:
     def windows(self, stream: np.ndarray, length: int) -> list[np.ndarray]:
         """Windows of ``length + 1`` tokens that cover the stream, each from a paragraph.
 
-        The next window starts at the last paragraph start inside the present one; the
-        few tokens from there on are seen twice, which costs less than a start amid a
-        sentence would.
+        The next window starts at the last paragraph start inside the present window.  The
+        few tokens from there on are used twice, which costs less than a start inside a
+        sentence.
         """
         starts = np.flatnonzero(np.isin(stream, self.breaks)) + 1
         result, at = [], 0
@@ -301,7 +299,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a run depends on, apart from the corpus."""
+    """The parameters of a run, apart from the corpus."""
 
     seed: int = 20
     steps: int = 1000
@@ -312,8 +310,8 @@ class Recipe:
     matrix_rate: float = 4e-3
     other_rate: float = 1.2e-2
     weight_decay: float = 0.1
-    # Short windows first: they are cheaper, and most of what can be learned is local.
-    # Long ones at the end, so that a long conversation is not a new experience.
+    # Short windows first: they are cheaper, and most patterns are local.  Long windows at
+    # the end, so that the model has seen long texts.
     lengths: tuple[tuple[float, int], ...] = ((0.0, 256), (0.55, 512), (0.85, 1024))
 
     def rate(self, progress: float) -> float:
@@ -376,7 +374,7 @@ def token_losses(model: Qwen3ForCausalLM, windows: torch.Tensor) -> torch.Tensor
 
 
 class Clock:
-    """How far the run is: by steps, or by time where time runs out first."""
+    """The progress of the run: by steps, or by time if the time limit comes first."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.steps, self.limit = recipe.steps, 60 * recipe.minutes
@@ -392,14 +390,14 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a training run came to."""
+    """The results of a training run."""
 
     steps: int
     cpu_seconds: float
 
 
 def batches(text: Text, recipe: Recipe, clock: Clock) -> Iterator[torch.Tensor]:
-    """Training batches without end; each epoch uses the window length of its time."""
+    """Endless training batches.  Each epoch uses the window length for its progress."""
     generator = random.Random(recipe.seed)
     while True:
         length = recipe.length(clock.progress())
@@ -443,7 +441,7 @@ def train(model: Qwen3ForCausalLM, text: Text, held_out: Text, recipe: Recipe) -
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How well a model predicts a text: per token in nats, per character in bits."""
+    """A model's loss on a text: in nats per token and in bits per character."""
 
     nats: float
     bits_per_character: float
@@ -594,7 +592,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, path: Path
     path.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(path)
     tokenizer.save_pretrained(path)
-    (path / "model.safetensors").chmod(0o644)  # written for its owner alone; the others are not
+    (path / "model.safetensors").chmod(0o644)  # safetensors writes files that only the owner can read
     if licence := python_licence():
         (path / "LICENSE-PSF.txt").write_text(licence, encoding="utf-8")
 

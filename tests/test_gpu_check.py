@@ -153,7 +153,7 @@ def test_parts_run_in_the_order_of_their_importance() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_missing_gpu_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--only", "a"]) == 2
-    assert "--device is cuda, and PyTorch sees no GPU; --device cpu --tiny" in capsys.readouterr().out
+    assert "--device is cuda, and PyTorch finds no GPU; --device cpu --tiny" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------------------------------------- processes

@@ -1,7 +1,7 @@
-"""Check the engine on a GPU, in parts; see `docs/engine.md`, "On a GPU".
+"""Checks the engine on a GPU, in parts; see `docs/engine.md`, "On a GPU".
 
-Exit code 0: every part passed; 1: a part failed, was killed at its limit, or was not run for lack of time; 2: an option
-is wrong, or there is no such device. Goals that are missed are named and do not change the exit code.
+Exit codes: 0, every part passed; 1, a part failed, was killed at its limit, or was not run for lack of time; 2, an
+option is wrong, or there is no such device. Missed goals are reported and do not change the exit code.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from gpu_check.report import Report, result_line
 from gpu_check.running import PARTS, Options, Part, run_parts
 
 SECONDS = 525.0
-"""Of all parts together: 9 minutes without the start and the end."""
+"""Limit of all parts together: 9 minutes without the start and the end."""
 TIMES_ON_CPU = 2
-"""A part's limit, relative to that on a GPU."""
+"""Factor of a part's limit on a CPU."""
 
 ABOUT_GPU = """
 import json, torch
@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) 
     """Run the check.
 
     Args:
-        arguments: of the command line; None: this process's.
-        parts: that there are.
+        arguments: command line arguments; None: this process's.
+        parts: all parts.
 
     Returns:
         The exit code.
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) 
     begun = monotonic()
     about = describe(given.device)
     if about.get("device") != given.device:
-        print(f"--device is {given.device}, and PyTorch sees no GPU; --device cpu --tiny tries the check on a CPU")
+        print(f"--device is {given.device}, and PyTorch finds no GPU; --device cpu --tiny tries the check on a CPU")
         return 2
     note(", ".join(f"{name} {value}" for name, value in about.items()))
     report = Report(about | {"tiny": given.tiny}, [part.letter for part in chosen], given.out)
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) 
         report.add(result)
         note(result_line(result))
 
-    if given.device == "cpu":  # compiles, and has less than a GPU's machine to do it with
+    if given.device == "cpu":  # kernels are compiled, on a machine with fewer cores
         chosen = [replace(part, seconds=TIMES_ON_CPU * part.seconds) for part in chosen]
     run_parts(
         chosen,
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) 
 
 
 def make_parser(parts: Sequence[Part]) -> argparse.ArgumentParser:
-    """The options."""
+    """The parser of the options."""
     listed = ", ".join(f"{part.letter} {part.name}" for part in parts)
 
     def letters(text: str) -> list[str]:
@@ -114,13 +114,13 @@ def make_parser(parts: Sequence[Part]) -> argparse.ArgumentParser:
         "--tiny", action="store_true", help="sizes that a CPU computes in seconds; goals are not judged"
     )
     parser.add_argument("--only", type=letters, metavar="PARTS", help=f"some of the parts, like a,b: {listed}")
-    parser.add_argument("--out", type=file, metavar="FILE", help="JSON file, written anew after each part")
-    parser.add_argument("--seconds", type=seconds, default=SECONDS, help="of all parts together [default: %(default)g]")
+    parser.add_argument("--out", type=file, metavar="FILE", help="JSON file, rewritten after each part")
+    parser.add_argument("--seconds", type=seconds, default=SECONDS, help="limit of all parts [default: %(default)g]")
     return parser
 
 
 def describe(device: str) -> dict[str, Any]:
-    """The machine and its libraries. Of a GPU another process asks, as this one leaves the device alone.
+    """The machine and its libraries. Another process queries the GPU, so that this one does not use the device.
 
     Raises:
         RuntimeError: PyTorch cannot be imported.

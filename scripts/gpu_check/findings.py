@@ -1,4 +1,4 @@
-"""What a part finds, as JSON lines in a file: a part that is killed keeps what it had written."""
+"""Findings: the results of a part, as JSON lines in a file, which survive if the part is killed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Found:
     figures: dict[str, Any] = field(default_factory=dict)
     """Numbers and short texts, by name."""
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """Rows by the title of their table; a row has a value for each column."""
+    """Title of a table -> its rows; a row has a value for each column."""
     goals: list[dict[str, Any]] = field(default_factory=list)
-    """`name`, `value`, `target`, `is_least` (the target is the least value, not the most), `is_met`."""
+    """`name`, `value`, `target`, `is_least` (the target is a minimum, not a maximum), `is_met`."""
     skipped: list[str] = field(default_factory=list)
-    """What was not measured, and why."""
+    """Measurements that were skipped, with the reason."""
     notes: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     """Checks that failed."""
@@ -33,8 +33,8 @@ class Findings:
     """Writes the findings of one part.
 
     Args:
-        path: of the file; it is created.
-        is_judged: whether goals mean anything in this run. Otherwise they are written as skipped.
+        path: the file, which is created.
+        is_judged: whether goals apply to this run. Otherwise they are written as skipped.
     """
 
     def __init__(self, path: Path, *, is_judged: bool) -> None:
@@ -43,18 +43,18 @@ class Findings:
         self.num_wrong = 0
 
     def figure(self, name: str, value: object) -> None:
-        """A number or a short text of the part."""
+        """Add a number or a short text."""
         self._write("figure", name, value)
 
     def row(self, table: str, **cells: object) -> None:
-        """A row of a table."""
+        """Add a row of a table."""
         self._write("row", table, cells)
 
     def goal(self, name: str, value: float, *, at_least: float | None = None, at_most: float | None = None) -> None:
-        """A goal of the project, met or missed. Give one of the two limits.
+        """Add a goal of the project, met or missed. Give one of the two limits.
 
         Raises:
-            ValueError: none of the limits is given, or both are.
+            ValueError: neither limit is given, or both are.
         """
         if (at_least is None) == (at_most is None):
             raise ValueError(f"goal {name!r} has at_least {at_least} and at_most {at_most}; give one of them")
@@ -67,15 +67,15 @@ class Findings:
         self._write("goal", name, goal)
 
     def skip(self, name: str, why: str) -> None:
-        """Something that is not measured in this run."""
+        """Add a measurement that is skipped in this run."""
         self._write("skip", name, why)
 
     def note(self, text: str) -> None:
-        """A sentence about what was measured."""
+        """Add a sentence about the measurements."""
         self._write("note", "", text)
 
     def wrong(self, text: str) -> None:
-        """A check that failed; the part fails at its end."""
+        """Add a failed check; the part fails at its end."""
         self.num_wrong += 1
         self._write("wrong", "", text)
 
@@ -89,7 +89,7 @@ class Findings:
 
 
 def read_findings(path: Path) -> Found:
-    """The findings in a file. A last line that was cut short is left out."""
+    """The findings in a file. A truncated last line is ignored."""
     found = Found()
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for line in lines:
@@ -113,5 +113,5 @@ def read_findings(path: Path) -> Found:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of NumPy and PyTorch as Python's, anything else as text."""
+    """Numbers of NumPy and PyTorch as Python numbers, other values as text."""
     return value.item() if hasattr(value, "item") else str(value)

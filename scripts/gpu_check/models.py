@@ -1,4 +1,4 @@
-"""Models with random weights, made on the device from a seed, and engines on them."""
+"""Makes models with random weights, on the device, from a seed, and engines for them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from pointsman.sim.shapes import model_shape
 
 BLOCK_SIZE = 32
 RESERVE = 0.1
-"""Of the device's memory, which is left for activations and graphs."""
+"""Share of the device's memory that is reserved for activations and graphs."""
 STEPS_IN_FLIGHT = 2
 
 
 def small_shape(tiny: bool) -> ModelShape:
-    """Qwen3-0.6B's: 28 layers, hidden 1024, 16 heads, 8 KV heads."""
+    """Qwen3-0.6B's shape: 28 layers, hidden 1024, 16 heads, 8 KV heads."""
     return _tiny("tiny, tied", 2, 64, tied=True) if tiny else model_shape("Qwen/Qwen3-0.6B")
 
 
 def large_shape(tiny: bool) -> ModelShape:
-    """Qwen3-8B's: 36 layers, hidden 4096, 32 heads, 8 KV heads."""
+    """Qwen3-8B's shape: 36 layers, hidden 4096, 32 heads, 8 KV heads."""
     return _tiny("tiny", 3, 96, tied=False) if tiny else model_shape("Qwen/Qwen3-8B")
 
 
@@ -50,7 +50,7 @@ def _tiny(name: str, layers: int, hidden: int, *, tied: bool) -> ModelShape:
 
 
 def config_of(shape: ModelShape) -> Qwen3Config:
-    """The configuration of transformers."""
+    """The transformers configuration of a shape."""
     return Qwen3Config(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
@@ -67,7 +67,7 @@ def config_of(shape: ModelShape) -> Qwen3Config:
 
 
 def make_model(shape: ModelShape, device: str, attention: str = ATTENTION_NAME, seed: int = 0) -> Any:
-    """A model of transformers in bfloat16, its weights drawn on the device."""
+    """A transformers model in bfloat16, with weights drawn on the device."""
     torch.manual_seed(seed)
     with torch.device(device):
         model: Any = AutoModelForCausalLM.from_config(
@@ -82,17 +82,17 @@ def make_loaded(shape: ModelShape, device: str) -> LoadedModel:
 
 
 def make_engine(loaded: LoadedModel, num_blocks: int, **knobs: Any) -> Engine:
-    """An engine with as many steps in flight as hide the host's work."""
+    """An engine with enough steps in flight to hide the host's work."""
     return Engine(loaded, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_steps_in_flight=STEPS_IN_FLIGHT, **knobs)
 
 
 def fits(shape: ModelShape, device: str) -> bool:
-    """Whether the weights and some KV fit into the memory that is free."""
+    """Whether the weights and some KV fit into the free memory."""
     return device == "cpu" or 1.25 * shape.weight_bytes < torch.cuda.mem_get_info()[0]
 
 
 def blocks_that_fit(shape: ModelShape, device: str, wanted: int) -> int:
-    """Blocks of KV for which there is memory, at most `wanted`. The model is on the device already."""
+    """Number of KV blocks that fit into memory, at most `wanted`. The model is on the device already."""
     if device == "cpu":
         return wanted
     free, total = torch.cuda.mem_get_info()
@@ -101,7 +101,7 @@ def blocks_that_fit(shape: ModelShape, device: str, wanted: int) -> int:
 
 
 def blocks_of(num_tokens: int) -> int:
-    """Blocks that hold the tokens of a request."""
+    """Number of blocks for a request's tokens."""
     return -(-num_tokens // BLOCK_SIZE)
 
 
@@ -112,7 +112,7 @@ def random_prompts(shape: ModelShape, lengths: Sequence[int], seed: int) -> list
 
 
 def free_memory() -> None:
-    """Return to the device what was dropped, for the next model."""
+    """Return freed memory to the device, for the next model."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,8 +1,8 @@
-"""The process of one part: `python -m gpu_check.part MODULE:FUNCTION FINDINGS --device DEVICE [--tiny]`.
+"""Runs one part in its own process: `python -m gpu_check.part MODULE:FUNCTION FINDINGS --device DEVICE [--tiny]`.
 
-It imports the module, waits for a line on its standard input with the seconds that it has, and calls the function with
-a `Setting`. When its standard input ends, because the check itself was killed, it kills itself and its children. Exit
-code 1: the function raised, or a check of it failed.
+It imports the module, waits for a line with its time limit in seconds on standard input, and calls the function with a
+`Setting`. When its standard input ends, because the check itself was killed, it kills itself and its children. Exit
+code 1: the function raised, or one of its checks failed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from gpu_check.findings import Findings
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a part runs with."""
+    """The settings of a part."""
 
     device: str
-    """As PyTorch names it."""
+    """PyTorch's name of the device."""
     tiny: bool
-    """Whether sizes are so small that a CPU computes them in seconds."""
+    """Whether sizes are small enough for a CPU to compute them in seconds."""
     end: float
-    """When it will be killed, on the clock of `time.monotonic`."""
+    """Time at which the part will be killed, by `time.monotonic`."""
     findings: Findings
 
     @property
@@ -42,7 +42,7 @@ class Setting:
 
 
 def _read_line() -> str:
-    """A line from standard input, unbuffered, as the thread below reads on."""
+    """A line from standard input, unbuffered, because the thread below continues to read."""
     line = b""
     while not line.endswith(b"\n") and (byte := os.read(0, 1)):
         line += byte

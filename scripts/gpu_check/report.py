@@ -1,4 +1,4 @@
-"""What the check says: a JSON file, written anew after each part, and tables on the terminal."""
+"""Report: writes the results to a JSON file after each part, and prints them as tables."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Report:
     about: dict[str, Any]
     """The machine and the run."""
     planned: Sequence[str]
-    """Letters of the parts that were asked for."""
+    """Letters of the selected parts."""
     out: Path | None = None
-    """The JSON file; None: there is none."""
+    """The JSON file; None: no file is written."""
     results: list[Result] = field(default_factory=list)
 
     def add(self, result: Result) -> None:
-        """A part has ended."""
+        """Add the result of a part that has ended."""
         self.results.append(result)
         self.write()
 
@@ -38,7 +38,7 @@ class Report:
 
     @property
     def missed(self) -> list[str]:
-        """Goals that were measured and missed."""
+        """Goals that were missed."""
         return [goal_text(each) for result in self.results for each in result.found.goals if not each["is_met"]]
 
     def to_dict(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class Report:
         }
 
     def write(self) -> None:
-        """Write the JSON file, in one move: a reader never sees half of it."""
+        """Write the JSON file, and move it into place, so that a reader never finds half of it."""
         if self.out is None:
             return
         part = self.out.with_name(self.out.name + ".part")
@@ -60,7 +60,7 @@ class Report:
         os.replace(part, self.out)
 
     def show(self) -> None:
-        """Print every table, what is wrong, the goals, and last the JSON in one line."""
+        """Print every table, failed checks, the goals, and last the JSON in one line."""
         for result in self.results:
             _show_part(result)
         rows = [
@@ -82,7 +82,7 @@ def goal_text(goal: dict[str, Any]) -> str:
 
 
 def result_line(result: Result) -> str:
-    """A part in one line, as it ends."""
+    """The result of a part in one line."""
     what = f" ({len(result.found.wrong)} failed checks)" if result.found.wrong else ""
     return f"{result.part.letter} {result.part.name}: {result.status}{what}, {result.seconds:.1f} s"
 

@@ -1,9 +1,9 @@
-"""Ceilings of a device, measured in the same run, and what a step takes at least beneath them.
+"""Measures the limits of a device, and computes a step's minimum time from them.
 
-| step | is bound by | at least |
+| step | is bound by | minimum time |
 | --- | --- | --- |
-| decode | memory | weights and KV once, at the rate of a device copy (bytes read and written) |
-| prompt | arithmetic | its products and attention, at the rate of a large bfloat16 product |
+| decode | memory | read weights and KV once, at the rate of a device copy (bytes read and written) |
+| prompt | arithmetic | compute products and attention, at the rate of a large bfloat16 product |
 
 The counts are those of the simulator (`pointsman.sim.model`). Not counted: rows of the input embedding, activations,
 norms, the KV that is written.
@@ -21,33 +21,33 @@ from pointsman.sim.model import ModelShape
 
 PRODUCT_SIZE, TINY_PRODUCT_SIZE = 8192, 256
 COPY_BYTES, TINY_COPY_BYTES = 4 << 30, 16 << 20
-"""Far beyond the caches."""
+"""Much larger than the caches."""
 
 
 def decode_bytes(shape: ModelShape, num_context_tokens: float) -> float:
-    """Bytes that a decode step reads at least: the weights of all layers, the output head, KV of the context.
+    """Minimum number of bytes that a decode step reads: weights of all layers, the output head, KV of the context.
 
     Args:
-        num_context_tokens: positions that are attended to, over all requests.
+        num_context_tokens: positions attended to, over all requests.
     """
     full, windowed = shape.kv_bytes_per_token(shape.dtype_bytes)
     return shape.common_bytes + shape.head_bytes + (full + windowed) * num_context_tokens
 
 
 def prompt_flops(shape: ModelShape, num_tokens: int) -> float:
-    """FLOPs of a prompt in one step, one token sampled; a token attends to itself and those before it."""
+    """FLOPs of a prompt in one step that samples one token. A token attends to itself and all earlier tokens."""
     attended = num_tokens * (num_tokens + 1) / 2
     attention = shape.num_layers * shape.attention_flops * attended
     return shape.linear_flops * num_tokens + attention + shape.head_flops
 
 
 def decode_share(shape: ModelShape, num_context_tokens: float, seconds: float, bandwidth: float) -> float:
-    """The least time of a decode step at a bandwidth in bytes/s, as a share of the time that it took."""
+    """The minimum time of a decode step at a bandwidth in bytes/s, as a share of its measured time."""
     return decode_bytes(shape, num_context_tokens) / bandwidth / seconds
 
 
 def prompt_share(shape: ModelShape, num_tokens: int, seconds: float, product_rate: float) -> float:
-    """FLOP/s of a prompt as a share of a product's."""
+    """FLOP/s of a prompt, as a share of a matrix product's."""
     return prompt_flops(shape, num_tokens) / seconds / product_rate
 
 
@@ -61,7 +61,7 @@ def synchronize(device: str) -> None:
 
 
 def seconds_of(work: Callable[[], object], device: str, *, repeats: int = 10, warmups: int = 3) -> float:
-    """The median time of a call; on a GPU between events, so without what launching it takes."""
+    """The median time of a call; on a GPU between events, so without the launch time."""
     for _ in range(warmups):
         work()
     times = []
@@ -81,7 +81,7 @@ def seconds_of(work: Callable[[], object], device: str, *, repeats: int = 10, wa
 
 
 def measure_bandwidth(device: str, *, tiny: bool) -> float:
-    """Bytes/s, read and written, of a copy from device memory to device memory."""
+    """Bytes/s, read and written, of a copy within device memory."""
     num_bytes = TINY_COPY_BYTES if tiny else COPY_BYTES
     if device != "cpu":
         num_bytes = min(num_bytes, torch.cuda.mem_get_info()[0] // 4)

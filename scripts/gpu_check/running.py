@@ -1,7 +1,7 @@
-"""The parts, each in a process of its own that is killed at its limit.
+"""Runs the parts, each in its own process, which is killed at its limit.
 
-While a part runs, the process of the next one imports what it needs and then waits, so imports take no device time of
-their own. It does not touch the device before it is told to begin.
+While a part runs, the process of the next part does its imports and then waits, so imports take no device time. It does
+not use the device before it gets the signal to begin.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from gpu_check.findings import Found, read_findings
 
 LOG_LINES = 25
-"""Of a part that failed, which the report shows."""
+"""Number of lines of a failed part's output that the report shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Part:
     seconds: float
     """Its limit."""
     on_cpu: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables where the device is a CPU."""
+    """Environment variables if the device is a CPU."""
 
 
 PARTS = (
@@ -52,12 +52,12 @@ PARTS = (
     Part("h", "simulator", "step times, and the simulator's error", "gpu_check.parts.simulator:run", 70),
     Part("e", "throughput", "256 requests at once, beside transformers", "gpu_check.parts.throughput:run", 150),
 )  # fmt: skip
-"""In the order in which they run: what is most needed comes first, should the time be short."""
+"""The parts in the order in which they run: the most important ones first, in case the time is short."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of a run of the check."""
+    """The options of a run of the check."""
 
     device: str = "cuda"
     tiny: bool = False
@@ -65,7 +65,7 @@ class Options:
 
 @dataclass(slots=True)
 class Result:
-    """What became of a part."""
+    """The result of a part."""
 
     part: Part
     status: str
@@ -86,10 +86,10 @@ class Result:
 
 
 class PartProcess:
-    """The process of one part. It waits for `run`.
+    """The process of one part, which waits for `run`.
 
     Args:
-        folder: for its findings and its output.
+        folder: folder of its findings and its output.
     """
 
     def __init__(self, part: Part, options: Options, folder: Path) -> None:
@@ -104,7 +104,7 @@ class PartProcess:
             "--device", options.device, *(["--tiny"] if options.tiny else []),
         ]  # fmt: skip
         with self._log.open("wb") as log:
-            # A session of its own, so that what it starts ends with it.
+            # Its own session, so that its child processes end with it.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -115,12 +115,12 @@ class PartProcess:
             )
 
     def run(self, seconds: float) -> Result:
-        """Let it begin, and wait for its end for so many seconds; then it is killed."""
+        """Start the part and wait for its end, at most `seconds`; then kill it."""
         begun = monotonic()
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has failed already
+        with suppress(BrokenPipeError):  # the process has failed already
             self._process.stdin.write(f"{seconds}\n".encode())
-            self._process.stdin.flush()  # it stays open: its end is that of this process
+            self._process.stdin.flush()  # not closed, because its end means that this process has ended
         try:
             status = "passed" if self._process.wait(seconds) == 0 else "failed"
         except subprocess.TimeoutExpired:
@@ -130,7 +130,7 @@ class PartProcess:
         return Result(self.part, status, monotonic() - begun, read_findings(self._findings), log)
 
     def kill(self) -> None:
-        """End it and what it has started."""
+        """Kill the process and its children."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -154,7 +154,7 @@ def run_parts(
     """Run parts one after the other.
 
     Args:
-        seconds: of all of them together; a part gets its own limit, or what is left if that is less.
+        seconds: limit of all parts together; a part gets its own limit, or the remaining time if that is less.
         begins: called before each part.
         ends: called after each part, with its result.
     """

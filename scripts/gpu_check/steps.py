@@ -1,4 +1,4 @@
-"""Steps of an engine, timed: through its loop, and the graphs alone."""
+"""Measures times of an engine's steps: in its loop, and of the graphs alone."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from gpu_check.roofline import synchronize
 from pointsman.engine import Engine, RequestOutput, SamplingParams
 
 MAX_OUTPUT = 512
-"""Tokens of a request whose decodes are timed. The first requests decode while the prompts of the last are computed."""
+"""Output tokens of a timed request. The first requests decode while the prompts of the last ones are computed."""
 
 
 class GraphTimes:
-    """The device's time of every CUDA graph that is replayed meanwhile, between events around each replay."""
+    """Measures the device time of every replay of a CUDA graph, by events before and after it."""
 
     def __init__(self) -> None:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self.num_taken = 0
-        """Replays of which `take` has told."""
+        """Number of replays that `take` has returned."""
 
     @contextmanager
     def watching(self) -> Iterator[GraphTimes]:
@@ -43,7 +43,7 @@ class GraphTimes:
             torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
 
     def take(self) -> float | None:
-        """Seconds of the replays since the last call; the device has finished them. None: there were none."""
+        """Seconds of the replays since the last call, which the device has finished; None: there were no replays."""
         events, self._events = self._events, []
         self.num_taken += len(events)
         return sum(first.elapsed_time(last) for first, last in events) / 1e3 if events else None
@@ -51,23 +51,23 @@ class GraphTimes:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTime:
-    """Of a step in which each of n requests decodes one token."""
+    """Times of a step in which each of n requests decodes one token."""
 
     seconds: float
-    """Through the engine's loop."""
+    """Time in the engine's loop."""
     graph_seconds: float | None
-    """Of its graphs alone; None: it ran without."""
+    """Time of its graphs alone; None: it ran without graphs."""
     num_context_tokens: float
-    """Positions attended to, over all requests: the mean over the steps."""
+    """Positions attended to, over all requests; mean of the steps."""
 
 
 def drain(engine: Engine) -> dict[str, RequestOutput]:
-    """Step to the end: the last output of each request."""
+    """Run all steps; returns the last output of each request."""
     done = {}
     while engine.has_unfinished_requests():
         done.update((output.request_id, output) for output in engine.step() if output.finished)
     while not engine.scheduler.is_idle:
-        engine.step()  # the last ends are reported by an empty step
+        engine.step()  # an empty step reports the last finished requests
     return done
 
 
@@ -105,7 +105,7 @@ def time_decodes(
 
 
 def time_prompt(engine: Engine, prompt: list[int], device: str) -> float:
-    """Seconds from adding a request to its first and only token."""
+    """Seconds from adding a request to its only token."""
     synchronize(device)
     begun = perf_counter()
     engine.add_request("prompt", prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))

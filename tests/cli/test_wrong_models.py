@@ -29,11 +29,11 @@ TYPED: tuple[tuple[str, tuple[str, ...]], ...] = (
         "serve --model weights",
         ("weights has no config.json", "a directory in the Hugging Face format, or a .gguf file"),
     ),
-    ("serve --model weights/model.safetensors", ("model.safetensors is a file and not GGUF", "give a .gguf file, or")),
+    ("serve --model weights/model.safetensors", ("model.safetensors is no GGUF file", "give a .gguf file, or")),
     ("serve --model several", ("several holds 2 GGUF models (large.gguf, small.gguf)", "give one of these files")),
     (
         "serve --model b-00002-of-00003.gguf",
-        ("is part 2 of a model", "b-00001-of-00003.gguf is not there; download it"),
+        ("is part 2 of a model", "b-00001-of-00003.gguf is missing; download it"),
     ),
     ("serve --model page.gguf", ("page.gguf is no GGUF file: it begins with b'<!do'", "download it again")),
     ("serve --model cut.gguf", ("cut.gguf: tokenizer.ggml.tokens takes 94 bytes", "copy it again")),

@@ -1,7 +1,6 @@
-"""Paged attention: the one place where a model and the KV pool meet.
+"""Paged attention: computes a model's attention over the KV pool.
 
-`paged.py` has the step's batch, the protocol of a backend and the handler of a layer; `torch_backend.py` is the
-reference, `numba_backend.py` the fast one for CPUs, and `backends.py` chooses device and backend.
-It imports `kv/pool.py` and `kernels/`.
-Begin with `paged.py`.
+`paged.py` has the step's batch, the protocol of a backend and the handler of a layer. `torch_backend.py` is the
+reference backend, `numba_backend.py` the fast one for CPUs, and `triton_backend.py` the one for GPUs. `backends.py`
+chooses device and backend. The package imports `kv/pool.py` and `kernels/`. Begin with `paged.py`.
 """

@@ -1,12 +1,12 @@
-"""Which device, and which attention backend: one place for the choice.
+"""Chooses the device and the attention backend.
 
 | device | attention |
 | --- | --- |
 | CPU | `numba_backend.py`, compiled |
 | GPU | `triton_backend.py`, Triton kernels |
-| a layer or a type that has no kernels, or a package is missing | `torch_backend.py`, plain PyTorch |
+| a layer or a type without kernels, or a missing package | `torch_backend.py`, plain PyTorch |
 
-A further backend is a class with the methods of `AttentionBackend` and a line in `choose_attention`.
+To add a backend, write a class with the methods of `AttentionBackend` and add a line to `choose_attention`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from pointsman.engine.kv.layout import LayerShape
 logger = logging.getLogger(__name__)
 
 BackendFactory: TypeAlias = Callable[[Sequence[LayerShape], torch.device], AttentionBackend]
-"""Makes the attention backend of a model from its layers' shapes and its device; every backend's class is one."""
+"""Makes a model's attention backend from its layers' shapes and its device. Every backend's class is a factory."""
 AttentionChoice: TypeAlias = str | BackendFactory
 ATTENTION_NAMES = ("auto", "numba", "torch", "triton")
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of a name; "auto" is a GPU if PyTorch sees one, else the CPU.
+    """The device with this name; "auto" is a GPU if PyTorch finds one, else the CPU.
 
     Raises:
-        ValueError: no such device here.
+        ValueError: this machine has no such device.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

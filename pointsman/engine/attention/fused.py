@@ -1,5 +1,4 @@
-"""What fused layers (`model/fused_layers.py`) need of a device: an attention backend with kernels for all between
-products."""
+"""Protocols of the kernels that fused layers (`model/fused_layers.py`) need, and of an attention backend with them."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from pointsman.engine.kv.layout import LayerShape
 class NormKernel(Protocol):
     """out = y / sqrt(mean(y**2) + epsilon) * (weight + offset), per row, where y = x or x + addend.
 
-    x, out, addend and `total`, where y goes if there is an addend: [n, width], contiguous; weight: [width].
+    If there is an addend, y is written to `total`. x, out, addend and total: [n, width], contiguous. weight: [width].
     """
 
     def __call__(self, x: Tensor, weight: Tensor, out: Tensor, addend: Tensor | None, total: Tensor | None) -> None: ...
@@ -28,21 +27,21 @@ class GateKernel(Protocol):
 
 
 class LayerKernels(Protocol):
-    """Kernels of a device; each object that is made is for one layer."""
+    """Makes kernels of a device. Each kernel object is for one layer."""
 
     def takes(self, weight: Tensor) -> bool:
-        """Whether they compute with weights of this type, on this device."""
+        """Whether the kernels support weights of this type, on this device."""
 
     def norm(self, epsilon: float, offset: float) -> NormKernel:
-        """An RMS norm."""
+        """Make an RMS norm."""
 
     def gate(self, width: int, activation: str) -> GateKernel:
-        """A gate; `activation` is one of `ACTIVATIONS` (`kernels/layers.py`)."""
+        """Make a gate; `activation` is one of `ACTIVATIONS` (`kernels/layers.py`)."""
 
 
 @dataclass(slots=True)
 class HeadNorms:
-    """The norms of each head's queries and keys, alike but for their weights [k_dim]."""
+    """The norms of each head's queries and keys. Only their weights [k_dim] differ."""
 
     query: Tensor
     key: Tensor
@@ -52,20 +51,20 @@ class HeadNorms:
 
 @dataclass(slots=True)
 class Heads:
-    """What happens to the heads of one layer between its projections and its attention."""
+    """How the heads of one layer are processed between its projections and its attention."""
 
     shape: LayerShape
     norms: HeadNorms | None
     key_at: int
-    """Where in a token's projections the keys begin; the queries are before them,"""
+    """Index of the keys in a token's projections; the queries come before them."""
     value_at: int
-    """and the values behind them."""
+    """Index of the values in a token's projections."""
     kept: Any = None
-    """What the backend keeps for the layer."""
+    """State that the backend keeps for the layer."""
 
 
 class FusedAttentionBackend(AttentionBackend, Protocol):
-    """A backend for fused layers: it also norms and rotates heads on their way from the projections to the pool."""
+    """A backend for fused layers. It also norms and rotates heads between the projections and the pool."""
 
     kernels: LayerKernels
 
@@ -75,8 +74,8 @@ class FusedAttentionBackend(AttentionBackend, Protocol):
         """Write keys and values of the projections `qkv` [T, features] to the pool, see `AttentionBackend.write`.
 
         Args:
-            rotary: cos and sin [T, rotary_dim] by which queries and keys are rotated, of the type of `qkv` and
-                contiguous; None: they are not.
+            rotary: cos and sin [T, rotary_dim] of the rotation of queries and keys, contiguous and of the type of
+                `qkv`; None: no rotation.
 
         Returns:
             [T, num_heads, k_dim] queries.

@@ -1,7 +1,7 @@
 """The fast attention backend for CPUs: a compiled kernel (`kernels/attention.py`) on PyTorch's own threads.
 
-A step is planned once for all layers: rows are cut into tiles, longest first, so that threads that take tile after tile
-end together. Windows change which keys a tile visits, not how rows are cut.
+A step is planned once for all layers: rows are cut into tiles, longest first. Threads take one tile after the other, so
+they finish at about the same time. A window changes the keys that a tile visits, not how rows are cut.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from pointsman.engine.kernels import layers
 from pointsman.engine.kernels.attention import attention_kernel
 from pointsman.engine.kv.layout import LayerShape
 
-LONG = 300_000
-"""Multiplications, 50 to 100 us; to have another thread begin takes 15 us."""
+MIN_LONG_WORK = 300_000
+"""Minimum number of multiplications, 50 to 100 us, to run other work beside a layer; starting a thread takes 15 us."""
 
 _NO_SCALARS = np.zeros(2, dtype=np.float32)
 
 
 @dataclass(slots=True)
 class NumbaPlan:
-    """One step."""
+    """The plan of one step."""
 
     batch: PagedBatch
     tables: Int64Array
     """[n, width] block ids, contiguous."""
     slots: Int64Array
-    """Addresses of the batch's slot arrays, and how many tokens they are for, as `heads_kernel` takes them."""
+    """Addresses of the batch's slot arrays, and their number of tokens, as arguments of `heads_kernel`."""
     scalars: Float32Array
-    """[2] scale and softcap of the layer at hand."""
+    """[2] scale and softcap of the current layer."""
     arguments: dict[tuple[int, ...], Int64Array] = field(default_factory=dict)
-    """By layer shape: the kernel's arguments, of which a layer changes a few."""
+    """Layer shape -> arguments of the kernel; each layer changes a few of them."""
     num_pairs: int | None = None
-    """Of a query and a key that it may see, about; None: not counted yet."""
+    """Approximate number of pairs of a query and a key that it attends to; None: not counted yet."""
 
     def takes_long(self, pair_size: int) -> bool:
-        """Whether a layer takes so long that other work is worth beginning meanwhile.
+        """Whether a layer takes long enough to run other work beside it.
 
-        `pair_size`: multiplications for a query and a key that it sees, in all heads.
+        `pair_size`: multiplications for one pair of query and key, in all heads.
         """
         if self.num_pairs is None:
             self.num_pairs = int(self.batch.query_lens @ self.batch.kv_lens)
-        return self.num_pairs * pair_size >= LONG
+        return self.num_pairs * pair_size >= MIN_LONG_WORK
 
     def arguments_for(self, num_heads: int, k_dim: int, values_shape: tuple[int, ...]) -> Int64Array:
         """The arguments of `attention_kernel` for layers of a shape, values [num_blocks, kv_heads, size, v_dim]."""
@@ -81,25 +81,28 @@ class NumbaPlan:
         return arguments
 
 
-def cut_tiles(batch: PagedBatch, most_queries: int) -> Int64Array:
-    """Cut every row into tiles of at most `most_queries` queries, those with most work first: [m, 4] row, first token,
-    queries, position of the first query."""
+def cut_tiles(batch: PagedBatch, max_queries: int) -> Int64Array:
+    """Cut every row into tiles of at most `max_queries` queries, sorted by decreasing work.
+
+    Returns:
+        [m, 4] row, first token, number of queries, position of the first query.
+    """
     counts = batch.query_lens
     first_positions = batch.kv_lens - counts
     if len(counts) == batch.num_tokens:  # decodes only
         rows = np.argsort(-first_positions, kind="stable")
         return np.stack([rows, rows, np.ones_like(rows), first_positions[rows]], axis=1)
-    per_row = -(-counts // most_queries)
+    per_row = -(-counts // max_queries)
     rows = np.repeat(np.arange(len(counts)), per_row)
-    offset = (np.arange(len(rows)) - (np.cumsum(per_row) - per_row)[rows]) * most_queries
-    queries = np.minimum(counts[rows] - offset, most_queries)
+    offset = (np.arange(len(rows)) - (np.cumsum(per_row) - per_row)[rows]) * max_queries
+    queries = np.minimum(counts[rows] - offset, max_queries)
     position = first_positions[rows] + offset
     tiles = np.stack([rows, batch.query_starts[rows] + offset, queries, position], axis=1)
     return np.ascontiguousarray(tiles[np.argsort(-(queries * (position + queries)), kind="stable")])
 
 
 def _arguments_of(heads: Heads, num_features: int) -> tuple[Int64Array, Float32Array]:
-    """The arguments of `heads_kernel` that are a layer's own, and the numbers that one of them points to."""
+    """The arguments of `heads_kernel` that depend on the layer only, and the scalars that one of them points to."""
     norms, shape = heads.norms, heads.shape
     scalars = np.array([norms.epsilon, norms.offset] if norms else [0, 0], dtype=np.float32)
     arguments = np.zeros(layers.HEADS_ARGUMENTS, dtype=np.int64)
@@ -131,7 +134,7 @@ class NumbaAttention:
         self.layers = tuple(layers)
 
     def plan(self, batch: PagedBatch) -> NumbaPlan:
-        """Tiles are cut when the first layer asks."""
+        """See `AttentionBackend.plan`. Tiles are cut in the first layer."""
         places = (batch.slot_blocks, batch.slot_offsets, batch.tails)
         slots = np.array([*(one.ctypes.data for one in places), batch.num_tokens], dtype=np.int64)
         scalars = np.zeros(2, dtype=np.float32)
@@ -180,7 +183,7 @@ class NumbaAttention:
 
     @staticmethod
     def _write(plan: NumbaPlan, arguments: Int64Array, activations: torch.dtype, keys: Tensor, values: Tensor) -> None:
-        """Run `heads_kernel` with arguments that lack only what the step and the pool say."""
+        """Run `heads_kernel`; `arguments` lack only the values of the step and of the pool."""
         batch = plan.batch
         arguments[layers.KEYS], arguments[layers.VALUES] = keys.data_ptr(), values.data_ptr()
         arguments[layers.NUM_BLOCKS], arguments[layers.BLOCK_SIZE] = keys.shape[0], keys.shape[2]
@@ -217,7 +220,7 @@ class NumbaAttention:
         if plan.batch.meanwhile.do_part is None or not plan.takes_long(num_heads * (k_dim + values.shape[-1])):
             run(arguments, num_threads)
         else:
-            # Every layer is a chance, and where this thread comes back early it helps.
+            # Every layer lets this thread do other work. It returns to the kernel while half of the items remain.
             few = int(arguments[kernel.NUM_TILES] * arguments[kernel.NUM_KV_HEADS]) // 2
             run.beside(lambda: plan.batch.do_meanwhile(lambda: arguments[0] <= few), arguments, num_threads)
         if num_tokens > plan.batch.num_tokens:

@@ -1,13 +1,13 @@
-"""Paged attention behind transformers' attention interface.
+"""Connects transformers' attention interface to paged attention over the KV pool.
 
 One function, `paged_attention_forward`, is registered with transformers under the name `ATTENTION_NAME`. A model
-loaded with that name calls it once per layer, with the layer's own module as first argument, and that is the only
-point at which a model and the paged KV pool meet: no model has code of its own here.
+loaded with that name calls it once per layer, with the layer's module as first argument. That is the only connection
+between a model and the paged KV pool, so there is no code for single models here.
 
-A step's tokens travel as one flat row, `input_ids [1, T]`: the scheduled tokens of every request behind each other. A
-`PagedBatch` says which token belongs to which request, built once per step and shared by all layers, or by all of a
-group, where groups have block tables of their own. In each layer the
-keys and values of ALL rows are written to the pool before any row attends, so requests of one step may share blocks.
+A step's tokens are one flat row, `input_ids [1, T]`: the scheduled tokens of all requests, request after request. A
+`PagedBatch` maps tokens to requests. It is built once per step and shared by all layers, or, if groups of layers have
+their own block tables, by all layers of a group. In each layer the keys and values of ALL rows are written to the pool
+before any row attends, so requests of one step may share blocks.
 
     model(input_ids [1, T]) -> layer i -> paged_attention_forward(module, q, k, v)
                                              -> handler of that module: PagedLayer
@@ -15,8 +15,8 @@ keys and values of ALL rows are written to the pool before any row attends, so r
                                                   -> backend.attend(plan, q, ...)
 
 A backend is an object with `plan` (once per step and group, on the host), `write` and `attend` (once per layer each).
-The plain one is in `torch_backend.py`, the fast ones for CPUs and GPUs in `numba_backend.py` and `triton_backend.py`; a
-backend for another device has its place behind the same three methods.
+The plain backend is in `torch_backend.py`, the fast ones for CPUs and GPUs in `numba_backend.py` and
+`triton_backend.py`. A backend for another device implements the same three methods.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _HANDLER = "pointsman_attention"  # the key under which a module's __dict__ carr
 
 @dataclass(slots=True)
 class Meanwhile:
-    """What the thread of a step can do while others compute for it; the batches of all groups have the same."""
+    """Work for the step's thread while other threads or a device compute. The batches of all groups share it."""
 
     do_part: Callable[[], bool] | None = None
-    """Does a part of it, and says whether there is a further one; None: there is nothing."""
+    """Does one part of the work, and returns whether there is another one; None: there is no work."""
 
 
 @dataclass(slots=True)
 class PagedBatch:
-    """Where the tokens of one step belong. n rows (requests), T tokens.
+    """Maps the T tokens of one step to its n rows (requests) and to slots of the pool.
 
-    The NumPy arrays are what a backend plans with, on the host; the tensors are what every layer uses.
+    A backend's plan is made from these arrays, on the host.
     """
 
     block_size: int
@@ -63,20 +63,19 @@ class PagedBatch:
     query_lens: Int64Array
     """[n] tokens of each row in this step."""
     kv_lens: Int64Array
-    """[n] tokens of each row whose KV exists once this step has written its own."""
+    """[n] tokens of each row with KV in the pool, those of this step included."""
     block_tables: Int64Array
-    """[n, width] block ids; entries past ceil(kv_lens / block_size) mean nothing."""
+    """[n, width] block ids; entries past ceil(kv_lens / block_size) are undefined."""
     slot_blocks: Int64Array
-    """[T] the block into which each token's KV goes,"""
+    """[T] block that gets each token's KV."""
     slot_offsets: Int64Array
-    """[T] and its place within the block."""
+    """[T] place of each token's KV within the block."""
     tails: Int64Array
-    """[T] slots behind the token that are to be zeroed: what remains of a block that its row begins and does not
-    fill."""
+    """[T] number of slots after the token to zero: the rest of a block that the row begins in this step."""
     meanwhile: Meanwhile = field(default_factory=Meanwhile)
-    """What the step's thread can do while others compute for it."""
+    """Work for the step's thread while other threads or a device compute."""
     of_lengths: dict[Any, Any] = field(default_factory=dict)
-    """What a backend keeps that depends on nothing but the numbers of tokens, under keys of its own."""
+    """Values that a backend derives from the numbers of tokens alone, under its own keys."""
 
     @classmethod
     def build(
@@ -86,7 +85,7 @@ class PagedBatch:
         block_tables: npt.NDArray[np.integer],
         block_size: int,
     ) -> PagedBatch:
-        """From per-row arrays: tokens in this step [n], tokens before it [n], block ids [n, width]."""
+        """Build a batch from tokens in this step [n], tokens before it [n], and block ids [n, width]."""
         counts: Int64Array = query_lens.astype(np.int64)
         computed: Int64Array = num_computed_tokens.astype(np.int64)
         query_starts = np.zeros(len(counts) + 1, dtype=np.int64)
@@ -121,9 +120,9 @@ class PagedBatch:
         )
 
     def in_groups(self, block_tables: npt.NDArray[np.integer]) -> list[PagedBatch]:
-        """The same tokens for each group of layers, over the group's tables: [n, groups, width or more].
+        """The same tokens for each group of layers, with the group's tables: [n, groups, width or more].
 
-        Entries of blocks that no token of the batch attends to, behind a window, mean nothing.
+        Table entries before a window, for blocks that no token of the batch attends to, are undefined.
         """
         width = self.block_tables.shape[1]
         rows, places = np.arange(len(self.query_lens)).repeat(self.query_lens), self.positions // self.block_size
@@ -139,7 +138,7 @@ class PagedBatch:
         return len(self.positions)
 
     def do_meanwhile(self, is_computing: Callable[[], bool]) -> None:
-        """Do what there is to do, part by part, for as long as others compute."""
+        """Do the work of `meanwhile`, part by part, while `is_computing` returns true."""
         meanwhile = self.meanwhile
         while meanwhile.do_part is not None and is_computing():
             if not meanwhile.do_part():
@@ -149,24 +148,23 @@ class PagedBatch:
 class AttentionBackend(Protocol):
     """Computes attention of a `PagedBatch` over the pool.
 
-    Of layers with a window it may not read the KV of tokens behind it: where layers are in groups, the entries of the
-    block table there are those of other requests, and other layers.
+    In layers with a window it must not read KV of tokens before the window: if layers are in groups, these entries of
+    the block table may belong to other requests and other layers.
     """
 
     name: str
     leaves_out_rows: bool
-    """Whether queries, keys and values may have rows behind the T of the batch. They are then left out, and answered
-    with zeros."""
+    """Whether queries, keys and values may have more rows than the T of the batch. The backend skips these rows and
+    returns zeros for them."""
 
     def plan(self, batch: PagedBatch) -> Any:
-        """What all layers of a group share; called once per group and step."""
+        """Make the plan that all layers of a group share. Called once per group and step."""
 
     def write(self, plan: Any, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write `key` [T, kv_heads, k_dim] and `value` [T, kv_heads, v_dim] to the slots of the batch.
 
-        Afterwards the slots behind each row's last token, in a block that the step began, are zero: they are masked
-        when attended to, but a mask is arithmetic and 0 * NaN is NaN, so what another request once left there could
-        reach this one.
+        Afterwards the slots after each row's last token are zero, in a block that the step began. Attention masks these
+        slots by a weight of 0, but 0 * NaN is NaN: without zeroing, values of an earlier request could reach this one.
         """
 
     def attend(
@@ -184,21 +182,21 @@ class AttentionBackend(Protocol):
         """[T, num_heads, k_dim] queries -> [T, num_heads, v_dim].
 
         A token at position p attends to positions j <= p, and with a `window` only to j > p - window. `softcap`
-        bounds scores as cap * tanh(score / cap); `sinks` [num_heads] are scores of a column without a value.
+        bounds scores as cap * tanh(score / cap). `sinks` [num_heads] are scores of a column without a value.
 
-        Where other threads compute and this one need not, it should `do_meanwhile` what the batch has to do. A backend
-        that does not makes scheduling wait for the end of the step.
+        While other threads or a device compute, the backend should call the batch's `do_meanwhile`. With a backend that
+        does not, scheduling waits for the end of the step.
         """
 
 
 class AttentionContext:
-    """What the layers of one model attend with in the current step. `ModelRunner` fills it before each forward.
+    """Plans, pool and backend of the current step, for all layers of a model. `ModelRunner` fills it before a forward.
 
-    Engines may share a loaded model, also from several threads: a step holds the context from `begin` to `end`.
+    Engines may share a loaded model, also from several threads. A step holds the context's lock from `begin` to `end`.
 
-    A step can be broken off at any point by an exception that Python raises from a signal handler, between `begin` and
-    the first line of the caller's `try` or within `end` itself. So the lock is one that its thread can take again, and
-    `end` releases it as often as it was taken: what a broken step left is gone with the next `end` of its thread.
+    An exception from a signal handler can interrupt a step at any point, also between `begin` and the caller's `try`,
+    or within `end`. So the lock is reentrant, and `end` releases it as often as it was taken. The next `end` of the
+    same thread cleans up after an interrupted step.
     """
 
     __slots__ = ("_busy", "backend", "keep", "plans", "pool")
@@ -207,23 +205,24 @@ class AttentionContext:
         self._busy = RLock()
         self.backend: AttentionBackend | None = None
         self.keep: Tensor | None = None
-        """[r] int64: the tokens that the model's last layer goes on with, where it can; None: all."""
+        """[r] int64: the only tokens whose outputs the model's last layer computes, if it can; None: all."""
         self.plans: Sequence[Any] = ()
-        """By group of layers; empty: there is no step."""
+        """The plan of each group of layers; empty: there is no step."""
         self.pool: KVPool | None = None
 
     def begin(self, plans: Sequence[Any], pool: KVPool, backend: AttentionBackend, keep: Tensor | None = None) -> None:
-        """Everything that the next forward of the model needs. Waits while another thread's step is under way.
+        """Set all that the next forward of the model needs. Waits until no other thread runs a step.
 
         Args:
-            plans: the backend's, of the step's tokens, for each group of layers of the pool.
+            plans: the backend's plan of the step's tokens for each group of layers.
         """
         self._busy.acquire()
         self.plans, self.pool, self.backend, self.keep = plans, pool, backend, keep
 
     def end(self) -> None:
-        """Drop this thread's step, so that a forward without `begin` fails instead of writing to stale slots. It
-        may be called again, and does nothing while another thread's step is under way.
+        """Drop this thread's step, so that a forward without `begin` fails instead of writing to stale slots.
+
+        It may be called again, and does nothing while another thread runs a step.
         """
         if not self._busy.acquire(blocking=False):
             return
@@ -231,7 +230,7 @@ class AttentionContext:
         while True:
             try:
                 self._busy.release()
-            except RuntimeError:  # released as often as taken
+            except RuntimeError:  # the lock was released as often as it was taken
                 return
 
 
@@ -267,7 +266,7 @@ class PagedLayer:
 
 
 def attention_options(k_dim: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of `AttentionBackend.attend` from those that transformers hands to an attention function."""
+    """The keywords of `AttentionBackend.attend`, from those of transformers' call of an attention function."""
     scale = options.get("scaling")
     return {
         "scale": k_dim**-0.5 if scale is None else scale,
@@ -283,10 +282,10 @@ def paged_attention_forward(
     """The function that transformers calls in every attention layer.
 
     Args:
-        module: the attention layer; its handler says what to do.
+        module: the attention layer; its handler computes the result.
         query, key, value: [1, heads, T, dim].
         attention_mask: always None, because no mask function is registered for this implementation.
-        options: `scaling`, and where the model has them `sliding_window`, `softcap`, `s_aux` (sinks).
+        options: `scaling`, and, if the model has them, `sliding_window`, `softcap`, `s_aux` (sinks).
     """
     handler = get_handler(module)
     if handler is None:
@@ -297,13 +296,13 @@ def paged_attention_forward(
 
 
 def get_handler(module: nn.Module) -> Any:
-    """What answers the module's attention calls; None: nothing does."""
+    """The handler of the module's attention calls; None: it has none."""
     return module.__dict__.get(_HANDLER)
 
 
 def set_handler(module: nn.Module, handler: Any) -> None:
-    """Make `handler(module, query, key, value, options)` answer the module's attention calls; None: nothing does."""
-    module.__dict__[_HANDLER] = handler  # past nn.Module.__setattr__: a handler is neither parameter nor submodule
+    """Let `handler(module, query, key, value, options)` compute the module's attention calls; None: remove it."""
+    module.__dict__[_HANDLER] = handler  # not through nn.Module.__setattr__, as a handler is no submodule
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)

@@ -1,14 +1,14 @@
-"""Paged attention in plain PyTorch: the reference that other backends are compared with, and the fallback.
+"""Computes paged attention in plain PyTorch: the reference for other backends, and the fallback.
 
-A step mixes rows of very different shape: decodes (one query, long or short context) and prompt chunks. Padding all
-of them to the longest would multiply the work; calling a kernel per row makes a small model wait for Python. So rows
-are grouped by similar shape, each group is padded to its own largest member, and groups are cut
+A step mixes rows of very different shapes: decodes (one query, long or short context) and prompt chunks. Padding all
+rows to the longest would multiply the work. One kernel call per row would make a small model wait for Python. So rows
+of similar shape form a group, each group is padded to its own largest member, and groups are cut
 
 - when padding would cost more than starting another group does (`GROUP_COST`), and
 - when the gathered keys would leave the processor's caches (`GROUP_KV_ELEMENTS`).
 
-A long chunk is first cut into pieces of queries, so that scores stay bounded whatever the context
-(`PIECE_SCORES`). With a sliding window only the blocks that the window can reach are gathered.
+A long chunk is first cut into pieces of queries, so that the scores of a piece are bounded (`PIECE_SCORES`) for any
+context. With a sliding window only the blocks that the window can reach are gathered.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from pointsman.engine.attention.paged import PagedBatch
 from pointsman.engine.kv.layout import LayerShape
 
 GROUP_COST = 1 << 17
-"""What starting a group costs, in multiply-adds: about 50 us of PyTorch calls on a CPU."""
+"""Cost of starting a group, in multiply-adds: about 50 us of PyTorch calls on a CPU."""
 GROUP_KV_ELEMENTS = 1 << 20
-"""The maximum of key elements that one group gathers: 4 MiB in float32."""
+"""Maximum number of key elements that one group gathers: 4 MiB in float32."""
 PIECE_SCORES = 1 << 22
-"""The maximum of scores (heads x queries x keys) of one piece: 16 MiB in float32."""
+"""Maximum number of scores (heads x queries x keys) of one piece: 16 MiB in float32."""
 
 
 @dataclass(slots=True)
 class Group:
-    """Rows of similar shape, padded to a common one: b rows, t queries each, `width` blocks each."""
+    """Rows of similar shape, padded to a common shape: b rows, t queries each, `width` blocks each."""
 
     tokens: Tensor
     """[b * t] int64: flat index of each query; a padded query repeats its row's last one."""
     real: Tensor | None
-    """[r] int64: which of the b * t are no padding; None: all."""
+    """[r] int64: the queries among the b * t that are no padding; None: all."""
     real_tokens: Tensor
-    """[r] int64: flat index of those."""
+    """[r] int64: flat index of the queries in `real`."""
     blocks: Tensor
     """[b, width] int64: block ids; padding repeats the row's first one."""
     masked: Tensor
-    """[b, 1, t, width * block_size] bool: True where a query must not look."""
+    """[b, 1, t, width * block_size] bool: True where a query must not attend."""
     gathers: dict[int, Tensor] = field(default_factory=dict)
-    """By number of KV heads: [b * heads * width] rows of the pool viewed as [num_blocks * heads, ...]."""
+    """Number of KV heads -> [b * heads * width] rows of the pool viewed as [num_blocks * heads, ...]."""
 
     def gather(self, cache: Tensor) -> Tensor:
         """The group's blocks of `cache` [num_blocks, heads, size, dim] as [b, heads, width * size, dim]."""
@@ -62,7 +62,7 @@ class Group:
 
 
 class TorchPlan:
-    """Where the step's tokens go, and its groups by window: layers with different windows gather different blocks."""
+    """Slots of the step's tokens, and its groups for each window: different windows gather different blocks."""
 
     def __init__(self, batch: PagedBatch, shape: LayerShape, device: torch.device | str) -> None:
         self.batch = batch
@@ -78,7 +78,7 @@ class TorchPlan:
         self._groups: dict[int | None, list[Group]] = {}
 
     def groups(self, window: int | None) -> list[Group]:
-        """The groups of layers with this window, made when the first such layer asks."""
+        """The groups for layers with this window, made in the first such layer."""
         if window not in self._groups:
             self._groups[window] = make_groups(self.batch, self.shape, window, self.device)
         return self._groups[window]
@@ -88,7 +88,7 @@ class TorchAttention:
     """The plain backend.
 
     Args:
-        layers: the model's layers; the largest one decides how rows are grouped.
+        layers: the model's layers; the largest one determines how rows are grouped.
     """
 
     name = "torch"
@@ -99,7 +99,7 @@ class TorchAttention:
         self.device = device
 
     def plan(self, batch: PagedBatch) -> TorchPlan:
-        """Groups are made lazily, once per window."""
+        """See `AttentionBackend.plan`. Groups are made lazily, once per window."""
         return TorchPlan(batch, self.shape, self.device)
 
     def write(self, plan: TorchPlan, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -148,7 +148,7 @@ def attend_dense(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention written out: scores, softcap, mask, sinks, softmax in float32, weighted sum.
+    """Attention in single operations: scores, softcap, mask, sinks, softmax in float32, weighted sum.
 
     Args:
         query: [b, heads, t, k_dim]. key: [b, kv_heads, s, k_dim]. value: [b, kv_heads, s, v_dim].
@@ -159,7 +159,7 @@ def attend_dense(
     """
     batch, heads, queries, dim = query.shape
     kv_heads = key.shape[1]
-    # Query heads that share a KV head become further rows of one matrix product: nothing is repeated in memory.
+    # Query heads that share a KV head become rows of one matrix product, so keys and values are not copied.
     scores = torch.matmul(query.reshape(batch, kv_heads, -1, dim), key.transpose(-1, -2)).mul_(scale)
     scores = scores.view(batch, heads, queries, -1)
     if softcap is not None:
@@ -180,24 +180,24 @@ def attend_dense(
 
 @dataclass(slots=True)
 class Pieces:
-    """Spans of queries of one row each; m of them, a row's own in order."""
+    """m spans of queries, each of one row; the spans of a row are in order."""
 
     rows: Int64Array
     """[m] row of the batch."""
     first: Int64Array
     """[m] position of the first query."""
     counts: Int64Array
-    """[m] queries."""
+    """[m] number of queries."""
     tokens: Int64Array
     """[m] flat index of the first query."""
     first_block: Int64Array
-    """[m] first block of the row that any query can see."""
+    """[m] first block of the row that any query attends to."""
     num_blocks: Int64Array
-    """[m] blocks from there to the last query's."""
+    """[m] number of blocks from there to the last query's block."""
 
 
 def cut_pieces(batch: PagedBatch, shape: LayerShape, window: int | None) -> Pieces:
-    """Cut the rows so that no piece has more than PIECE_SCORES scores (one query at least)."""
+    """Cut the rows into pieces of at most PIECE_SCORES scores, and of at least one query."""
     reach = batch.kv_lens if window is None else np.minimum(batch.kv_lens, batch.query_lens + window)
     limit = np.maximum(1, PIECE_SCORES // (shape.num_heads * np.maximum(reach, 1)))
     per_row = -(-batch.query_lens // limit)
@@ -232,7 +232,7 @@ def make_groups(batch: PagedBatch, shape: LayerShape, window: int | None, device
             groups.append(_make_group(batch, pieces, order[start:end], window, device))
             start, waste, widest = end, 0, blocks
         if end == start:
-            queries = count  # the group's most, as pieces come sorted
+            queries = count  # the group's maximum, because pieces are sorted
         width = widest
     if len(order):
         groups.append(_make_group(batch, pieces, order[start:], window, device))

@@ -1,10 +1,10 @@
 """The attention backend for GPUs: Triton kernels over the pool (`kernels/triton_attention.py`, `triton_layers.py`).
 
-A step is planned once for all layers of a group. Rows with one token are decodes, whose KV is cut into parts; longer
-ones are cut into tiles of queries, longest first. All that kernels read about a step is copied to the device in one
-piece, so planning does not wait for it.
+A step is planned once for all layers of a group. The KV of rows with one token (decodes) is cut into parts. Longer rows
+are cut into tiles of queries, longest first. The kernels' inputs are copied to the device in one copy, without waiting
+for the device.
 
-Where Triton interprets its kernels (`TRITON_INTERPRET=1`), the backend runs on a CPU, slowly: for tests.
+If Triton interprets its kernels (`TRITON_INTERPRET=1`), the backend runs on a CPU, slowly, for tests.
 """
 
 from __future__ import annotations
@@ -28,57 +28,60 @@ from pointsman.engine.kernels.triton_layers import TritonLayers, heads_kernel, p
 from pointsman.engine.kv.layout import LayerShape
 
 MAX_PARTS = 64
-"""Parts that the KV of a row is cut into at most; more would take the merge longer than they save."""
+"""Maximum number of parts of a row's KV; with more, the merge would take longer than they save."""
 PROGRAMS_PER_PROCESSOR = 8
-"""Of the decode kernel, so that a multiprocessor always has one that does not wait for memory."""
-LARGEST_HEAD = 256
+"""Programs of the decode kernel, so that a multiprocessor always has one that is not waiting for memory."""
+MAX_HEAD_DIM = 256
 MIN_ROWS, MAX_ROWS = 64, 128
-"""Queries times their heads in a tile of the prefill kernel, for short chunks and for long ones. More rows share what
-is read of keys and values; see `most_rows`."""
+"""Rows (queries times heads) of a tile of the prefill kernel, for short and for long chunks. All rows of a tile share
+one read of keys and values; see `max_tile_rows`."""
 
 
 def is_interpreted() -> bool:
-    """Whether Triton runs kernels on the CPU, for tests."""
+    """Whether Triton interprets kernels on the CPU, for tests."""
     return bool(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1, unless a program sets it
 
 
 @dataclass(slots=True)
 class TritonPlan:
-    """One step, of one group of layers: device tensors, int32."""
+    """The plan of one step for one group of layers: device tensors, int32."""
 
     block_size: int
     slots: Tensor
-    """[T] block * block_size + place of each token's KV; negative: padding, whose KV is not kept."""
+    """[T] block * block_size + place of each token's KV; negative: padding without KV."""
     tails: Tensor
     """[T] see `PagedBatch.tails`."""
     tables: Tensor
-    """[.., width] block ids,"""
+    """[.., width] block ids, of the tables of all groups."""
     table_width: Tensor
-    """[1] and their width,"""
+    """[1] width of `tables`."""
     first_table: int
-    """and which is the first of the group."""
+    """Index of the group's first table."""
     decode_rows: Tensor
-    """[d] rows with one token,"""
+    """[d] rows with one token."""
     decode_tokens: Tensor
-    """[d] the number of that token in the batch,"""
+    """[d] index of each such row's token in the batch."""
     decode_lens: Tensor
-    """[d] and the tokens to which it attends, itself included; 0: padding."""
+    """[d] number of tokens that this token attends to, itself included; 0: padding."""
     tiles: Mapping[int, Tensor]
-    """By the size of the queries' group: [m, 4] tiles of the others, see `prefill_kernel`,"""
+    """Number of query heads per KV head -> [m, 4] tiles of the other rows, see `prefill_kernel`."""
     tile_rows: int
-    """and how many rows of queries and heads they have, where a group has no more."""
+    """Rows (queries times heads) of these tiles, unless one query has more heads."""
     num_tokens: int
 
 
-def cut_tiles(batch: PagedBatch, most_queries: int) -> npt.NDArray[np.int32]:
-    """Tiles of at most `most_queries` queries of the rows with more than one token, most work first: [m, 4] row, first
-    token, queries, position of the first query."""
+def cut_tiles(batch: PagedBatch, max_queries: int) -> npt.NDArray[np.int32]:
+    """Cut rows with more than one token into tiles of at most `max_queries` queries, sorted by decreasing work.
+
+    Returns:
+        [m, 4] row, first token, number of queries, position of the first query.
+    """
     rows = np.nonzero(batch.query_lens > 1)[0]
     counts = batch.query_lens[rows]
-    per_row = -(-counts // most_queries)
+    per_row = -(-counts // max_queries)
     which = np.repeat(np.arange(len(rows)), per_row)
-    offset = (np.arange(len(which)) - (np.cumsum(per_row) - per_row)[which]) * most_queries
-    queries = np.minimum(counts[which] - offset, most_queries)
+    offset = (np.arange(len(which)) - (np.cumsum(per_row) - per_row)[which]) * max_queries
+    queries = np.minimum(counts[which] - offset, max_queries)
     position = (batch.kv_lens[rows] - counts)[which] + offset
     tiles = np.stack([rows[which], batch.query_starts[rows][which] + offset, queries, position], axis=1)
     return tiles[np.argsort(-(position + queries), kind="stable")].astype(np.int32)
@@ -89,11 +92,11 @@ class TritonAttention:
 
     Args:
         layers: the model's layers.
-        device: a GPU; or a CPU, where Triton interprets.
-        dtype: of the model, which decides how prompts are cut.
+        device: a GPU; or a CPU, if Triton interprets its kernels.
+        dtype: the model's type, which determines how prompts are cut.
 
     Raises:
-        ValueError: it cannot run on this device, or a layer has heads that are too large.
+        ValueError: the backend cannot run on this device, or a layer has heads that are too large.
     """
 
     name = "triton"
@@ -110,17 +113,17 @@ class TritonAttention:
         if self.device.type != "cuda" and not is_interpreted():
             raise ValueError(f"the Triton attention backend runs on a GPU, not on {device}; use numba or torch")
         largest = max(max(shape.k_dim, shape.v_dim) for shape in layers)
-        if largest > LARGEST_HEAD:
-            raise ValueError(f"a layer has heads of {largest}; the Triton kernels take at most {LARGEST_HEAD}")
+        if largest > MAX_HEAD_DIM:
+            raise ValueError(f"a layer has heads of {largest}; the Triton kernels take at most {MAX_HEAD_DIM}")
         self.layers = tuple(layers)
-        self._most_rows = most_rows(largest * dtype.itemsize)
+        self._max_tile_rows = max_tile_rows(largest * dtype.itemsize)
         self._groups = sorted({shape.num_heads // shape.num_kv_heads for shape in layers})
 
     def plan(self, batch: PagedBatch) -> TritonPlan:
-        """Copies what kernels read of the step; does not wait for the device."""
+        """See `AttentionBackend.plan`. Copies the kernels' inputs to the device, without waiting for it."""
         decodes = np.nonzero(batch.query_lens == 1)[0]
         longest = int(batch.query_lens.max(initial=1)) * self._groups[-1]
-        tile_rows = self._most_rows if longest > MIN_ROWS else MIN_ROWS
+        tile_rows = self._max_tile_rows if longest > MIN_ROWS else MIN_ROWS
         arrays = {
             "slots": (batch.slot_blocks * batch.block_size + batch.slot_offsets).astype(np.int32),
             "tails": batch.tails.astype(np.int32),
@@ -292,7 +295,7 @@ def _run_heads(
     keys: Tensor,
     values: Tensor,
 ) -> None:
-    """Run `heads_kernel`. Without `heads` there are no queries, and keys are written as they are."""
+    """Run `heads_kernel`. Without `heads` there are no queries, and keys are written unchanged."""
     norms = None if heads is None else heads.norms
     cos, sin = (None, None) if rotary is None else rotary
     heads_kernel[(plan.num_tokens, shape.num_kv_heads)](
@@ -330,31 +333,35 @@ def _run_heads(
     )
 
 
-def most_rows(head_bytes: int) -> int:
-    """The rows of a long chunk's tiles. Keys of more than 256 bytes a head leave no registers for `MAX_ROWS`."""
+def max_tile_rows(head_bytes: int) -> int:
+    """Number of rows of a long chunk's tiles. Keys of over 256 bytes a head leave too few registers for `MAX_ROWS`."""
     return MAX_ROWS if head_bytes <= 256 else MIN_ROWS
 
 
 def decode_options(head_bytes: int) -> dict[str, int]:
-    """The tile of keys of the decode kernel, and how it is launched, for keys of so many bytes a head."""
+    """Launch options of the decode kernel, and its number of keys a tile, for keys of `head_bytes` a head."""
     return {"tile": 32 if head_bytes > 256 else 64, "num_warps": 4, "num_stages": 3}
 
 
 def prefill_options(head_bytes: int, element_size: int, tile_rows: int) -> dict[str, int]:
-    """The same for the prefill kernel. Products of float32 are not those of matrix units, and take more registers."""
+    """The same for the prefill kernel. Products in float32 do not use matrix units, and take more registers."""
     num_warps = 8 if tile_rows >= 128 or element_size > 2 else 4
     return {"tile": 32 if head_bytes > 256 else 64, "num_warps": num_warps, "num_stages": 2 if head_bytes > 256 else 3}
 
 
 def parts_for(num_programs: int, num_processors: int) -> int:
-    """The parts that the KV of a row is cut into, from the programs that there are without; a power of two."""
+    """Number of parts of a row's KV, a power of two.
+
+    Args:
+        num_programs: number of programs of the decode kernel if the KV is not cut.
+    """
     wanted = max(1, -(-num_processors * PROGRAMS_PER_PROCESSOR // num_programs))
     return min(MAX_PARTS, int(triton.next_power_of_2(wanted)))
 
 
 @cache
 def num_processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
+    """Number of multiprocessors of a GPU."""
     if device.type != "cuda":
         return 2  # interpreted
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,7 +1,7 @@
-"""Makes a transformers configuration and generation settings of a GGUF file's metadata.
+"""Makes a transformers configuration and generation settings from a GGUF file's metadata.
 
-`ARCHITECTURES` are the names that llama.cpp gives to families of models. Each has a function that adds what only this
-family has. A setting that would change what is computed, and that transformers has no counterpart for, is refused.
+`ARCHITECTURES` has the families of models, by their names in llama.cpp. A family's function adds the fields that only
+this family has. A setting that affects the computation and has no counterpart in transformers is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pointsman.engine.gguf.reader import GGUFFile, GGUFTensor, as_decimal
 from pointsman.files import represented
 
 Fields = dict[str, Any]
-"""Of a config.json."""
+"""Fields of a config.json."""
 
 COUNTS: Mapping[str, str] = {
     "context_length": "max_position_embeddings",
@@ -49,17 +49,17 @@ NEUTRAL: Mapping[str, Any] = {
     "rope.scaling.yarn_log_multiplier": None,
     "use_parallel_residual": False,
 }
-"""Fields that change what is computed, and the one value of each with which they do not; None: they must be absent."""
+"""Fields that affect the computation, and the one value of each that has no effect; None: they must be absent."""
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Of all Llama 3.1 to 3.3 models. A GGUF file has the factors that follow from them, in `rope_freqs.weight`."""
+"""Settings of all Llama 3.1 to 3.3 models. A GGUF file has only the resulting factors, in `rope_freqs.weight`."""
 END_OF_TURN = frozenset(
     {
         "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>",
         "<|end_of_turn|>", "<EOT>",
     }
 )  # fmt: skip
-"""Control tokens that end a text whatever the metadata says, as in llama.cpp: the format has one EOS, and the
-generation settings of chat models name several."""
+"""Control tokens that always end a text, as in llama.cpp: the format has one EOS, but the generation settings of chat
+models name several."""
 SAMPLING: Mapping[str, str] = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_p": "top_p",
@@ -67,13 +67,13 @@ SAMPLING: Mapping[str, str] = {
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
-"""What a model recommends for requests that do not say, and its name in generation_config.json."""
+"""Fields with a model's recommended sampling parameters, and their names in generation_config.json."""
 ROPE_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 NO_TOKEN = 2**32 - 1
-"""An id that stands for none: -1 in 32 bits."""
+"""The id that means no token: -1 in 32 bits."""
 CONTROL = 3
-"""A type of tokens, as `tokenizer.ggml.token_type` has them."""
+"""The type of control tokens in `tokenizer.ggml.token_type`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +81,21 @@ class Architecture:
     """A family of models, by its name in llama.cpp."""
 
     model_type: str
-    """In transformers."""
+    """The family's name in transformers."""
     add: Callable[[GGUFFile, str, Fields], None] | None = None
-    """Adds the fields that only this family has; its second argument is how their keys begin."""
+    """Adds the fields that only this family has; its second argument is the prefix of their keys."""
     adds_one_to_norms: bool = False
     """Whether weights of norms are stored with 1 added."""
     interleaves_rope: bool = False
-    """Whether llama.cpp rotates neighbours of a head, so that the rows of queries and keys are stored in this order."""
+    """Whether llama.cpp rotates neighbouring elements of a head, so that rows of queries and keys are interleaved."""
 
 
 def architecture_of(gguf: GGUFFile) -> Architecture:
     """The family of a model.
 
     Raises:
-        ModelLoadError: the metadata does not name it.
-        UnsupportedModel: it is none of `ARCHITECTURES`, or the file holds no language model.
+        ModelLoadError: the metadata does not name the family.
+        UnsupportedModel: the family is not in `ARCHITECTURES`, or the file holds no language model.
     """
     kind, name = gguf.text("general.type", "model"), gguf.text("general.architecture")
     if kind != "model" or name == "clip":
@@ -103,8 +103,8 @@ def architecture_of(gguf: GGUFFile) -> Architecture:
         raise UnsupportedModel(f"{gguf.path} is {what}, no language model; give the GGUF file of the language model")
     if name not in ARCHITECTURES:
         raise UnsupportedModel(
-            f"{gguf.path}: general.architecture is {represented(name)}; {', '.join(ARCHITECTURES)} are read; give the "
-            "model's directory in the Hugging Face format"
+            f"{gguf.path}: general.architecture is {represented(name)}; supported are {', '.join(ARCHITECTURES)}; give "
+            "the model's directory in the Hugging Face format"
         )
     return ARCHITECTURES[name]
 
@@ -114,7 +114,7 @@ def make_config(gguf: GGUFFile) -> Any:
 
     Raises:
         ModelLoadError: a field is absent or has a wrong value.
-        UnsupportedModel: the family is not known, or a field would change what is computed in a way that is not.
+        UnsupportedModel: the family is not known, or a field affects the computation in an unsupported way.
     """
     from transformers import AutoConfig
 
@@ -128,7 +128,7 @@ def make_config(gguf: GGUFFile) -> Any:
 
 
 def config_fields(gguf: GGUFFile) -> Fields:
-    """What the model's config.json would say. Errors: see `make_config`."""
+    """The fields of the model's config.json. Errors: see `make_config`."""
     architecture = architecture_of(gguf)
     prefix = gguf.text("general.architecture")
     for key, value in NEUTRAL.items():
@@ -146,7 +146,7 @@ def config_fields(gguf: GGUFFile) -> Fields:
     fields["num_key_value_heads"] = gguf.count(f"{prefix}.attention.head_count_kv", fields["num_attention_heads"])
     fields["rms_norm_eps"] = gguf.number(f"{prefix}.attention.layer_norm_rms_epsilon")
     fields["vocab_size"] = _embedding(gguf).shape[0]
-    # llama.cpp writes the output projection only where it is not the embedding.
+    # llama.cpp writes the output projection only if it differs from the embedding.
     fields["tie_word_embeddings"] = "output.weight" not in gguf.tensors
     for name, key in TOKEN_IDS.items():
         fields[name] = token_id(gguf, key)
@@ -157,10 +157,10 @@ def config_fields(gguf: GGUFFile) -> Fields:
 
 
 def generation_fields(gguf: GGUFFile) -> Fields:
-    """What the model's generation_config.json would say: the tokens that end a text, and values for sampling.
+    """The fields of the model's generation_config.json: the tokens that end a text, and sampling parameters.
 
     Raises:
-        ModelLoadError: an id is none of a token, or the tokens or their types are wrong.
+        ModelLoadError: an id is no token's id, or the tokens or their types are wrong.
     """
     ends = [end for end in (token_id(gguf, key) for key in ENDS) if end is not None]
     if "tokenizer.ggml.token_type" in gguf.metadata:
@@ -172,10 +172,10 @@ def generation_fields(gguf: GGUFFile) -> Fields:
 
 
 def token_id(gguf: GGUFFile, key: str) -> int | None:
-    """The id of a token that the metadata names; None: it names none.
+    """The token id in a field of the metadata; None: there is none.
 
     Raises:
-        ModelLoadError: it is no id of a token.
+        ModelLoadError: the value is no token's id.
     """
     value, num_tokens = gguf.metadata.get(key), _embedding(gguf).shape[0]
     if value is None or value == NO_TOKEN:
@@ -198,13 +198,13 @@ def _embedding(gguf: GGUFFile) -> GGUFTensor:
 
 
 def _add_heads(gguf: GGUFFile, prefix: str, fields: Fields) -> None:
-    """The width of a head, and the rotary embedding of its first elements."""
+    """Add the width of a head, and the rotary embedding."""
     default = fields["hidden_size"] // fields["num_attention_heads"]
     head_dim = fields["head_dim"] = gguf.count(f"{prefix}.attention.key_length", default)
     if (width := gguf.count(f"{prefix}.attention.value_length", head_dim)) != head_dim:
         raise UnsupportedModel(
-            f"{gguf.path}: {prefix}.attention.value_length is {width} and key_length {head_dim}; only equal ones are "
-            "supported here"
+            f"{gguf.path}: {prefix}.attention.value_length is {width} and key_length {head_dim}; only equal lengths "
+            "are supported here"
         )
     rope: Fields = {"rope_type": "default", "rope_theta": gguf.number(f"{prefix}.rope.freq_base", 10_000.0)}
     num_rotated = gguf.count(f"{prefix}.rope.dimension_count", head_dim)
@@ -253,10 +253,10 @@ def _scale_rope(gguf: GGUFFile, prefix: str, fields: Fields, rope: Fields, num_r
 
 
 def _scale_llama3(gguf: GGUFFile, rope: Fields, num_rotated: int) -> None:
-    """Recognise the settings of Llama 3.1 to 3.3 in the factors that follow from them.
+    """Recognise the settings of Llama 3.1 to 3.3 by the resulting factors.
 
     Raises:
-        UnsupportedModel: the factors follow from other settings.
+        UnsupportedModel: the factors result from other settings.
     """
     factors = _factors(gguf, ROPE_FACTORS, num_rotated)
     factor = float(factors.max())
@@ -274,10 +274,10 @@ def _scale_llama3(gguf: GGUFFile, rope: Fields, num_rotated: int) -> None:
 
 
 def _factors(gguf: GGUFFile, name: str, num_rotated: int) -> npt.NDArray[np.float32]:
-    """Divisors of the rotary frequencies; the file has them as a tensor.
+    """Divisors of the rotary frequencies, from a tensor of the file.
 
     Raises:
-        ModelLoadError: there are none, or they are of another number or type.
+        ModelLoadError: the tensor is missing, or has another size or type.
     """
     tensor = gguf.tensors.get(name)
     if tensor is None or tensor.type != GGMLQuantizationType.F32 or tensor.shape != (num_rotated // 2,):
@@ -294,7 +294,7 @@ def _factors(gguf: GGUFFile, name: str, num_rotated: int) -> npt.NDArray[np.floa
 
 
 def _add_llama(gguf: GGUFFile, prefix: str, fields: Fields) -> None:
-    """Mistral models have this name in llama.cpp; a sliding window tells them apart."""
+    """Mistral models have the name llama in llama.cpp, too. A sliding window distinguishes them."""
     fields["attention_bias"] = "blk.0.attn_q.bias" in gguf.tensors
     fields["mlp_bias"] = "blk.0.ffn_gate.bias" in gguf.tensors
     if f"{prefix}.attention.sliding_window" in gguf.metadata:
@@ -307,7 +307,7 @@ def _add_qwen3(gguf: GGUFFile, prefix: str, fields: Fields) -> None:
 
 
 def _add_phi3(gguf: GGUFFile, prefix: str, fields: Fields) -> None:
-    """A window of 0 tokens stands for none."""
+    """A window of 0 tokens means no window."""
     if gguf.metadata.get(f"{prefix}.attention.sliding_window"):
         fields["sliding_window"] = gguf.count(f"{prefix}.attention.sliding_window")
 
@@ -320,7 +320,7 @@ def _add_gemma2(gguf: GGUFFile, prefix: str, fields: Fields) -> None:
 
 
 def _add_gemma3(gguf: GGUFFile, prefix: str, fields: Fields) -> None:
-    """Layers with a window have a rotary embedding of their own, which is never scaled."""
+    """Layers with a window have their own rotary embedding, which is never scaled."""
     _add_window(gguf, prefix, fields, every=6)
     _add_scale(fields, num_layers_of_27b=62)
     own = {"rope_type": "default", "rope_theta": gguf.number(f"{prefix}.rope.freq_base_swa", 10_000.0)}
@@ -330,7 +330,7 @@ def _add_gemma3(gguf: GGUFFile, prefix: str, fields: Fields) -> None:
 
 
 def _add_window(gguf: GGUFFile, prefix: str, fields: Fields, *, every: int) -> None:
-    """The sliding window, and the layers that have it: all but one of `every`, unless the metadata says otherwise."""
+    """Add the sliding window, and its layers: all except each `every`-th one, unless the metadata lists them."""
     fields["sliding_window"] = gguf.count(f"{prefix}.attention.sliding_window")
     key, num_layers = f"{prefix}.attention.sliding_window_pattern", fields["num_hidden_layers"]
     if isinstance(gguf.metadata.get(key), np.ndarray):
@@ -346,7 +346,8 @@ def _add_window(gguf: GGUFFile, prefix: str, fields: Fields, *, every: int) -> N
 
 
 def _add_scale(fields: Fields, *, num_layers_of_27b: int) -> None:
-    """The scale of queries, which is not in the metadata. llama.cpp knows the model that differs by its layers."""
+    """Add the scale of queries, which is not in the metadata. As in llama.cpp, the number of layers identifies the 27B
+    model, which has another scale."""
     if fields["num_hidden_layers"] == num_layers_of_27b:
         fields["query_pre_attn_scalar"] = fields["hidden_size"] // fields["num_attention_heads"]
     else:

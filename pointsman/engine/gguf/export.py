@@ -1,4 +1,4 @@
-"""Writes a GGUF file's model as a directory in the Hugging Face format, for vLLM and others that read no GGUF files."""
+"""Writes a GGUF file's model as a directory in the Hugging Face format, for vLLM and others that cannot read GGUF."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def export_directory(gguf_file: Path, directory: Path, dtype: str = "bfloat16") -> None:
-    """Write config.json, generation_config.json, *.safetensors, and the tokenizer's files where there is one.
+    """Write config.json, generation_config.json, *.safetensors, and the tokenizer's files if there is a tokenizer.
 
-    The directory appears when it is complete.
+    The directory appears only when it is complete.
 
     Args:
         gguf_file: the model, or any of its parts.
-        directory: a new or an empty one.
-        dtype: of the weights: "float32", "bfloat16" or "float16".
+        directory: a new or empty directory.
+        dtype: type of the weights: "float32", "bfloat16" or "float16".
 
     Raises:
         ModelLoadError, UnsupportedModel: the file cannot be read.
@@ -37,7 +37,7 @@ def export_directory(gguf_file: Path, directory: Path, dtype: str = "bfloat16") 
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{directory} is there and not empty; give a new directory")
+        raise ValueError(f"{directory} exists and is not empty; give a new directory")
     gguf = read_gguf(gguf_file)
     config = make_config(gguf)
     tokenizer = make_tokenizer(gguf)
@@ -46,7 +46,7 @@ def export_directory(gguf_file: Path, directory: Path, dtype: str = "bfloat16") 
     )
     generation = generation_fields(gguf)
     own_ids = {name: getattr(config, name) for name in TOKEN_IDS}
-    samples = len(generation) > 1  # it names more than the ends of texts, which counts only for sampling
+    samples = len(generation) > 1  # it has sampling parameters, which are used only with do_sample
     model.generation_config = GenerationConfig(**{**own_ids, **generation}, do_sample=samples)
     part = directory.with_name(f".{directory.name}.part-{os.getpid()}")
     part.mkdir(parents=True)
@@ -56,7 +56,7 @@ def export_directory(gguf_file: Path, directory: Path, dtype: str = "bfloat16") 
             tokenizer.save_pretrained(part)
         mode = (part / "config.json").stat().st_mode
         for weights in part.glob("*.safetensors"):
-            weights.chmod(mode)  # safetensors writes files that only their owner may read, whatever the umask says
+            weights.chmod(mode)  # safetensors ignores the umask: only the owner could read its files
         part.replace(directory)
     finally:
         shutil.rmtree(part, ignore_errors=True)

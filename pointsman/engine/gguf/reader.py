@@ -1,10 +1,10 @@
-"""Reads a GGUF file: its metadata as Python values, and of each tensor its type, its shape and its bytes.
+"""Reads a GGUF file: its metadata as Python values, and the type, shape and bytes of each tensor.
 
-The library's own `GGUFReader` makes several arrays of every token, 12 seconds for a vocabulary of 262,144 tokens, and
-trusts each length that it reads. Here every length is compared with the bytes that are left before it is used. Tensors
-are views of the mapped file, and texts of an array are decoded when they are needed.
+The library's own `GGUFReader` makes several arrays for every token, which takes 12 seconds for a vocabulary of 262,144
+tokens, and trusts each length that it reads. Here every length is compared with the remaining bytes before it is used.
+Tensors are views of the mapped file, and the texts of an array are decoded on demand.
 
-A model in parts is read as one: `NAME-00001-of-00003.gguf` has the metadata, and each part has some of the tensors.
+The parts of a model are read together: `NAME-00001-of-00003.gguf` has the metadata, and each part has some tensors.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from pointsman.files import MAX_SETTINGS, open_regular, represented, shown
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-"""Version 1 had lengths of 32 bits; no converter of the last years writes it."""
+"""Version 1 had lengths of 32 bits; no recent converter writes it."""
 MAX_FIELDS = 2**16
-"""Entries of the metadata; models have some forty."""
+"""Limit of the metadata's entries; models have some forty."""
 MAX_TENSORS = 2**18
-"""Of all parts; the largest models have some ten thousand."""
+"""Limit for all parts together; the largest models have some ten thousand."""
 MAX_DIMENSIONS = 4
-"""Of a tensor, as in llama.cpp."""
+"""Limit of a tensor's dimensions, as in llama.cpp."""
 MAX_NAME = 2**16 - 1
-"""Bytes of a key or of a tensor's name, as the format says for keys."""
+"""Limit of the bytes of a key or of a tensor's name; the format has this limit for keys."""
 MAX_TEXTS = 2**22
-"""Elements of an array of texts; the largest vocabularies have some 300,000 tokens, and twice as many merges."""
+"""Limit of the texts of an array; the largest vocabularies have some 300,000 tokens, and 600,000 merges."""
 MAX_PARTS = 99_999
 """The names of parts have five digits."""
 DEFAULT_ALIGNMENT = 32
@@ -46,13 +46,13 @@ COPY_AGAIN = "the file is truncated or corrupt; copy it again"
 _NUMBERS: Mapping[int, str] = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"
 }  # fmt: skip
-"""Of each type of a value that is a number: its code in `struct` and NumPy."""
+"""Type of a number -> its code in `struct` and NumPy."""
 _FLOAT32, _TEXT, _ARRAY = 6, 8, 9
 _LENGTH = struct.Struct("<Q")
 
 
 def as_decimal(number: np.float32) -> float:
-    """The number that was meant: 1e-05 is written as the nearest number in 32 bits, which is another one in 64."""
+    """The intended decimal number: 1e-05 is stored as the nearest 32-bit number, which is another number in 64 bits."""
     return float(str(number))
 
 
@@ -69,7 +69,7 @@ class Texts:
         """The texts.
 
         Raises:
-            ModelLoadError: one is no UTF-8 text.
+            ModelLoadError: a text is not valid UTF-8.
         """
         data, texts, at = self.data, [], 0
         for _ in range(self.num_texts):
@@ -90,9 +90,9 @@ class GGUFTensor:
     name: str
     type: GGMLQuantizationType
     shape: tuple[int, ...]
-    """Elements; the last dimension is contiguous, as in PyTorch (the file has the opposite order)."""
+    """Numbers of elements; the last dimension is contiguous, as in PyTorch (the file has the opposite order)."""
     data: npt.NDArray[np.uint8]
-    """Bytes, shaped as `shape` but for the last dimension, which has the bytes of a row of blocks."""
+    """Bytes, in the shape of `shape` except the last dimension, which has the bytes of a row of blocks."""
 
     @property
     def num_elements(self) -> int:
@@ -107,14 +107,14 @@ class GGUFFile:
     """The first part."""
     parts: tuple[Path, ...]
     metadata: Mapping[str, Any]
-    """Numbers, texts, `Texts`, and arrays of NumPy."""
+    """Numbers, texts, `Texts`, and NumPy arrays."""
     tensors: Mapping[str, GGUFTensor]
 
     def text(self, key: str, default: str | None = None) -> str:
         """A value that is a text.
 
         Raises:
-            ModelLoadError: it is absent and there is no default, or it is something else.
+            ModelLoadError: it is absent without a default, or has another type.
         """
         value = self._value(key, default)
         if not isinstance(value, str):
@@ -125,7 +125,7 @@ class GGUFFile:
         """A value that is true or false.
 
         Raises:
-            ModelLoadError: it is something else.
+            ModelLoadError: it has another type.
         """
         value = self._value(key, default)
         if not isinstance(value, bool):
@@ -136,7 +136,7 @@ class GGUFFile:
         """A value that is an integer of at least 1.
 
         Raises:
-            ModelLoadError: it is absent and there is no default, or it is something else.
+            ModelLoadError: it is absent without a default, or is no such integer.
         """
         value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
@@ -147,7 +147,7 @@ class GGUFFile:
         """A value that is a number above 0.
 
         Raises:
-            ModelLoadError: it is absent and there is no default, or it is something else.
+            ModelLoadError: it is absent without a default, or is no such number.
         """
         value = self._value(key, default)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
@@ -158,7 +158,7 @@ class GGUFFile:
         """A value that is an array of texts.
 
         Raises:
-            ModelLoadError: it is absent or something else, or an element is no UTF-8 text.
+            ModelLoadError: it is absent or has another type, or a text is not valid UTF-8.
         """
         value = self._value(key, None)
         if not isinstance(value, Texts):
@@ -169,7 +169,7 @@ class GGUFFile:
         """A value that is an array of numbers.
 
         Raises:
-            ModelLoadError: it is absent or something else.
+            ModelLoadError: it is absent or has another type.
         """
         value = self._value(key, None)
         if not isinstance(value, np.ndarray):
@@ -189,14 +189,14 @@ class GGUFFile:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Read the metadata and the places of the tensors, in every part of the model.
+    """Read the metadata and locate the tensors, in every part of the model.
 
     Args:
-        path: of the file, or of any of its parts.
+        path: the file, or any of the model's parts.
 
     Raises:
         ModelLoadError: a part is absent, truncated or corrupt.
-        UnsupportedModel: a version or a type of tensors that cannot be read.
+        UnsupportedModel: a version or a tensor type cannot be read.
     """
     metadata, tensors = _read_part(path)
     num_parts = metadata.get("split.count", 1)
@@ -228,19 +228,19 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 def _parts(path: Path, num_parts: Any) -> tuple[Path, ...]:
-    """The files of all parts, which are there."""
+    """The files of all parts; all of them exist."""
     name = PART_NAME.fullmatch(path.name)
     if not isinstance(num_parts, int) or not 1 < num_parts <= MAX_PARTS:
         raise ModelLoadError(f"{path}: split.count is {represented(num_parts)}; it must be from 1 to {MAX_PARTS}")
     if name is None:
         raise ModelLoadError(
-            f"{path} is one of {num_parts} parts, and its name does not say which; name them "
+            f"{path} is one of {num_parts} parts, and its name has no part number; name the parts "
             f"NAME-00001-of-{num_parts:05}.gguf and so on"
         )
     parts = [path.with_name(f"{name['name']}-{number:05}-of-{num_parts:05}.gguf") for number in range(1, num_parts + 1)]
     for part in parts:
         if not part.is_file():
-            raise ModelLoadError(f"{part} is missing; the model has {num_parts} parts, copy this one there")
+            raise ModelLoadError(f"{part} is missing; the model has {num_parts} parts, copy all of them there")
     return tuple(parts)
 
 
@@ -260,7 +260,7 @@ def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     version = cursor.number(4)
     if version not in VERSIONS:
         kind = "of the other byte order" if version and not version & 0xFFFF else f"of version {version}"
-        raise UnsupportedModel(f"{path} is a GGUF file {kind}; versions 2 and 3 are read; convert the model again")
+        raise UnsupportedModel(f"{path} is a GGUF file {kind}; supported are versions 2 and 3; convert the model again")
     num_tensors, num_fields = cursor.number(10), cursor.number(10)
     for what, value, limit in (("tensors", num_tensors, MAX_TENSORS), ("fields", num_fields, MAX_FIELDS)):
         if value > limit:
@@ -287,7 +287,7 @@ def _read_tensors(cursor: _Cursor, num_tensors: int, alignment: Any) -> dict[str
         name = cursor.text(MAX_NAME)
         cursor.place = f"tensor {shown(name)}"
         if name in places:
-            raise ModelLoadError(f"{cursor.path}: {cursor.place} is there twice; {COPY_AGAIN}")
+            raise ModelLoadError(f"{cursor.path}: {cursor.place} occurs twice; {COPY_AGAIN}")
         num_dimensions = cursor.number(4)
         if not 1 <= num_dimensions <= MAX_DIMENSIONS:
             raise ModelLoadError(
@@ -319,16 +319,15 @@ def _type_of(cursor: _Cursor) -> GGMLQuantizationType:
         return GGMLQuantizationType(number)
     except ValueError:
         raise UnsupportedModel(
-            f"{cursor.path}: {cursor.place} is of type {number}, which is not known here; take a quantisation such as "
-            "Q4_K_M or Q8_0"
+            f"{cursor.path}: {cursor.place} is of the unknown type {number}; use a quantisation such as Q4_K_M or Q8_0"
         ) from None
 
 
 class _Cursor:
-    """A place in a file, which moves as values are taken from it.
+    """Reads values from a file one after the other.
 
     Args:
-        path: of the file.
+        path: the file.
         data: its content.
     """
 
@@ -337,13 +336,13 @@ class _Cursor:
         self.data = data
         self.at = 0
         self.place = "the header"
-        """What is being read, for errors."""
+        """Name of the part that is being read, for errors."""
 
     def take(self, num_bytes: int) -> memoryview:
-        """The next bytes.
+        """The next `num_bytes` bytes.
 
         Raises:
-            ModelLoadError: the file ends before.
+            ModelLoadError: the file ends earlier.
         """
         start, end = self.at, self.at + num_bytes
         if end > len(self.data):
@@ -383,9 +382,7 @@ class _Cursor:
             dtype = np.dtype(_NUMBERS[kind]).newbyteorder("<")
             return np.frombuffer(self.take(length * dtype.itemsize), dtype)
         if kind != _TEXT:
-            raise ModelLoadError(
-                f"{self.path}: {self.place} is an array of type {kind}, which is not read; {COPY_AGAIN}"
-            )
+            raise ModelLoadError(f"{self.path}: {self.place} is an array of the unsupported type {kind}; {COPY_AGAIN}")
         return self._texts(length)
 
     def _texts(self, num_texts: int) -> Texts:

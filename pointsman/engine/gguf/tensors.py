@@ -1,7 +1,7 @@
-"""Makes the weights of a transformers model of a GGUF file's tensors.
+"""Makes the weights of a transformers model from a GGUF file's tensors.
 
-Tensors are dequantised in pieces that fit in a processor's cache, each straight into its place in the finished weight.
-So the model itself is nearly all the memory that this takes; the mapped file can be given up at any time.
+Tensors are dequantised in pieces that fit in a processor's cache, directly into the finished weight. So loading takes
+hardly more memory than the model itself. The system can drop pages of the mapped file at any time.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from pointsman.files import shown
 
 NOT_WEIGHTS = frozenset({ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS})
 """Tensors that belong to the configuration."""
-READ = tuple(
+SUPPORTED_TYPES = tuple(
     GGMLQuantizationType[name]
     for name in (
         "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
         "IQ4_XS",
     )
 )  # fmt: skip
-"""Types of tensors that are dequantised."""
+"""Types of tensors that can be dequantised."""
 PIECE = 2**17
-"""Elements that are dequantised at once: 512 KiB as numbers of 32 bits."""
+"""Number of elements of a piece: 512 KiB in float32."""
 
 
 def read_weights(gguf: GGUFFile, config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     """The weights of a model, by their names in transformers.
 
     Args:
-        gguf: of the model.
+        gguf: the model's file.
         config: see `make_config`.
-        dtype: of the weights.
+        dtype: type of the weights.
 
     Raises:
-        ModelLoadError: a tensor is missing, or has another shape than the configuration says.
-        UnsupportedModel: a tensor is of a type that is not read, or no weight of the model.
+        ModelLoadError: a tensor is missing, or has another shape than in the configuration.
+        UnsupportedModel: a tensor has an unsupported type, or is no weight of the model.
     """
     places = dict(_places(gguf, config))
     check_types(gguf)
@@ -63,21 +63,21 @@ def read_weights(gguf: GGUFFile, config: Any, dtype: torch.dtype) -> dict[str, T
 
 
 def check_types(gguf: GGUFFile) -> None:
-    """Refuse types of tensors that are not read.
+    """Refuse tensors of unsupported types.
 
     Raises:
-        UnsupportedModel: there is one.
+        UnsupportedModel: a tensor has such a type.
     """
     for tensor in gguf.tensors.values():
-        if tensor.type not in READ:
+        if tensor.type not in SUPPORTED_TYPES:
             raise UnsupportedModel(
-                f"{tensor.file}: the tensor {shown(tensor.name)} is of type {tensor.type.name}; "
-                f"{', '.join(kind.name for kind in READ)} are read; take another quantisation, such as Q4_K_M"
+                f"{tensor.file}: the tensor {shown(tensor.name)} is of type {tensor.type.name}; supported are "
+                f"{', '.join(kind.name for kind in SUPPORTED_TYPES)}; use another quantisation, such as Q4_K_M"
             )
 
 
 def _places(gguf: GGUFFile, config: Any) -> Iterator[tuple[str, str]]:
-    """Names of tensors in the file and in transformers.
+    """Pairs of a tensor's names in the file and in transformers.
 
     Raises:
         ModelLoadError, UnsupportedModel: see `read_weights`.
@@ -130,11 +130,11 @@ def _dequantised(gguf: GGUFFile, tensor: GGUFTensor, config: Any, dtype: torch.d
 
 
 def _deinterleaved(data: npt.NDArray[np.uint8], num_heads: int) -> npt.NDArray[np.uint8]:
-    """Rows of queries or keys with the two halves of each head behind each other, as transformers rotates them.
+    """Reorder rows of queries or keys, so that the two halves of each head follow each other, as in transformers.
 
     Args:
-        data: rows of bytes, or the bytes of a bias, whose "rows" are numbers.
-        num_heads: of queries or keys.
+        data: rows of bytes; for a bias each row is one number.
+        num_heads: number of heads of the queries or keys.
     """
     rows = data if data.ndim == 2 else data.reshape(-1, 4)
     return rows.reshape(num_heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(data.shape)

@@ -1,8 +1,8 @@
-"""Makes a tokenizer, with its chat template, of a GGUF file's metadata.
+"""Makes a tokenizer, with its chat template, from a GGUF file's metadata.
 
-Two kinds are read, by the names that llama.cpp gives them: "gpt2" is byte-level BPE, "llama" is SentencePiece's BPE.
-A file has the tokens and what they are for. How a text is split before BPE is only named (`tokenizer.ggml.pre`), so a
-name that is not among `PRE_TOKENIZERS` is refused: other splits would give other tokens without an error.
+Two kinds are supported, with llama.cpp's names: "gpt2" is byte-level BPE, "llama" is SentencePiece's BPE. A file has
+the tokens and their types. It has only the name (`tokenizer.ggml.pre`) of the rule that splits a text before BPE. So a
+name that is not in `PRE_TOKENIZERS` is refused: another rule would give other tokens without an error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 USER_DEFINED, UNUSED = 4, 5
 """Types of tokens, beside `CONTROL`."""
 SPACE = "▁"
-"""What SentencePiece writes for a space."""
+"""SentencePiece's character for a space."""
 NAMES: Mapping[str, str] = {
     "bos_token": "tokenizer.ggml.bos_token_id",
     "eos_token": "tokenizer.ggml.eos_token_id",
@@ -32,7 +32,7 @@ NAMES: Mapping[str, str] = {
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
 PHI3_KEEPS_SPACE_AFTER = frozenset({"<unk>", "<s>", "<|endoftext|>"})
-"""Of the control tokens of Phi-3, those that do not take the space behind them; no file says so, llama.cpp knows it."""
+"""Phi-3's control tokens that do not absorb the space after them. This list is from llama.cpp, as no file has it."""
 
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -44,18 +44,18 @@ _WORD_BY_CASE = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """How a text is split before byte-level BPE."""
+    """The rule that splits a text before byte-level BPE."""
 
     split: str | None
     """A regular expression of the pieces; None: GPT-2's."""
     splits_digits: bool = False
-    """Whether each digit is a piece, before the rest is split."""
+    """Whether each digit becomes a piece before the rest is split."""
     composes: bool = False
-    """Whether the text is brought into Unicode's composed form (NFC) first."""
+    """Whether the text is converted to Unicode's composed form (NFC) first."""
     ignores_merges: bool = False
-    """Whether a piece that is a token is taken whole, whatever the merges say."""
+    """Whether a piece that is a token is used whole, without applying merges."""
     adds_bos: bool = False
-    """Whether texts begin with BOS where the metadata does not say."""
+    """Whether texts begin with BOS if the metadata has no field for it."""
 
 
 _LLAMA3 = rf"{_ENDINGS}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}"
@@ -75,7 +75,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
         "|".join(_WORD_BY_CASE) + rf"|\p{{N}}|{_REST_WITH_SLASH}", ignores_merges=True, adds_bos=True
     ),
 }
-"""By their names in llama.cpp, which has one for every family of vocabularies."""
+"""Rules by their names in llama.cpp, which has a name for every family of vocabularies."""
 
 
 def make_tokenizer(gguf: GGUFFile) -> Any | None:
@@ -83,7 +83,7 @@ def make_tokenizer(gguf: GGUFFile) -> Any | None:
 
     Raises:
         ModelLoadError: its fields are wrong or do not belong together.
-        UnsupportedModel: its kind, or the way in which it splits texts, is not known here.
+        UnsupportedModel: its kind, or the rule by which it splits texts, is not supported.
     """
     kind = gguf.text("tokenizer.ggml.model", "none")
     if kind in ("none", "no_vocab"):
@@ -91,7 +91,7 @@ def make_tokenizer(gguf: GGUFFile) -> Any | None:
         return None
     if kind not in ("gpt2", "llama"):
         raise UnsupportedModel(
-            f"{gguf.path}: tokenizer.ggml.model is {represented(kind)}; gpt2 and llama are read; give the model's "
+            f"{gguf.path}: tokenizer.ggml.model is {represented(kind)}; supported are gpt2 and llama; give the model's "
             "directory in the Hugging Face format"
         )
     tokens, types = _tokens(gguf)
@@ -100,15 +100,14 @@ def make_tokenizer(gguf: GGUFFile) -> Any | None:
         return _finished(gguf, build(gguf, tokens, types), tokens, types)
     except ModelLoadError:
         raise
-    except Exception as error:  # the tokenizers library raises plain ones
+    except Exception as error:  # the tokenizers library raises plain exceptions
         raise ModelLoadError(
-            f"{gguf.path}: the tokenizer cannot be made of tokenizer.ggml.*: {first_line(error)}; convert the model "
-            "again"
+            f"{gguf.path}: no tokenizer can be made from tokenizer.ggml.*: {first_line(error)}; convert the model again"
         ) from error
 
 
 def _tokens(gguf: GGUFFile) -> tuple[list[str], list[int]]:
-    """The tokens by id, and their types. Rows of the embedding that no token belongs to are left out."""
+    """The tokens by id, and their types, without rows of the embedding that belong to no token."""
     key = "tokenizer.ggml.tokens"
     tokens = [token or f"[EMPTY_{at}]" for at, token in enumerate(gguf.texts(key))]
     types = gguf.numbers("tokenizer.ggml.token_type").tolist()
@@ -150,7 +149,7 @@ def _pre_tokenizer(gguf: GGUFFile) -> PreTokenizer:
     name = gguf.text("tokenizer.ggml.pre", "not given")
     if name not in PRE_TOKENIZERS:
         raise UnsupportedModel(
-            f"{gguf.path}: tokenizer.ggml.pre is {represented(name)}; {', '.join(PRE_TOKENIZERS)} are known here; give "
+            f"{gguf.path}: tokenizer.ggml.pre is {represented(name)}; supported are {', '.join(PRE_TOKENIZERS)}; give "
             "the model's directory in the Hugging Face format"
         )
     return PRE_TOKENIZERS[name]
@@ -159,7 +158,7 @@ def _pre_tokenizer(gguf: GGUFFile) -> PreTokenizer:
 def _sentencepiece(gguf: GGUFFile, tokens: list[str], types: Sequence[int]) -> Tokenizer:
     known = set(tokens)
     for at, token in enumerate(tokens):
-        # Converters write the spaces of tokens that users defined; in the vocabulary they are as in the others.
+        # Converters write user-defined tokens with plain spaces; the vocabulary has SentencePiece's character.
         if types[at] == USER_DEFINED and not token.strip(" ") and SPACE * len(token) not in known:
             tokens[at] = SPACE * len(token)
     scores = gguf.numbers("tokenizer.ggml.scores").tolist()
@@ -191,10 +190,10 @@ def _sentencepiece(gguf: GGUFFile, tokens: list[str], types: Sequence[int]) -> T
 def _merges(
     vocabulary: Mapping[str, int], types: Sequence[int], scores: Sequence[float]
 ) -> Iterator[tuple[float, int, int, str, str]]:
-    """Pairs of tokens that make another: its score, the lengths of the two, and these. The best merge is the largest.
+    """Pairs of tokens that make another token: its score, the lengths of the two tokens, and the tokens.
 
-    SentencePiece joins the pair that makes the piece of the highest score, so its files have no merges. What users
-    defined comes first: converters write no score of it.
+    The largest entry is the best merge. SentencePiece joins the pair with the highest score of the joined piece, so its
+    files have no merges. User-defined tokens come first, because converters write no score for them.
     """
     for token, index in vocabulary.items():
         score = 0.0 if types[index] == USER_DEFINED else scores[index]
@@ -215,7 +214,7 @@ def _vocabulary(gguf: GGUFFile, tokens: Sequence[str]) -> dict[str, int]:
 
 
 def _finished(gguf: GGUFFile, tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> Any:
-    """With control and added tokens, BOS and EOS around texts, and the chat template."""
+    """The finished tokenizer, with control and added tokens, BOS and EOS around texts, and the chat template."""
     from transformers import PreTrainedTokenizerFast
 
     is_phi3 = architecture_of(gguf).model_type == "phi3" and gguf.text("tokenizer.ggml.model") == "llama"
@@ -240,7 +239,7 @@ def _finished(gguf: GGUFFile, tokenizer: Tokenizer, tokens: Sequence[str], types
     steps: list[Any] = (
         [] if gguf.text("tokenizer.ggml.model") == "llama" else [processors.ByteLevel(trim_offsets=False)]
     )
-    if around := _around(gguf, names):
+    if around := _text_processor(gguf, names):
         steps.append(around)
     tokenizer.post_processor = processors.Sequence(steps)
     return PreTrainedTokenizerFast(
@@ -251,8 +250,8 @@ def _finished(gguf: GGUFFile, tokenizer: Tokenizer, tokens: Sequence[str], types
     )
 
 
-def _around(gguf: GGUFFile, names: Mapping[str, str]) -> Any | None:
-    """Adds BOS or EOS to texts; None: neither is added."""
+def _text_processor(gguf: GGUFFile, names: Mapping[str, str]) -> Any | None:
+    """A processor that adds BOS or EOS to texts; None: neither is added."""
     is_byte_level = gguf.text("tokenizer.ggml.model") == "gpt2"
     adds_bos = _pre_tokenizer(gguf).adds_bos if is_byte_level else True
     bos = names.get("bos_token") if gguf.flag("tokenizer.ggml.add_bos_token", adds_bos) else None
@@ -265,7 +264,7 @@ def _around(gguf: GGUFFile, names: Mapping[str, str]) -> Any | None:
 
 
 def _chat_template(gguf: GGUFFile) -> str | dict[str, str] | None:
-    """The template, or several by name, of which "default" is used unless another is asked for."""
+    """The chat template, or several by name; "default" is used unless a caller names another one."""
     key = "tokenizer.chat_template"
     if key not in gguf.metadata:
         return None

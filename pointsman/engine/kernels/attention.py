@@ -1,16 +1,16 @@
-"""Attention over the paged pool, for decodes and prompt chunks alike.
+"""Computes attention over the paged pool on a CPU, for decodes and prompt chunks.
 
 The work is cut into tiles: some consecutive queries of one row, with the query heads that share one KV head. A tile
-walks over the row's blocks in chunks and keeps, per query and head, the running maximum of the scores, the sum of their
-exponentials and the weighted sum of values, rescaled when the maximum rises (the online softmax of FlashAttention, Dao
-et al. 2022, https://arxiv.org/abs/2205.14135). So a tile needs the same small scratch memory whatever the context.
+processes the row's blocks in chunks. For each query and head it keeps the running maximum of the scores, the sum of
+their exponentials and the weighted sum of values, and rescales the sums when the maximum rises (the online softmax of
+FlashAttention, Dao et al. 2022, https://arxiv.org/abs/2205.14135). So its scratch memory is small for any context.
 
-    scores   S [queries, chunk]   few queries (a decode): dot products with the keys as they lie in the pool
+    scores   S [queries, chunk]   few queries (a decode): dot products with the keys, in the pool's order
                                   many (a prompt): the block transposed once, then eight rank-one updates at a time
     values   A [queries, v_dim]   eight rank-one updates at a time
 
-Both forms are plain loops whose innermost one runs over neighbouring floats, which the compiler turns into vector
-instructions of whatever width the processor has.
+All are plain loops. The innermost loop runs over neighbouring floats, so the compiler makes vector instructions of the
+processor's full width.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from pointsman.engine.kernels.runtime import (
 )
 
 CHUNK = 128
-"""Keys whose scores are kept at a time, at least; a block if that is more."""
-PAIR = 2
-"""Up to this many queries (times heads), two at a time are enough: a decode where two heads share a KV head."""
+"""Number of keys of a chunk; a block, if that is larger."""
+MAX_PAIR_ROWS = 2
+"""Up to this many rows (queries times heads), rows are computed in pairs: a decode where two heads share a KV head."""
 SMALL_BATCH = 8
-"""Up to this many queries (times heads), a block's keys are not worth transposing."""
+"""Up to this many rows (queries times heads), transposing a block's keys is not faster."""
 TILE_ROWS = 64
-"""Queries times heads of a tile, at most; one query's heads at least."""
-NONE = -1.0e30
-"""The score of what must not be seen."""
+"""Maximum number of rows (queries times heads) of a tile, unless one query has more heads."""
+MASKED_SCORE = -1.0e30
+"""The score of a masked key."""
 
-# Places of the kernel's arguments; 0 is the counter.
+# Indices of the kernel's arguments; index 0 is the counter.
 (
     QUERY,
     KEYS,
@@ -80,7 +80,7 @@ def _scores_few(
 ) -> None:
     """Dot products of each query with each key of a block, four queries at a time.
 
-    Such tiles wait for memory, so for each key the row at the same place of what is read next is asked for, at `ahead`.
+    Such tiles wait for memory. So for each key it prefetches the row with the same index in the next block, at `ahead`.
     """
     for t in range(size):
         key = block[t]
@@ -100,7 +100,7 @@ def _scores_few(
 
 @njit(fastmath=FAST)
 def _scores_pair(Q: Any, block: Any, S: Any, at: int, size: int, k_dim: int, ahead: int, row_bytes: int) -> None:
-    """What `_scores_few` does, for two queries."""
+    """`_scores_few` for two queries."""
     a, b = Q[0], Q[1]
     for t in range(size):
         key = block[t]
@@ -116,7 +116,7 @@ def _scores_pair(Q: Any, block: Any, S: Any, at: int, size: int, k_dim: int, ahe
 
 @njit(fastmath=FAST)
 def _transpose(block: Any, T: Any, at: int, size: int, k_dim: int) -> None:
-    """A block's keys [size, k_dim] into columns [at, at + size) of T."""
+    """Copy a block's keys [size, k_dim] to columns [at, at + size) of T."""
     for t in range(size):
         for d in range(k_dim):
             T[d, at + t] = load(block[t, d])
@@ -124,9 +124,9 @@ def _transpose(block: Any, T: Any, at: int, size: int, k_dim: int) -> None:
 
 @njit(fastmath=FAST)
 def _scores_many(Q: Any, T: Any, S: Any, rows: int, width: int, k_dim: int) -> None:
-    """Scores of each query with a chunk's keys by rank-one updates, from the keys transposed: T [k_dim, width]."""
+    """Scores of each query with a chunk's keys, by rank-one updates from the transposed keys T [k_dim, width]."""
     whole = k_dim // 4 * 4
-    for r in range(0, rows, 4):  # four queries at a time, so that each key that is loaded is used four times
+    for r in range(0, rows, 4):  # four queries at a time, so each loaded key is used four times
         a, b, c, e = Q[r], Q[r + 1], Q[r + 2], Q[r + 3]
         sa, sb, sc, se = S[r], S[r + 1], S[r + 2], S[r + 3]
         for t in range(width):
@@ -157,15 +157,15 @@ def _scores_many(Q: Any, T: Any, S: Any, rows: int, width: int, k_dim: int) -> N
 def _softmax_step(
     scores: Any, width: int, low: int, high: int, softcap: Any, highest: Any
 ) -> tuple[Any, Any]:  # (the new maximum, the sum of this chunk's exponentials)
-    """Turn a chunk's scores [width] into weights; only [low, high) may be seen."""
+    """Turn a chunk's scores [width] into weights; keys outside [low, high) are masked."""
     if softcap > np.float32(0):
         for t in range(width):
             scores[t] = softcap * hyperbolic_tangent(scores[t] / softcap)
-    # Overwritten, not added to: a slot past the row's end may hold anything, NaN included.
+    # Overwrite scores, do not add: a slot past the row's end may contain NaN.
     for t in range(low):
-        scores[t] = np.float32(NONE)
+        scores[t] = np.float32(MASKED_SCORE)
     for t in range(high, width):
-        scores[t] = np.float32(NONE)
+        scores[t] = np.float32(MASKED_SCORE)
     highest = largest(scores, width, highest)
     total = np.float32(0)
     for t in range(width):
@@ -179,9 +179,9 @@ def _softmax_step(
 def _add_values(
     S: Any, block: Any, A: Any, at: int, rows: int, size: int, v_dim: int, ahead: int, block_bytes: int
 ) -> None:
-    """A += weights of a block's slots times their values, four queries at a time: each value is used four times.
+    """A += weights of a block's slots times their values, four queries at a time, so each value is used four times.
 
-    What is read next, at `ahead`, is asked for meanwhile, unless `block_bytes` is 0.
+    It prefetches the next `block_bytes` bytes, at `ahead`.
     """
     whole = size // 4 * 4
     step = max(1, whole // 4)
@@ -215,7 +215,7 @@ def _add_values(
 
 @njit(fastmath=FAST)
 def _add_values_pair(S: Any, block: Any, A: Any, at: int, size: int, v_dim: int, ahead: int, block_bytes: int) -> None:
-    """What `_add_values` does, for two queries, eight slots at a time: with two, more of them pay."""
+    """`_add_values` for two queries, eight slots at a time, which is faster with only two."""
     whole = size // 8 * 8
     step = max(1, whole // 8)
     a, b, oa, ob = S[0], S[1], A[0], A[1]
@@ -243,7 +243,7 @@ def _begin_rows(
     Q: Any, A: Any, highest: Any, total: Any, query: Any, sinks: Any, with_sinks: bool,
     first_token: int, first_head: int, group: int, rows: int, scale: Any,
 ) -> None:  # fmt: skip
-    """Load a tile's queries, scaled, and start their softmax and their sums."""
+    """Load and scale a tile's queries, and initialise their softmax and sums."""
     for r in range(rows):
         one = query[first_token + r // group, first_head + r % group]
         for d in range(Q.shape[1]):
@@ -253,7 +253,7 @@ def _begin_rows(
         if with_sinks:  # a sink is a score without a value
             highest[r], total[r] = sinks[first_head + r % group], np.float32(1)
         else:
-            highest[r], total[r] = np.float32(NONE), np.float32(0)
+            highest[r], total[r] = np.float32(MASKED_SCORE), np.float32(0)
 
 
 @njit(fastmath=FAST)
@@ -261,7 +261,7 @@ def _weigh_rows(
     S: Any, A: Any, highest: Any, total: Any,
     rows: int, group: int, position: int, chunk: int, width: int, window: int, softcap: Any,
 ) -> None:  # fmt: skip
-    """Turn the scores of the chunk that begins at `chunk` into weights, row by row; rescale what was summed before."""
+    """Turn the scores of the chunk that begins at `chunk` into weights, row by row, and rescale earlier sums."""
     for r in range(rows):
         at = position + r // group
         high = max(0, min(width, at + 1 - chunk))
@@ -269,12 +269,12 @@ def _weigh_rows(
         if window > 0:
             low = min(width, max(0, at - window + 1 - chunk))
         before = highest[r]
-        if high <= low:  # nothing of this chunk is for this query
+        if high <= low:  # this query attends to no key of this chunk
             for t in range(width):
                 S[r, t] = np.float32(0)
             continue
         now, added = _softmax_step(S[r], width, low, high, softcap, before)
-        # Exactly 0, which exponential(NONE - now) is not quite.
+        # Exactly 0; exponential(MASKED_SCORE - now) is slightly larger.
         for t in range(low):
             S[r, t] = np.float32(0)
         for t in range(high, width):
@@ -296,28 +296,28 @@ def attention_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kern
 
     def paged_attention(arguments: Any) -> None:
         a = carray(arguments, (NUM_ARGUMENTS,), np.int64)
-        if version == 0:  # never; so that the version is part of what the kernel is kept under on disk
+        if version == 0:  # never true; it makes the version part of the kernel's key in the disk cache
             return
         num_heads, num_kv_heads, k_dim, v_dim = a[NUM_HEADS], a[NUM_KV_HEADS], a[K_DIM], a[V_DIM]
-        size, num_tiles, window, most_rows = a[BLOCK_SIZE], a[NUM_TILES], a[WINDOW], a[MAX_ROWS]
+        size, num_tiles, window, max_rows = a[BLOCK_SIZE], a[NUM_TILES], a[WINDOW], a[MAX_ROWS]
         query = carray(pointer(a[QUERY]), (a[NUM_TOKENS], num_heads, k_dim), activation_type)
         keys = carray(pointer(a[KEYS]), (a[NUM_BLOCKS], num_kv_heads, size, k_dim), cache_type)
         values = carray(pointer(a[VALUES]), (a[NUM_BLOCKS], num_kv_heads, size, v_dim), cache_type)
         output = carray(pointer(a[OUTPUT]), (a[NUM_TOKENS], num_heads, v_dim), activation_type)
         tables = carray(pointer(a[TABLES]), (a[NUM_ROWS], a[TABLE_WIDTH]), np.int64)
         tiles = carray(pointer(a[TILES]), (num_tiles, 4), np.int64)
-        sinks = carray(pointer(a[SINKS]), (num_heads,), np.float32)  # read only where there are any
+        sinks = carray(pointer(a[SINKS]), (num_heads,), np.float32)  # read only if the layer has sinks
         scalars = carray(pointer(a[SCALARS]), (2,), np.float32)
         scale, softcap = scalars[0], scalars[1]
         group = num_heads // num_kv_heads
         blocks_per_chunk = max(1, CHUNK // size)
         key_bytes, value_bytes = size * k_dim * element_bytes, size * v_dim * element_bytes
 
-        Q = np.zeros((most_rows + 3, k_dim), np.float32)  # three more than there are: rows are taken in fours
-        S = np.empty((most_rows + 3, blocks_per_chunk * size), np.float32)
-        A = np.empty((most_rows + 3, v_dim), np.float32)
-        highest = np.empty(most_rows, np.float32)
-        total = np.empty(most_rows, np.float32)
+        Q = np.zeros((max_rows + 3, k_dim), np.float32)  # three more rows, because rows are processed in fours
+        S = np.empty((max_rows + 3, blocks_per_chunk * size), np.float32)
+        A = np.empty((max_rows + 3, v_dim), np.float32)
+        highest = np.empty(max_rows, np.float32)
+        total = np.empty(max_rows, np.float32)
         T = np.empty((k_dim, blocks_per_chunk * size), np.float32)
 
         while True:
@@ -343,7 +343,7 @@ def attention_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kern
                         last = b + 1 == num_blocks
                         base, one, then = (a[VALUES], value_bytes, 0) if last else (a[KEYS], key_bytes, b + 1)
                         ahead = base + (table[first_block + then] * num_kv_heads + head) * one
-                        if rows <= PAIR:
+                        if rows <= MAX_PAIR_ROWS:
                             _scores_pair(Q, keys[block, head], S, b * size, size, k_dim, ahead, key_bytes // size)
                         else:
                             _scores_few(Q, keys[block, head], S, b * size, rows, size, k_dim, ahead, key_bytes // size)
@@ -362,7 +362,7 @@ def attention_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kern
                     if few and (then < num_blocks or chunk + width < end):
                         ahead = base + (table[first_block + then] * num_kv_heads + head) * one
                         num_bytes = one
-                    if rows <= PAIR:
+                    if rows <= MAX_PAIR_ROWS:
                         _add_values_pair(S, values[block, head], A, b * size, size, v_dim, ahead, num_bytes)
                     else:
                         _add_values(S, values[block, head], A, b * size, rows, size, v_dim, ahead, num_bytes)

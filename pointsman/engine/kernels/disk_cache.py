@@ -1,7 +1,7 @@
-"""Compiled functions are kept on disk where that works. Where it does not, they are compiled at each start.
+"""Caches compiled functions on disk, if possible. If not, they are compiled at each start.
 
-Numba reads and writes its cache while a function is compiled, which is when it is first called, and raises what goes
-wrong there: a full disk would end the start, or fail a step. Here it is a warning. Broken files are replaced.
+Numba reads and writes its cache when a function is compiled, at its first call, and raises all errors of the cache. A
+full disk would then stop the start, or fail a step. Here errors are warnings. Broken files are replaced.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 def keep_on_disk(function: Any, body: Callable[..., Any]) -> None:
-    """Take a function of numba's from disk, or keep it there, when it is compiled.
+    """Let a function of numba use the disk cache when it is compiled.
 
     Args:
-        function: a dispatcher or a C function that is not compiled yet, with no cache of its own.
-        body: what it is compiled from.
+        function: a dispatcher or a C function that is not compiled yet, without a cache.
+        body: the Python function that it is compiled from.
     """
     try:
         function._cache = DiskCache(body)
@@ -38,10 +38,10 @@ class DiskCache(FunctionCache):  # type: ignore[misc]  # numba has no types
     """The compiled forms of one function, by signature, in files."""
 
     def load_overload(self, signature: Any, target: Any) -> Any:
-        """What was compiled before; None: nothing that can be read."""
+        """The compiled form of this signature from disk; None: there is none that can be read."""
         try:
             return super().load_overload(signature, target)
-        except Exception as error:  # a file that was cut short raises anything
+        except Exception as error:  # a truncated file can raise any exception
             _warn(
                 "compiled kernels in %s cannot be read (%s); they are compiled again and replaced",
                 self.cache_path,
@@ -52,7 +52,7 @@ class DiskCache(FunctionCache):  # type: ignore[misc]  # numba has no types
             return None
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
-        """Keep a form, if the folder takes it."""
+        """Write a compiled form to disk, if possible."""
         try:
             super().save_overload(signature, compiled)
         except Exception as error:
@@ -66,5 +66,5 @@ class DiskCache(FunctionCache):  # type: ignore[misc]  # numba has no types
 
 @cache
 def _warn(message: str, *arguments: str) -> None:
-    """Log it once."""
+    """Log a warning once."""
     logger.warning(message, *arguments)

@@ -1,7 +1,7 @@
-"""What a transformer layer does beside its matrix products and its attention, each in one pass over memory.
+"""CPU kernels for norms, gates and heads: each operation between matrix products is one pass over memory.
 
-PyTorch does these as chains of small operations, six for a norm and ten for a rotary embedding, each reading and
-writing everything. For a step of a few dozen tokens most of their time is the calls themselves.
+PyTorch computes them as chains of small operations, six for a norm and ten for a rotary embedding, and each reads and
+writes all elements. For a step of a few dozen tokens, most of their time is call overhead.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from pointsman.engine.kernels.runtime import (
 )
 
 ROWS_PER_ITEM = 8
-"""Tokens that a thread takes at a time."""
+"""Number of tokens that a thread takes at a time."""
 
 ROWS_PER_THREAD = 16
-"""Fewer rows than this are not worth another thread."""
+"""Number of rows for which another thread is used."""
 
 NORM_ARGUMENTS = 9
 GATE_ARGUMENTS = 6
@@ -41,11 +41,11 @@ SPLIT_ARGUMENTS = 7
 MERGE_ARGUMENTS = 7
 HEADS_ARGUMENTS = 29
 ACTIVATIONS = ("silu", "gelu_tanh")
-"""What a gate may be passed through; the kernel's argument is the index."""
+"""Activations of a gate; the kernel's argument is the index."""
 
 
 def threads_for(num_rows: int) -> int:
-    """Threads for work on `num_rows` rows."""
+    """Number of threads for `num_rows` rows."""
     return min(torch.get_num_threads(), -(-num_rows // ROWS_PER_THREAD))
 
 
@@ -54,7 +54,7 @@ def norm_kernel(activations: torch.dtype) -> Kernel:
     """out = y / sqrt(mean(y**2) + epsilon) * (weight + offset), per row, where y = x or x + addend.
 
     Arguments: counter, x [n, width], weight [width], out [n, width], scalars (epsilon, offset), n, width, addend
-    [n, width] or 0, and where y goes if there is an addend.
+    [n, width] or 0, and the output for y if there is an addend.
     """
     element_type = STORAGE[activations]
 
@@ -62,7 +62,7 @@ def norm_kernel(activations: torch.dtype) -> Kernel:
 
     def rms_norm(arguments: Any) -> None:
         a = carray(arguments, (NORM_ARGUMENTS,), np.int64)
-        if version == 0:  # never; so that the version is part of what the kernel is kept under on disk
+        if version == 0:  # never true; it makes the version part of the kernel's key in the disk cache
             return
         num_rows, width = a[5], a[6]
         x = carray(pointer(a[1]), (num_rows, width), element_type)
@@ -106,7 +106,7 @@ def gate_kernel(activations: torch.dtype) -> Kernel:
 
     def gate(arguments: Any) -> None:
         a = carray(arguments, (GATE_ARGUMENTS,), np.int64)
-        if version == 0:  # never; so that the version is part of what the kernel is kept under on disk
+        if version == 0:  # never true; it makes the version part of the kernel's key in the disk cache
             return
         num_rows, width = a[3], a[4]
         x = carray(pointer(a[1]), (num_rows, 2 * width), element_type)
@@ -115,14 +115,14 @@ def gate_kernel(activations: torch.dtype) -> Kernel:
             row = next_item(arguments)
             if row >= num_rows:
                 break
-            opening, up, target = x[row, :width], x[row, width:], out[row]
+            gated, up, target = x[row, :width], x[row, width:], out[row]
             if a[5] == 0:
                 for i in range(width):
-                    value = load(opening[i])
+                    value = load(gated[i])
                     target[i] = round_to(out, value / (np.float32(1) + exponential(-value)) * load(up[i]))
-            else:  # Hendrycks and Gimpel 2016, with the tangent
+            else:  # Hendrycks and Gimpel 2016, the form with tanh
                 for i in range(width):
-                    value = load(opening[i])
+                    value = load(gated[i])
                     inner = np.float32(0.7978845608028654) * (value + np.float32(0.044715) * value * value * value)
                     bend = np.float32(0.5) * value * (np.float32(1) + hyperbolic_tangent(inner))
                     target[i] = round_to(out, bend * load(up[i]))
@@ -168,7 +168,7 @@ class CompiledLayers:
     """The kernels of fused layers on a CPU; see `LayerKernels`."""
 
     def takes(self, weight: Tensor) -> bool:
-        """Whether they compute with such weights."""
+        """See `LayerKernels.takes`."""
         return weight.dtype in STORAGE and weight.device.type == "cpu"
 
     def norm(self, epsilon: float, offset: float) -> CompiledNorm:
@@ -182,10 +182,10 @@ class CompiledLayers:
 
 @cache
 def split_kernel() -> Kernel:
-    """Rows of float32 as two rows of whole numbers from -limit to limit: x = (high + low / (2 * limit)) * scale.
+    """Split each float32 row into two rows of integers from -limit to limit: x = (high + low / (2 * limit)) * scale.
 
-    Each row's scale is its largest number / limit. A row that is not finite gets the scale NaN, and zeros; one without
-    a number above 1e-30 gets the scale 1, and zeros.
+    Each row's scale is its largest absolute value / limit. A row that is not finite gets the scale NaN, and zeros. A
+    row without a number above 1e-30 gets the scale 1, and zeros.
 
     Arguments: counter, x [n, width], out [2n, width] (the high rows first), scales [n], n, width, limit.
     """
@@ -193,7 +193,7 @@ def split_kernel() -> Kernel:
 
     def split_rows(arguments: Any) -> None:
         a = carray(arguments, (SPLIT_ARGUMENTS,), np.int64)
-        if version == 0:  # never; so that the version is part of what the kernel is kept under on disk
+        if version == 0:  # never true; it makes the version part of the kernel's key in the disk cache
             return
         num_rows, width = a[4], a[5]
         x = carray(pointer(a[1]), (num_rows, width), np.float32)
@@ -205,7 +205,7 @@ def split_kernel() -> Kernel:
             if row >= num_rows:
                 break
             values, high, low = x[row], out[0, row], out[1, row]
-            # Without their signs, floats are in the order of their bits, and what is not finite comes last.
+            # Absolute values have the same order as their bits, and numbers that are not finite come last.
             bits = np.int32(0)
             for i in range(width):
                 bits = max(bits, float_as_bits(values[i]) & np.int32(0x7FFFFFFF))
@@ -228,7 +228,7 @@ def split_kernel() -> Kernel:
 
 @cache
 def merge_kernel() -> Kernel:
-    """high = (high + low / (2 * limit)) * scale + bias, in place: what `split_kernel` took apart, after a product.
+    """high = (high + low / (2 * limit)) * scale + bias, in place: merges rows of `split_kernel` after a product.
 
     Arguments: counter, rows [2n, width] (the high ones first), scales [n], bias [width] or 0, n, width, limit.
     """
@@ -236,7 +236,7 @@ def merge_kernel() -> Kernel:
 
     def merge_rows(arguments: Any) -> None:
         a = carray(arguments, (MERGE_ARGUMENTS,), np.int64)
-        if version == 0:  # never; so that the version is part of what the kernel is kept under on disk
+        if version == 0:  # never true; it makes the version part of the kernel's key in the disk cache
             return
         num_rows, width = a[4], a[5]
         rows = carray(pointer(a[1]), (2, num_rows, width), np.float32)
@@ -258,7 +258,7 @@ def merge_kernel() -> Kernel:
     return Kernel(merge_rows)
 
 
-# Places of the arguments of `heads_kernel`; 0 is the counter.
+# Indices of the arguments of `heads_kernel`; index 0 is the counter.
 (
     QUERY,
     KEY,
@@ -304,9 +304,9 @@ def _norm_head(head: Any, weight: Any, width: int, epsilon: Any, offset: Any) ->
 
 @njit(fastmath=FAST)
 def _rotate(head: Any, cos: Any, sin: Any, rotary_dim: int) -> None:
-    """Rotary embedding of one head in place: element i turns with element i + rotary_dim / 2 (Su et al. 2021)."""
+    """Rotary embedding of one head in place. Elements i and i + rotary_dim / 2 are a pair (Su et al. 2021)."""
     half = rotary_dim // 2
-    # Slices, because an index that is a sum might be negative for all that the compiler knows: one at a time, then.
+    # Slices, because the compiler cannot exclude that an index `half + i` is negative, and would not vectorise.
     low, high = head[:half], head[half:rotary_dim]
     low_cos, high_cos, low_sin, high_sin = cos[:half], cos[half:], sin[:half], sin[half:]
     for i in range(half):
@@ -319,7 +319,7 @@ def _rotate(head: Any, cos: Any, sin: Any, rotary_dim: int) -> None:
 def _prepare_head(
     head: Any, source: Any, width: int, normed: bool, norm: Any, epsilon: Any, offset: Any, cos: Any, sin: Any
 ) -> None:
-    """Load one head from `source` [width]; norm it if so asked, rotate it by cos and sin [rotary_dim]."""
+    """Load one head from `source` [width], norm it if there is a norm, and rotate it by cos and sin [rotary_dim]."""
     for d in range(width):
         head[d] = load(source[d])
     if normed:
@@ -330,10 +330,10 @@ def _prepare_head(
 
 @cache
 def heads_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kernel:
-    """From projections to attention: norm and rotate queries and keys, write keys and values to their slots.
+    """Norm and rotate queries and keys, and write keys and values to their slots.
 
-    Each part is optional, by an address of 0 (queries, norms) or a `rotary_dim` of 0. A block's slots behind the last
-    token of a row are zeroed when the block is begun: weights of 0 do not hide a NaN that another request left there.
+    An address of 0 skips queries or norms; a `rotary_dim` of 0 skips the rotation. When a block is begun, its slots
+    after the row's last token are zeroed, because a weight of 0 does not hide a NaN of an earlier request.
     """
     activation_type, cache_type = STORAGE[activations], STORAGE[cache_dtype]
 
@@ -341,11 +341,11 @@ def heads_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kernel:
 
     def heads_to_pool(arguments: Any) -> None:
         a = carray(arguments, (HEADS_ARGUMENTS,), np.int64)
-        if version == 0:  # never; so that the version is part of what the kernel is kept under on disk
+        if version == 0:  # never true; it makes the version part of the kernel's key in the disk cache
             return
         num_tokens, num_heads, num_kv_heads = a[NUM_TOKENS], a[NUM_HEADS], a[NUM_KV_HEADS]
         k_dim, v_dim, size, rotary_dim = a[K_DIM], a[V_DIM], a[BLOCK_SIZE], a[ROTARY_DIM]
-        # Lengths that no slice goes beyond, whichever of the strides is the larger: a slice would be cut there.
+        # Upper bounds for all slices, with either stride the larger one: a slice is cut at the array's length.
         query_length = num_tokens * a[QUERY_STRIDE] + num_heads * a[QUERY_HEAD_STRIDE]
         key_length = num_tokens * a[KEY_STRIDE] + num_kv_heads * a[KEY_HEAD_STRIDE]
         value_length = num_tokens * a[VALUE_STRIDE] + num_kv_heads * a[VALUE_HEAD_STRIDE]

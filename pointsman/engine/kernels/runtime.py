@@ -1,16 +1,16 @@
-"""How a compiled kernel is called: raw pointers in, one team of threads with PyTorch, no Python inside.
+"""Compiles kernels and calls them on PyTorch's own threads, with raw pointers as arguments.
 
-A kernel is a C function `void kernel(int64_t *arguments)`. The arguments are sizes and addresses in one NumPy array, so
-that a call costs two microseconds, and so that the same function can be the body of an OpenMP parallel region:
+A kernel is a C function `void kernel(int64_t *arguments)`. The arguments are sizes and addresses in one NumPy array. So
+a call takes two microseconds, and the same function can be the body of an OpenMP parallel region:
 
     GOMP_parallel(kernel, arguments, num_threads)
 
-is what `#pragma omp parallel` compiles to, and calling it in the OpenMP library that PyTorch has loaded puts our work
-on the threads that PyTorch computes with. A thread pool of numba's own would contend with them: PyTorch's threads spin
-for a while after each operation, and on a machine with two cores that doubles the time of everything.
+This is the call that `#pragma omp parallel` compiles to. In the OpenMP library that PyTorch has loaded, it runs a
+kernel on the threads that PyTorch computes with. A thread pool of numba would compete with them: PyTorch's threads spin
+for a while after each operation, which doubles all times on a machine with two cores.
 
-The threads of a team share the work by an atomic counter, `arguments[0]`: each takes the next item until none is left.
-That balances rows of very different length without knowing how many threads there are.
+The threads of a team share the work by an atomic counter, `arguments[0]`: each takes the next item until all are taken.
+That balances rows of very different length with any number of threads.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 
 SIGNATURE = types.void(types.CPointer(types.int64))
 FAST: set[str] = {"reassoc", "contract", "nsz", "arcp"}
-"""Liberties for sums and products. Not among them: that there are no NaNs, which a broken model does produce."""
+"""Fast-math flags for sums and products. "nnan" is not among them, because a broken model produces NaNs."""
 STORAGE = {torch.float32: np.float32, torch.bfloat16: np.uint16}
-"""NumPy's type for the elements of a tensor; bfloat16 travels as its 16 bits."""
+"""NumPy's type for the elements of a tensor; bfloat16 is passed as its 16 bits."""
 
 
 # ------------------------------------------------------------------------------------------- parts for kernels
@@ -52,7 +52,7 @@ STORAGE = {torch.float32: np.float32, torch.bfloat16: np.uint16}
 
 @intrinsic
 def pointer(typing_context: Any, address: Any) -> Any:
-    """An address as a pointer that `carray` takes."""
+    """Convert an address to a pointer for `carray`."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
@@ -62,7 +62,7 @@ def pointer(typing_context: Any, address: Any) -> Any:
 
 @intrinsic
 def next_item(typing_context: Any, counter: Any) -> Any:
-    """Take the next item: the counter's value, which is then one higher."""
+    """Take the next item: return the counter's value, and increment it atomically."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.atomic_rmw("add", arguments[0], ir.Constant(ir.IntType(64), 1), "monotonic")
@@ -72,7 +72,7 @@ def next_item(typing_context: Any, counter: Any) -> Any:
 
 @intrinsic
 def prefetch(typing_context: Any, address: Any) -> Any:
-    """Ask for the cache line at an address, into the second-level cache."""
+    """Prefetch the cache line at an address into the second-level cache."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         word = ir.IntType(32)
@@ -107,7 +107,7 @@ def float_as_bits(typing_context: Any, value: Any) -> Any:
 
 
 def load(element: Any) -> Any:
-    """An element of a tensor as float32, in a kernel: the element itself, or bfloat16 widened."""
+    """Load an element of a tensor as float32, in a kernel; bfloat16 is converted."""
     raise NotImplementedError("for kernels only")
 
 
@@ -119,7 +119,7 @@ def _load(element):  # type: ignore[no-untyped-def]  # numba compares this signa
 
 
 def round_to(array: Any, value: Any) -> Any:
-    """A float32 as an element of `array`, in a kernel: itself, or the nearest bfloat16, ties to even."""
+    """Convert a float32 to an element of `array`, in a kernel: itself, or the nearest bfloat16, ties to even."""
     raise NotImplementedError("for kernels only")
 
 
@@ -140,10 +140,10 @@ def nearest_bfloat16(value: Any) -> Any:
 
 @njit(fastmath=FAST)
 def exponential(x: Any) -> Any:
-    """e**x for float32, within 2 units in the last place where x is in [-87, 88], and clamped beyond.
+    """e**x for float32, within 2 units in the last place for x in [-87, 88]; x is clamped to that range.
 
-    x = n ln 2 + r with |r| <= ln(2) / 2: a polynomial in r (the coefficients of Cephes' expf) times 2**n, which is n
-    in a float's exponent bits. Unlike a call of the C library it can be computed for sixteen numbers at once.
+    x = n ln 2 + r with |r| <= ln(2) / 2. The result is a polynomial in r (the coefficients of Cephes' expf) times 2**n,
+    which sets the float's exponent bits. Unlike a C library call, this can be computed for sixteen numbers at once.
     """
     clamped = min(max(x, np.float32(-87.0)), np.float32(88.0))
     clamped = clamped if x == x else x
@@ -161,7 +161,7 @@ def exponential(x: Any) -> Any:
 
 @njit(fastmath=FAST)
 def hyperbolic_tangent(x: Any) -> Any:
-    """tanh for float32: its series near 0, where the closed form would cancel, and (e**2x - 1) / (e**2x + 1) beyond."""
+    """tanh for float32: (e**2x - 1) / (e**2x + 1), and near 0, where that form cancels, its series."""
     square = x * x
     series = np.float32(21844.0 / 6081075.0) * square + np.float32(-1382.0 / 155925.0)
     series = series * square + np.float32(62.0 / 2835.0)
@@ -177,7 +177,7 @@ def hyperbolic_tangent(x: Any) -> Any:
 
 @njit(fastmath=True)
 def largest(values: Any, count: int, start: Any) -> Any:
-    """The largest of `start` and the first `count` values. NaNs may be overlooked, so that it runs sixteen at once."""
+    """The largest of `start` and the first `count` values, sixteen at once. It may ignore NaNs."""
     for i in range(count):
         start = max(start, values[i])
     return start
@@ -187,7 +187,7 @@ def largest(values: Any, count: int, start: Any) -> Any:
 
 
 def address_of(arguments: Int64Array) -> int:
-    """Where they are in memory, in a third of the time of `arguments.ctypes.data`."""
+    """The memory address of the arguments, in a third of the time of `arguments.ctypes.data`."""
     return ctypes.addressof(ctypes.c_char.from_buffer(arguments.data))
 
 
@@ -195,7 +195,7 @@ class Kernel:
     """A compiled kernel.
 
     Args:
-        body: the function, of one pointer to int64.
+        body: a function of one pointer to int64.
     """
 
     __slots__ = ("_call", "_compiled", "address", "name")
@@ -209,7 +209,7 @@ class Kernel:
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
 
     def __call__(self, arguments: Int64Array, num_threads: int = 1) -> None:
-        """Run on `num_threads` threads, this one included. The interpreter's lock is free meanwhile."""
+        """Run on `num_threads` threads, this one included. The interpreter's lock is released during the call."""
         arguments[0] = 0
         parallel = openmp_parallel()
         if num_threads > 1 and parallel is not None:
@@ -218,10 +218,10 @@ class Kernel:
             self._call(address_of(arguments))
 
     def beside(self, meanwhile: Callable[[], None], arguments: Int64Array, num_threads: int) -> None:
-        """Run while this thread calls `meanwhile`, and helps where something is left then.
+        """Run on other threads while this thread calls `meanwhile` and then takes remaining items.
 
-        On `num_threads` threads, this one included, or on two if there is a second core. Without other threads, or a
-        way to have them begin, `meanwhile` is not called. What it raises is raised when the kernel is done.
+        The kernel runs on `num_threads` threads, this one included, or on two if there is a second core. Without other
+        threads, or a way to start them, `meanwhile` is not called. Its exceptions are raised after the kernel ends.
         """
         team, address = max(2, num_threads), address_of(arguments)
         begin_and_end = openmp_begin_and_end() if num_threads > 1 or num_cores() > 1 else None
@@ -231,7 +231,7 @@ class Kernel:
         begin, end = begin_and_end
         kernel, call = self.address, self._call
         arguments[0] = 0
-        # Once it has begun it must end, also if an exception of a signal handler comes between any two lines.
+        # A begun region must end, also if a signal handler raises an exception between any two lines.
         try:
             begin(kernel, address, team)
             meanwhile()
@@ -243,7 +243,7 @@ class Kernel:
 
 
 def _compile(body: Callable[[Any], None]) -> Any:
-    """Compile, or take what was compiled before from disk."""
+    """Compile a kernel, or load its compiled form from disk."""
     function = CFunc(body, sigutils.normalize_signature(SIGNATURE), {}, {"error_model": "numpy", "fastmath": FAST})
     keep_on_disk(function, body)
     function.compile()
@@ -254,8 +254,8 @@ def _compile(body: Callable[[Any], None]) -> Any:
 def source_version() -> int:
     """A number that changes with the source of any kernel.
 
-    What numba keeps on disk is found by the file of a kernel's body and by the values that the body takes from around
-    it. Kernels call functions of other files, so each takes this number, too.
+    Numba finds a compiled kernel on disk by the file of its body and the values in its closure. Kernels call functions
+    of other files, so each kernel has this number in its closure.
     """
     digest = blake2b(digest_size=7)
     for path in sorted(Path(__file__).parent.glob("*.py")):
@@ -265,8 +265,8 @@ def source_version() -> int:
 
 @cache
 def openmp_begin_and_end() -> tuple[Callable[[int, int, int], None], Callable[[], None]] | None:
-    """The two halves of `GOMP_parallel`: other threads begin; this one, which does its own part between the two, waits
-    for them. None where it is another kind of library."""
+    """The two halves of `GOMP_parallel`: the first starts the other threads, the second waits for them. This thread
+    does its part in between. None: PyTorch uses another kind of library."""
     library = openmp_library()
     begin, end = getattr(library, "GOMP_parallel_start", None), getattr(library, "GOMP_parallel_end", None)
     if begin is None or end is None:
@@ -278,7 +278,7 @@ def openmp_begin_and_end() -> tuple[Callable[[int, int, int], None], Callable[[]
 
 @cache
 def openmp_parallel() -> Callable[[int, int, int, int], None] | None:
-    """`GOMP_parallel` of the OpenMP library that PyTorch computes with; None where it is another kind of library."""
+    """`GOMP_parallel` of the OpenMP library that PyTorch computes with; None: it uses another kind of library."""
     library = openmp_library()
     if library is None:
         logger.info("PyTorch's OpenMP library was not found; compiled kernels use one thread")

@@ -1,15 +1,15 @@
-"""Paged attention for GPUs, in Triton: one query of many rows over split KV, and chunks of prompts in tiles.
+"""Paged attention for GPUs, in Triton: one kernel for decodes, over split KV, and one for prompt chunks, in tiles.
 
-Both read the pool as it is, [num_blocks, kv_heads, block_size, dim], through block tables. Query heads that share a KV
-head are rows of one matrix product, so that keys and values are read once for all of them.
+Both read the pool, [num_blocks, kv_heads, block_size, dim], through block tables. Query heads that share a KV head are
+rows of one matrix product, so keys and values are read once for all of them.
 
-Decodes: a row's KV is cut into parts that are attended to at the same time, and merged by a second kernel (flash
-decoding, Dao et al. 2023). The number of parts depends on the number of rows alone, so the launches of a step can stand
-in a CUDA graph, whatever the lengths; a part behind a row's end has nothing to do.
+Decodes: a row's KV is cut into parts. The parts are computed in parallel, and a second kernel merges them (flash
+decoding, Dao et al. 2023). The number of parts depends only on the number of rows, so the launches of a step can be
+recorded in a CUDA graph for any lengths. A part past a row's end does nothing.
 
 Prefill: tiles of queries with an online softmax over the keys before them (FlashAttention 2, Dao 2023).
 
-Nothing behind a row's end, or before its window, is read. A row of length 0, the padding of a graph, gets zeros.
+Slots past a row's end, or before its window, are never read. A row of length 0, the padding of a graph, gets zeros.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import triton
 import triton.language as tl
 
 jit: Any = triton.jit
-"""Without a type, as kernels are no functions that Python calls. Their parameters have none either: Triton looks up
-what they are annotated with, and refuses names such as Any."""
+"""Typed as Any, because Python does not call kernels. Their parameters have no annotations either: Triton evaluates
+annotations, and refuses names such as Any."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""The interpreter multiplies the bits of bfloat16 as if they were whole numbers."""
+"""The interpreter multiplies the bits of bfloat16 as integers, so operands are converted to float32 for it."""
 
 
 @jit
@@ -58,13 +58,13 @@ def _attend_tile(
     padded_k: tl.constexpr,
     padded_v: tl.constexpr,
 ):
-    """What a softmax over one tile of keys more makes of its maximum (to the base 2), its sum, and its output.
+    """Add one tile of keys to an online softmax, and return its new maximum (to the base 2), sum and output.
 
     Args:
         q: [M, padded_k] queries.
-        table: where the row's block table begins.
-        places: [N] tokens of the row; is_read: [N] which of them exist; is_seen: [M, N] to which a query attends.
-        top, total: [M]; mixed: [M, padded_v], not divided by the sum.
+        table: address of the row's block table.
+        places: [N] tokens of the row; is_read: [N] whether each exists; is_seen: [M, N] whether a query attends to it.
+        top, total: [M] maximum and sum; mixed: [M, padded_v] output, not divided by the sum.
     """
     d, e = tl.arange(0, padded_k), tl.arange(0, padded_v)
     blocks = tl.load(table + places // block_size, mask=is_read, other=0).to(tl.int64)
@@ -72,14 +72,14 @@ def _attend_tile(
     k = tl.load(keys + slots[None, :] * k_dim + d[:, None], mask=is_read[None, :] & (d < k_dim)[:, None], other=0.0)
     scores = _dot(q, k.to(q.dtype), tl.zeros([q.shape[0], places.shape[0]], tl.float32))
     if softcap > 0:
-        # tanh(x) = 1 - 2 / (exp(2x) + 1), which is right at both infinities
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), which is correct at both infinities
         scores = scores * (2.0 * scale / softcap)
         scores = (1.0 - 2.0 / (tl.exp(scores) + 1.0)) * (softcap * LOG2_E)
     else:
         scores = scores * (scale * LOG2_E)
     scores = tl.where(is_seen, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
-    # A query whose window begins behind this tile has seen nothing yet: minus infinity less itself is NaN.
+    # The window of a query may begin after this tile. Its maximum is then -inf, and -inf - (-inf) is NaN.
     base = tl.where(new_top > float("-inf"), new_top, 0.0)
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(top - base)
@@ -90,7 +90,7 @@ def _attend_tile(
 
 @jit
 def _divided(top, total, mixed, sinks, heads, is_row, has_sinks: tl.constexpr):
-    """Outputs [M, padded_v], with the sinks of their heads [M] in the sum; zeros where a row attends to nothing."""
+    """Outputs [M, padded_v], with the heads' sinks [M] in the sum; zeros for a row that attends to nothing."""
     if has_sinks:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
         new_top = tl.maximum(top, sink)
@@ -131,17 +131,17 @@ def decode_kernel(
     padded_v: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """One part of the KV of one row, for the query heads of one KV head.
+    """Compute one part of the KV of one row, for the query heads of one KV head.
 
     Args:
-        query: [T, heads, k_dim]; a token's heads lie behind each other, and tokens `query_stride` apart.
+        query: [T, heads, k_dim]; a token's heads are contiguous, and tokens are `query_stride` apart.
         keys, values: the pool of a layer.
-        output: [T, heads, v_dim], written if there is one part.
+        output: [T, heads, v_dim], written if there is only one part.
         part_sums: [n, heads, num_parts, 2] float32: maximum to the base 2, and sum; part_outputs: [n, heads, num_parts,
             v_dim] float32, not divided by the sum. Read by `merge_kernel`.
-        tables: [.., width] block tables, of which those of the layer's group begin with number `first_table`.
+        tables: [.., width] block tables; those of the layer's group begin at index `first_table`.
         table_width: [1] width.
-        kv_lens, rows, tokens: [n] length of each row, number of its table, and its query's number in the batch.
+        kv_lens, rows, tokens: [n] length of each row, index of its table, and index of its query in the batch.
     """
     at, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(kv_lens + at)
@@ -202,7 +202,7 @@ def merge_kernel(
     padded_parts: tl.constexpr,
     padded_v: tl.constexpr,
 ):
-    """The parts of one head of one row, see `decode_kernel`, into `output` [T, heads, v_dim]."""
+    """Merge the parts of one head of one row, see `decode_kernel`, into `output` [T, heads, v_dim]."""
     at, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(tokens + at).to(tl.int64)
     p, e = tl.arange(0, padded_parts), tl.arange(0, padded_v)
@@ -252,11 +252,11 @@ def prefill_kernel(
     padded_v: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """One tile of queries of one row, for the query heads of one KV head; arguments as of `decode_kernel`.
+    """Compute one tile of queries of one row, for the query heads of one KV head; other arguments: see `decode_kernel`.
 
     Args:
-        tiles: [m, 4] int32: number of the row's table, first token, number of queries, position of the first query.
-            The queries, times `group`, are at most `tile_rows`.
+        tiles: [m, 4] int32: index of the row's table, first token, number of queries, position of the first query.
+            The number of queries, times `group`, is at most `tile_rows`.
     """
     at, head = tl.program_id(0), tl.program_id(1)
     row = tl.load(tiles + at * 4)

@@ -1,4 +1,4 @@
-"""What `layers.py` has for CPUs, for GPUs, in Triton: norms, gates, and heads on their way to the pool, a pass each."""
+"""GPU kernels in Triton for norms, gates and heads, as in `layers.py`: each is one pass over memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from pointsman.engine.kernels.triton_attention import jit
 
 GATE_TILE = 1024
-"""Elements of a row that a program of the gate computes."""
+"""Number of elements of a row that one program of the gate computes."""
 
 
 @jit
@@ -26,7 +26,7 @@ def rms_norm_kernel(
     padded_width: tl.constexpr,
     adds: tl.constexpr,
 ):
-    """A row of out = y / sqrt(mean(y**2) + epsilon) * (weight + offset), where y = x, or total = x + addend."""
+    """One row of out = y / sqrt(mean(y**2) + epsilon) * (weight + offset), where y = x, or y = total = x + addend."""
     row = tl.program_id(0).to(tl.int64) * width
     d = tl.arange(0, padded_width)
     inside = d < width
@@ -49,14 +49,14 @@ def gate_kernel(
     is_silu: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """A part of a row of out = activation(both[:, :width]) * both[:, width:]."""
+    """One part of a row of out = activation(both[:, :width]) * both[:, width:]."""
     row, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * tile + tl.arange(0, tile)
     inside = d < width
     x = tl.load(both + row * 2 * width + d, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(both + row * 2 * width + width + d, mask=inside, other=0.0).to(tl.float32)
     if is_silu:
         bent = x / (1.0 + tl.exp(-x))
-    else:  # Hendrycks and Gimpel 2016, with the tangent: (1 + tanh(y)) / 2 = 1 / (1 + exp(-2y))
+    else:  # Hendrycks and Gimpel 2016, the form with tanh: (1 + tanh(y)) / 2 = 1 / (1 + exp(-2y))
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         bent = x / (1.0 + tl.exp(-2.0 * inner))
     tl.store(out + row * width + d, (bent * up).to(out.dtype.element_ty), mask=inside)
@@ -77,10 +77,10 @@ def _head(
     dim: tl.constexpr,
     rotary_dim: tl.constexpr,
 ):
-    """Heads [M, padded_dim] in float32 from `source` [M, 1], where each begins: normed, and rotated by the angles that
-    begin at `angles` of cos and sin, if so asked.
+    """Load heads [M, padded_dim] as float32 from their addresses `source` [M, 1]. Optionally norm them, and rotate them
+    by the angles at index `angles` of cos and sin.
 
-    Element i turns with element i + rotary_dim / 2 (Su et al. 2021).
+    Elements i and i + rotary_dim / 2 are a pair (Su et al. 2021).
     """
     x = tl.load(source + d[None, :], mask=inside, other=0.0).to(tl.float32)
     factor = 1.0
@@ -136,13 +136,13 @@ def heads_kernel(
     padded_k: tl.constexpr,
     padded_v: tl.constexpr,
 ):
-    """One token and KV head: its query heads normed and rotated to `query_out`, its key and value to their slot.
+    """For one token and KV head: norm and rotate its query heads to `query_out`, and write key and value to their slot.
 
     Args:
-        query, key, value: projections; strides in elements. Query heads lie behind each other.
+        query, key, value: projections; strides in elements. Query heads are contiguous.
         query_out: [T, heads, k_dim].
         slots: [T] int32: block * block_size + place; negative: nothing is written.
-        tails: [T] int32: slots behind the token that are zeroed, within its block.
+        tails: [T] int32: number of slots after the token, in its block, to zero.
         cos, sin: [T, rotary_dim].
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -179,7 +179,7 @@ def heads_kernel(
 
 
 def padded(size: int, least: int = 16) -> int:
-    """The power of two, not below `size` and `least`, that a kernel's tile has."""
+    """The size of a kernel's tile: the smallest power of two that is at least `size` and `least`."""
     return max(least, int(triton.next_power_of_2(size)))
 
 
@@ -223,7 +223,7 @@ class TritonLayers:
     """The kernels of fused layers on a GPU; see `LayerKernels`."""
 
     def takes(self, weight: Tensor) -> bool:
-        """Whether they compute with such weights."""
+        """See `LayerKernels.takes`."""
         return weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
     def norm(self, epsilon: float, offset: float) -> TritonNorm:

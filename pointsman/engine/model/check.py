@@ -1,16 +1,16 @@
-"""Whether a model computes correctly on the paged path: what is refused by its configuration, a probe, a self-check.
+"""Checks that a model computes correctly on the paged path, and refuses it otherwise.
 
 Wrong logits would look like a bad model, so a model is used only after three checks:
 
-1. `check_config` refuses what cannot work by construction: encoder-decoders, recurrent or hybrid layers, layers that
-   share KV, and rotary embeddings whose frequencies depend on the length of the batch (transformers reads the
-   largest position of the WHOLE batch, so one request would change another's). One such kind, "longrope", only
-   chooses between two sets of frequencies; `fix_longrope` chooses once, so that no batch can.
-2. `probe_layers` runs a few tokens with an attention function that only records. Every layer must ask for attention
-   exactly once; a model that computes attention on its own (ALiBi models do) never calls it. What it records,
-   KV heads and widths per layer, also sizes the pool.
-3. `SelfCheck` (in `self_check.py`) runs a ragged batch of chunks and decodes over a small pool of shuffled blocks and
-   compares every logit with a plain forward pass of transformers. Whatever the first two overlooked shows there.
+1. `check_config` refuses models that cannot work by construction: encoder-decoders, recurrent or hybrid layers, layers
+   that share KV, and rotary embeddings whose frequencies depend on the length of the batch. (transformers reads the
+   largest position of the WHOLE batch, so one request would change another's output.) One such kind, "longrope", only
+   chooses between two sets of frequencies. `fix_longrope` chooses once, when the model is loaded.
+2. `probe_layers` runs a few tokens with an attention function that only records its calls. Every layer must call it
+   exactly once. A model that computes attention in its own code (ALiBi models do) never calls it. The recorded KV heads
+   and widths of each layer also size the pool.
+3. `SelfCheck` (in `self_check.py`) runs a ragged batch of chunks and decodes over a small pool of shuffled blocks, and
+   compares every logit with a plain forward pass of transformers. It finds the errors that the first two checks miss.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def check_config(config: Any) -> None:
     """Refuse configurations that the paged path cannot compute.
 
     Raises:
-        UnsupportedModel: says which part, and why.
+        UnsupportedModel: a part is not supported; the message names it and the reason.
     """
     text = config.get_text_config(decoder=True)
     name = config.model_type
@@ -57,7 +57,7 @@ def check_config(config: Any) -> None:
     if getattr(config, "quantization_config", None):
         raise UnsupportedModel(f"{name} has quantized weights; use the unquantized model")
     for rope_type in rope_types(text):
-        if rope_type != "longrope":  # `fix_longrope` looks at it when there is a model
+        if rope_type != "longrope":  # `fix_longrope` checks it once the model is loaded
             check_rope_type(name, rope_type)
     other = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
     if other:
@@ -93,22 +93,22 @@ def check_rope_type(name: str, rope_type: str) -> None:
 
 
 def fix_longrope(model: Any, max_model_len: int | None) -> int | None:
-    """Choose between the two sets of frequencies of a "longrope" model for good, and return its longest sequence.
+    """Choose one of the two sets of frequencies of a "longrope" model permanently, and return its longest sequence.
 
-    Such a model has frequencies for sequences up to its original length and others for longer ones, and transformers
-    chooses again in every forward pass. Up to the original length the short set is what transformers uses for every
-    request. Beyond it, all requests get the long set: right from the first token for a prompt above the original
-    length, while transformers would run a shorter one with the short set until it has grown past that length, and
-    then compute all of it again.
+    Such a model has short frequencies for sequences up to its original length, and long ones for longer sequences.
+    transformers chooses again in every forward pass. If `max_model_len` is at most the original length, all requests
+    get the short set, as in transformers. Otherwise all requests get the long set. That is right for a prompt above the
+    original length. transformers would run a shorter sequence with the short set until it passes the original length,
+    and then recompute all of it.
 
     Args:
-        max_model_len: longest sequence that will be asked for; None: the original length.
+        max_model_len: longest sequence that requests may have; None: the original length.
 
     Returns:
-        Most tokens that a sequence may have with the chosen set; None where the model has no such embedding.
+        Maximum number of tokens of a sequence with the chosen set; None if the model has no such embedding.
 
     Raises:
-        UnsupportedModel: the model chooses in a way of its own.
+        UnsupportedModel: the model chooses its frequencies in another way.
     """
     config = model.config.get_text_config(decoder=True)
     name = model.config.model_type
@@ -126,12 +126,12 @@ def fix_longrope(model: Any, max_model_len: int | None) -> int | None:
         if is_long:
             frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](config, model.device, seq_len=original + 1)
         module.inv_freq.copy_(frequencies)
-        module.rope_type = "default"  # what transformers asks to know whether to choose
+        module.rope_type = "default"  # transformers chooses frequencies only if this is another type
         _check_fixed(name, module, original, config)
     if is_long:
         logger.warning(
-            "%s: the rotary embedding is fixed to its frequencies for more than %d tokens, for requests below that "
-            "too; transformers gives those the short ones. Set max_model_len to %d or less for the short ones",
+            "%s: all requests use the rotary frequencies for more than %d tokens, also shorter ones, for which "
+            "transformers uses the short frequencies. Set max_model_len to %d or less to use the short frequencies",
             name,
             original,
             original,
@@ -157,7 +157,7 @@ def _check_fixed(name: str, module: nn.Module, original: int, config: Any) -> No
 
 @dataclass(slots=True)
 class ProbedLayer:
-    """One attention module as the probe saw it."""
+    """One attention module, with the shape and window that the probe recorded."""
 
     module: nn.Module
     shape: LayerShape
@@ -165,7 +165,7 @@ class ProbedLayer:
 
 
 class _Recorder:
-    """Answers attention calls with zeros and notes the callers."""
+    """Returns zeros for attention calls, and records the callers."""
 
     def __init__(self) -> None:
         self.layers: list[ProbedLayer] = []
@@ -210,8 +210,8 @@ def probe_layers(model: Any) -> list[ProbedLayer]:
     if len(seen) != expected or len({id(layer.module) for layer in seen}) != expected:
         raise UnsupportedModel(
             f"{name}: {len({id(layer.module) for layer in seen})} of {expected} layers asked transformers' attention "
-            f"interface for attention, in {len(seen)} calls; each must once, because what computes attention on its "
-            "own (ALiBi, linear attention, state-space layers) never sees the paged KV"
+            f"interface for attention, in {len(seen)} calls; each layer must ask once, because a layer that computes "
+            "attention in its own code (ALiBi, linear attention, state-space layers) never sees the paged KV"
         )
     if recorder.masks:
         raise UnsupportedModel(f"{name} builds attention masks of its own, which the paged path would ignore")
@@ -220,7 +220,7 @@ def probe_layers(model: Any) -> list[ProbedLayer]:
 
 
 def _check_windows(name: str, config: Any, layers: list[ProbedLayer]) -> None:
-    """A window that the model applies through a mask only would be lost: each must arrive as an argument."""
+    """Refuse a window that does not arrive as an argument: one that is only in a mask would be ignored."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if window and not kinds and not any(layer.window for layer in layers):
@@ -241,7 +241,7 @@ def _check_windows(name: str, config: Any, layers: list[ProbedLayer]) -> None:
 
 
 def attach(layers: list[ProbedLayer]) -> AttentionContext:
-    """Give every attention module its paged handler; the context says what they attend over."""
+    """Give every attention module its paged handler. The returned context holds the plans and the pool of a step."""
     context = AttentionContext()
     for index, layer in enumerate(layers):
         set_handler(layer.module, PagedLayer(context, index, layer.shape))

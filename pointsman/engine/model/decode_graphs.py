@@ -1,15 +1,15 @@
-"""Decode steps as CUDA graphs: all that a step launches, recorded once for each number of rows and replayed.
+"""Runs decode steps as CUDA graphs: the kernels of a step are recorded once for each number of rows, and replayed.
 
-A step of one token a row launches some hundred kernels, each of which takes the host longer than a GPU needs for it
-where there are few rows. A graph of them is one launch. It reads and writes the same memory each time:
+A step of one token a row launches some hundred kernels. With few rows, launching a kernel takes the host longer than
+running it takes the GPU. A graph of all kernels is one launch. It reads and writes the same memory each time:
 
     inputs    one piece of memory, filled by one copy: tokens, positions, places in the pool, block tables, parameters
-    forward   input tokens, of which some are taken from where earlier steps left them; the model; logits
-    sample    logits; tokens, left for later steps and copied to the host
+    forward   input tokens, some of them from the places where earlier steps stored them; the model; logits
+    sample    logits; tokens, stored for later steps and copied to the host
 
-Two graphs, because a row with penalties, a grammar or log probabilities is sampled otherwise, from the same logits.
-Numbers of rows are rounded up to those of `bucket_sizes`. The rows beyond are padding: they attend to nothing, their KV
-is not kept, and their tokens go to a place that nothing reads.
+There are two graphs, because a row with penalties, a grammar or log probabilities is sampled in another way, from the
+same logits. The number of rows is rounded up to one of `bucket_sizes`. The rows beyond are padding: they attend to
+nothing, their KV is not kept, and their tokens go to a place that nothing reads.
 """
 
 from __future__ import annotations
@@ -51,40 +51,40 @@ def bucket_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DeviceTokens:
-    """The tokens that steps in flight have sampled, on the device: later steps take them from there.
+    """The tokens that steps in flight have sampled, on the device, where later steps read them.
 
     Args:
-        num_places: see `SampledTokens` (`runner.py`); one more is for the tokens of padding.
+        num_places: see `SampledTokens` (`runner.py`); one place is added for the tokens of padding.
     """
 
     def __init__(self, num_places: int, device: torch.device) -> None:
         self.tokens = torch.zeros(num_places + 1, dtype=torch.int64, device=device)
 
     @property
-    def unread(self) -> int:
+    def padding_place(self) -> int:
         """The place that nothing reads."""
         return len(self.tokens) - 1
 
     def has(self, places: Int64Array) -> bool:
-        """Whether there are such places."""
-        return int(places.max(initial=-1)) < self.unread
+        """Whether all these places exist."""
+        return int(places.max(initial=-1)) < self.padding_place
 
     def grow(self, num_places: int) -> None:
-        """Have at least so many places. Graphs that read the old memory must be recorded anew."""
+        """Grow to at least `num_places` places. Graphs that read the old memory must be recorded again."""
         grown = self.tokens.new_zeros(max(num_places, 2 * len(self.tokens)) + 1)
-        grown[: self.unread] = self.tokens[:-1]
+        grown[: self.padding_place] = self.tokens[:-1]
         self.tokens = grown
 
 
 class Recorder(Protocol):
-    """Makes a call of what was recorded, which does all again that `run` launched, over the same memory."""
+    """Records the kernels that a function launches, to launch them again over the same memory."""
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Run it, and record it."""
+        """Run `run`, record it, and return a function that replays it."""
 
 
 class CudaRecorder:
-    """Records CUDA graphs, which take their memory from one pool, as no two run at a time."""
+    """Records CUDA graphs. They share one memory pool, because no two run at the same time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -95,7 +95,7 @@ class CudaRecorder:
         run()  # compiles kernels, and lets libraries choose theirs
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):  # `torch.cuda.graph` would also empty caches, once a graph
+        with torch.cuda.stream(self._stream):  # `torch.cuda.graph` would also empty caches, for each graph
             graph.capture_begin(pool=self._pool)
             try:
                 run()
@@ -111,11 +111,11 @@ class DecodeRows:
     batches: Sequence[PagedBatch]
     """By group of layers."""
     token_ids: Int64Array
-    """[n] input tokens,"""
+    """[n] input tokens."""
     sources: Int64Array
-    """[n] and the places of those that steps before this one sample; -1: the token is known."""
+    """[n] places of the input tokens that earlier steps sample; -1: the token is in `token_ids`."""
     places: Int64Array | None
-    """[n] where its own tokens are left; None: nowhere."""
+    """[n] places that get the sampled tokens; None: the tokens are not stored."""
 
 
 @dataclass(slots=True)
@@ -130,11 +130,11 @@ class DecodeGraphs:
     Args:
         loaded: the model.
         pool: its KV.
-        backend: plans are made for it.
-        race: samples.
-        tokens: of steps in flight.
-        max_num_seqs: rows of a step, at most.
-        max_model_len: tokens of a sequence, at most.
+        backend: the attention that the plans are made for.
+        race: the sampler.
+        tokens: the tokens of steps in flight.
+        max_num_seqs: maximum number of rows of a step.
+        max_model_len: maximum number of tokens of a sequence.
         recorder: makes the graphs.
     """
 
@@ -165,28 +165,28 @@ class DecodeGraphs:
         size = size_on_device(self._inputs(largest, _padding(width, self._num_groups)))
         self._memory = torch.zeros(size, dtype=torch.uint8, device=self._device)
         self.logits = torch.zeros(largest, loaded.vocab_size, dtype=loaded.dtype, device=self._device)
-        """Of the last step, by row."""
+        """Logits of the last step, by row."""
         self.sampled = torch.zeros(largest, dtype=torch.int64, device=self._device)
-        """Tokens of the last step that was sampled here, by row,"""
+        """Tokens of the last step that was sampled here, by row."""
         self.ok = torch.zeros(largest, dtype=torch.uint8, device=self._device)
-        """and whether each has a finite maximum."""
+        """Whether the logits of each row of that step have a finite maximum."""
 
     def record_all(self, max_bytes: int, taken: Callable[[], int]) -> None:
-        """Record the graphs, the largest first, until they have taken so much memory.
+        """Record the graphs, the largest first, until they take more than `max_bytes`.
 
         Args:
-            max_bytes: of all.
-            taken: bytes that this process has of the device.
+            max_bytes: limit of all graphs together, checked before each graph.
+            taken: returns the bytes that this process has allocated on the device.
         """
         started, before = time.perf_counter(), taken()
         for size in reversed(self.sizes):
             if taken() - before > max_bytes:
-                logger.warning("there are no CUDA graphs of %d rows and fewer: the others took their memory", size)
+                logger.warning("no CUDA graphs of %d rows and fewer: the larger graphs used their memory", size)
                 break
             try:
                 self._recorded[size] = self._record(size)
-            except Exception as error:  # the model's own code may do what cannot be recorded
-                logger.warning("decode steps run without CUDA graphs, which cannot be made: %s", first_line(error))
+            except Exception as error:  # the model's code may contain operations that cannot be recorded
+                logger.warning("decode steps run without CUDA graphs; recording them failed: %s", first_line(error))
                 self.forget()
                 return
         self.sizes = sorted(self._recorded)
@@ -199,22 +199,22 @@ class DecodeGraphs:
         )
 
     def record_again(self) -> None:
-        """Make the graphs anew, after the memory of the tokens has changed."""
+        """Record all graphs again, after the memory of the tokens has changed."""
         for size in self.sizes:
             self._recorded[size] = self._record(size)
 
     def forget(self) -> None:
-        """Drop all graphs: steps then run without."""
+        """Drop all graphs; later steps run without graphs."""
         self._recorded.clear()
         self.sizes = []
 
     def size_for(self, num_rows: int) -> int | None:
-        """The rows of the graph for so many; None: there is none."""
+        """Rows of the smallest graph for `num_rows` rows; None: no graph is large enough."""
         at = bisect_left(self.sizes, num_rows)
         return self.sizes[at] if num_rows > 0 and at < len(self.sizes) else None
 
     def forward(self, rows: DecodeRows, parameters: Mapping[str, npt.NDArray[Any]] | None, size: int) -> Tensor:
-        """Compute the step; does not wait for it.
+        """Launch the forward pass of the step, without waiting for it.
 
         Args:
             parameters: `DeviceParameters.columns` for `size` rows; None: `sample` will not be called.
@@ -229,7 +229,11 @@ class DecodeGraphs:
         return self.logits[: len(rows.token_ids)]
 
     def sample(self, size: int) -> tuple[Tensor, Tensor]:
-        """Sample what `forward` computed: tokens and `ok` of each row, until the next call; does not wait."""
+        """Launch sampling from the logits of `forward`, without waiting for it.
+
+        Returns:
+            The token and `ok` of each row, until the next call.
+        """
         self._recorded[size].sample()
         return self.sampled[:size], self.ok[:size]
 
@@ -238,9 +242,9 @@ class DecodeGraphs:
     def _inputs(
         self, size: int, rows: DecodeRows, parameters: Mapping[str, npt.NDArray[Any]] | None = None
     ) -> dict[str, npt.NDArray[Any]]:
-        """What a graph of `size` rows reads. Only the tables at the end differ in size from step to step."""
+        """The arrays that a graph of `size` rows reads. Only the tables, at the end, vary in size between steps."""
         num_rows, batch = len(rows.token_ids), rows.batches[0]
-        unread, width = self._tokens.unread, batch.block_tables.shape[1]
+        padding_place, width = self._tokens.padding_place, batch.block_tables.shape[1]
 
         def column(values: npt.NDArray[Any], dtype: npt.DTypeLike, padding: int = 0) -> npt.NDArray[Any]:
             found = np.full(size, padding, dtype=dtype)
@@ -250,12 +254,14 @@ class DecodeGraphs:
         arrays: dict[str, npt.NDArray[Any]] = {
             "token_ids": column(rows.token_ids, np.int64),
             "sources": column(rows.sources, np.int64, -1),
-            "places": column(np.full(num_rows, unread) if rows.places is None else rows.places, np.int64, unread),
+            "places": column(
+                np.full(num_rows, padding_place) if rows.places is None else rows.places, np.int64, padding_place
+            ),
             "positions": column(batch.positions, np.int64),
             "tails": column(batch.tails, np.int32),
             "lens": column(batch.kv_lens, np.int32),
             "table_width": np.array([width], dtype=np.int32),
-            **(parameters if parameters is not None else DeviceParameters.columns(_no_rows(), size)),
+            **(parameters if parameters is not None else DeviceParameters.columns(_empty_batch(), size)),
         }
         tables = np.zeros((self._num_groups, size, width), dtype=np.int32)
         for group, of_group in enumerate(rows.batches):
@@ -304,14 +310,14 @@ class DecodeGraphs:
             return _Recorded(self._recorder.record(forward), self._recorder.record(sample))
 
 
-def _no_rows() -> SamplingBatch:
-    """Parameters of no rows."""
+def _empty_batch() -> SamplingBatch:
+    """Sampling parameters of a step without rows."""
     ints, floats = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float64)
     return SamplingBatch(0, ints, floats.astype(np.float32), ints, floats, floats, ints.astype(np.uint64))
 
 
 def _padding(width: int, num_groups: int) -> DecodeRows:
-    """A step without rows, whose tables have this width."""
+    """A step without rows, with tables of this width."""
     nothing = np.zeros(0, dtype=np.int64)
     batch = PagedBatch.build(nothing, nothing, np.zeros((0, width), dtype=np.int64), 1)
     batch.block_tables = np.zeros((0, width), dtype=np.int64)

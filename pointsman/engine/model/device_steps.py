@@ -1,9 +1,9 @@
-"""Steps whose tokens stay on the device: launched without waiting for any, and one copy of the results comes back.
+"""Launches steps on a GPU without waiting for earlier ones; sampled tokens stay on the device.
 
-A step is *plain* if its rows sample by temperature, top-k, top-p, min-p and seed, or greedily, and nothing else is
-wanted of them. All of it then runs on the device: input tokens that steps before it sample are taken from where those
-leave them (`DeviceTokens`), so a step can be launched before the one before it has ended. Of other steps the model runs
-here, too; they are sampled with the host's help, which waits for their logits.
+A step is *plain* if all its rows sample by temperature, top-k, top-p, min-p and seed, or greedily, and no row needs
+anything else. A plain step runs on the device entirely. It reads input tokens that earlier steps sample from the places
+where those steps store them (`DeviceTokens`), so it can be launched before the previous step has ended. Its results
+come back in one copy. Other steps run their forward pass here too, but the host waits for their logits to sample them.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class DeviceSteps:
         self._device = pool.device
         self._config = config
         self._race = DeviceRace(config.max_num_seqs, loaded.vocab_size, pool.device)
-        # A row is named again when the steps in flight that name it are over, so there are a few more than requests.
+        # A row is reused only after the steps in flight that use it have ended, so there are more rows than requests.
         num_rows = (1 + config.max_steps_in_flight) * config.max_num_seqs
         self._tokens = DeviceTokens(num_rows * config.max_steps_in_flight, pool.device)
         self._sampled = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=pool.device)
         self._ok = torch.zeros(config.max_num_seqs, dtype=torch.uint8, device=pool.device)
         self.graphs: DecodeGraphs | None = None
-        """Of decode steps; None: they are launched kernel by kernel."""
+        """Graphs of decode steps; None: decode steps are launched kernel by kernel."""
 
     def record_graphs(self, max_bytes: int, taken: Callable[[], int], recorder: Recorder | None) -> None:
-        """Make graphs for decode steps, if the attention can stand in them; see `ModelRunner.record_graphs`."""
+        """Record graphs of decode steps, if the attention supports them; see `ModelRunner.record_graphs`."""
         if not isinstance(self._backend, TritonAttention):
             return
         self.graphs = DecodeGraphs(
@@ -74,14 +74,14 @@ class DeviceSteps:
 
     @staticmethod
     def is_plain(prepared: PreparedStep) -> bool:
-        """Whether `launch` takes the step."""
+        """Whether the step is plain, so that `launch` can run it."""
         sampling = prepared.sampling_batch
         has_more = prepared.prompt_chunks or prepared.pooled_chunks or prepared.verification is not None
         needs_host = sampling.edits is not None or sampling.logprobs or sampling.errors
         return not (has_more or needs_host or prepared.transfers is not None or prepared.num_rows == 0)
 
     def launch(self, prepared: PreparedStep) -> FromDevice:
-        """Launch a plain step; its results are `tokens` [s] and `ok` [s], of the rows that sample."""
+        """Launch a plain step; its results are `tokens` [s] and `ok` [s] of the rows that sample."""
         num_sampled = len(prepared.sampling)
         size = self._graph_for(prepared)
         columns = DeviceParameters.columns(prepared.sampling_batch, size or num_sampled)
@@ -102,44 +102,44 @@ class DeviceSteps:
             return FromDevice({"tokens": sampled[:num_sampled], "ok": ok[:num_sampled]})
 
     def forward(self, prepared: PreparedStep) -> Tensor:
-        """Logits [len(logits_at), vocab_size] of a step that is sampled elsewhere; see `put`."""
+        """Logits [len(logits_at), vocab_size] of a step that the host samples; see `put`."""
         size = self._graph_for(prepared)
         with torch.inference_mode():
             if size is not None and self.graphs is not None:
-                return self.graphs.forward(self._decode_rows(prepared, leaves=False), None, size)
+                return self.graphs.forward(self._decode_rows(prepared, stores=False), None, size)
             return self._run(prepared, {})[0]
 
     def put(self, places: Int64Array, token_ids: Int64Array) -> None:
-        """Leave what was sampled elsewhere for later steps."""
-        self._make_room(places)
+        """Store tokens that the host sampled, for later steps."""
+        self._ensure_places(places)
         tensors = to_device({"places": places, "tokens": token_ids}, self._device)
         self._tokens.tokens.index_copy_(0, tensors["places"], tensors["tokens"])
 
-    def _make_room(self, places: Int64Array) -> None:
+    def _ensure_places(self, places: Int64Array) -> None:
         if not self._tokens.has(places):
             self._tokens.grow(int(places.max()) + 1)
             if self.graphs is not None:
                 self.graphs.record_again()
 
     def _graph_for(self, prepared: PreparedStep) -> int | None:
-        """The rows of the graph that computes the step; None: there is none."""
+        """Rows of the graph that computes the step; None: no graph can."""
         if prepared.links is not None:
-            self._make_room(prepared.links.sampled)
+            self._ensure_places(prepared.links.sampled)
         num_rows = prepared.num_rows
         is_decode = prepared.batch.num_tokens == num_rows == prepared.num_logits == len(prepared.sampling)
         return self.graphs.size_for(num_rows) if is_decode and self.graphs is not None else None
 
     @staticmethod
-    def _decode_rows(prepared: PreparedStep, *, leaves: bool = True) -> DecodeRows:
+    def _decode_rows(prepared: PreparedStep, *, stores: bool = True) -> DecodeRows:
         links = prepared.links
         sources = np.full(prepared.num_rows, -1, dtype=np.int64)
         if links is not None:
             sources[links.unsampled] = links.sources
-        places = links.sampled if links is not None and leaves else None
+        places = links.sampled if links is not None and stores else None
         return DecodeRows(prepared.batches, prepared.token_ids.numpy(), sources, places)
 
     def _run(self, prepared: PreparedStep, more: Mapping[str, npt.NDArray[Any]]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The logits of a step, kernel by kernel; and `more`, on the device."""
+        """Launch a step kernel by kernel; returns its logits, and `more` on the device."""
         links = prepared.links
         arrays: dict[str, npt.NDArray[Any]] = {
             "token_ids": prepared.token_ids.numpy(),
@@ -160,6 +160,6 @@ class DeviceSteps:
             [self._backend.plan(batch) for batch in prepared.batches],
             token_ids,
             tensors["positions"],
-            None if prepared.wants_all_logits else tensors["logits_at"],
+            None if prepared.needs_all_logits else tensors["logits_at"],
         )
         return logits, tensors

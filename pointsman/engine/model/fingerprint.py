@@ -1,8 +1,8 @@
-"""A name for what a model computes with: equal for two engines only if keys and values of one are those of the other.
+"""Computes a model's fingerprint: two engines have the same one only if they compute the same keys and values.
 
-It is a SHA-256 digest over the model's configuration and the bytes of every weight as it is in memory, so it also
-changes when weights are changed there. One engine with fused layers and one without differ, and so do weights in 8
-bits: their keys and values differ in their last bits, too. It reads about a gigabyte a second.
+It is a SHA-256 digest over the model's configuration and the bytes of every weight in memory, so it also changes when
+weights are changed in memory. Fused layers and 8-bit weights give other fingerprints than the plain model, because
+their keys and values differ in the last bits. Hashing runs at about a gigabyte a second.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from pointsman.engine.model.linear import JoinedLinear
 if TYPE_CHECKING:
     from pointsman.engine.model.loaded import LoadedModel
 
-NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_attn_implementation")
-"""Entries of a configuration that say where it came from; the dtypes of the weights are hashed with the weights."""
+IGNORED_ENTRIES = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_attn_implementation")
+"""Entries of a configuration that do not affect the computation. Dtypes are hashed with the weights."""
 
 
 def model_fingerprint(loaded: LoadedModel) -> bytes:
-    """32 bytes. The weights must not change while it is computed.
+    """The fingerprint, 32 bytes. The weights must not change while it is computed.
 
     Raises:
-        UnsupportedModel: some of its weights could not be found, so that it might be taken for another model.
+        UnsupportedModel: some weights could not be found, so the model might be confused with another one.
     """
     digest = hashlib.sha256()
     config = loaded.config.to_dict()
-    known = {name: value for name, value in config.items() if name not in NOT_COMPUTED_WITH}
+    known = {name: value for name, value in config.items() if name not in IGNORED_ENTRIES}
     digest.update(json.dumps(known, sort_keys=True, default=repr).encode())
     seen: set[int] = set()
     num_elements = 0
     for name, tensor, source in _tensors(loaded.model):
-        is_copy = source in ("joined", "scales")  # its memory is another's in a moment
+        is_copy = source in ("joined", "scales")  # freed and reused right after, so its address is no identity
         is_new = is_copy or tensor.data_ptr() not in seen
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {is_new}".encode())
         if is_new:  # embeddings may be tied
@@ -51,13 +51,13 @@ def model_fingerprint(loaded: LoadedModel) -> bytes:
     if num_elements < loaded.num_parameters:
         raise UnsupportedModel(
             f"the model's fingerprint covers {num_elements:,} of {loaded.num_parameters:,} weights, so a KV store "
-            "could take it for another one; load it with fuse=False"
+            "could confuse it with another model; load it with fuse=False"
         )
     return digest.digest()
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Literal["weight", "buffer", "joined", "scales"]]]:
-    """Every tensor that the model's modules hold, with its name; those of joined layers may be copies."""
+    """Every tensor of the model's modules, with its name; the tensors of joined layers may be copies."""
     for path, module in model.named_modules():
         if isinstance(module, JoinedLinear):
             for name, tensor in sorted(module.plain_weights().items()):
@@ -72,7 +72,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Literal["weight", 
 
 
 def _tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """A tensor, or those in the fields of a record, and of records in it."""
+    """The value, if it is a tensor; the tensors in its fields and in nested fields, if it is a dataclass."""
     if isinstance(value, Tensor):
         yield "", value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -1,4 +1,4 @@
-"""One forward pass of a transformers model over a flat batch of tokens: what the checks and the runner share."""
+"""Runs one forward pass of a transformers model over a flat batch of tokens, for the checks and the runner."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def run_model(
 
     Args:
         token_ids, positions: [t] int64.
-        keep: [r] int64, the rows whose logits are wanted; None: all.
-        num_rows: at least t: how many rows to compute; those beyond repeat the last token and are no part of the
-            result. Only for attention backends that leave them out.
+        keep: [r] int64, the rows whose logits are returned; None: all.
+        num_rows: number of rows to compute, at least t. The rows beyond t repeat the last token and are not in the
+            result. Only for attention backends that skip these rows.
 
     Returns:
         [r or t, vocab_size] logits.
@@ -59,11 +59,12 @@ def run_paged(
     keep: Tensor | None,
     num_rows: int | None = None,
 ) -> Tensor:
-    """`run_model` over the pool: the step's KV is written there, and attended to.
+    """`run_model` over the pool: the step's KV is written to the pool, and attended to there.
 
     Args:
-        plans: the backend's, by group of layers.
-        token_ids, positions, keep, num_rows: see `run_model`; the last layer computes no others than `keep`, if it can.
+        plans: the backend's plan for each group of layers.
+        token_ids, positions, keep, num_rows: see `run_model`. The last layer computes only the rows of `keep`, if it
+            can.
     """
     early, late = (keep, None) if loaded.drops_tokens_early else (None, keep)
     context = loaded.context
@@ -75,12 +76,12 @@ def run_paged(
 
 
 def lengthened(values: Tensor, length: int) -> Tensor:
-    """[n] -> [length], the last value repeated; an empty tensor stays empty."""
+    """[n] -> [length]: the last value is repeated. An empty tensor stays empty."""
     more = length - len(values)
     return torch.cat([values, values[-1:].expand(more)]) if more > 0 and len(values) else values
 
 
 @cache
 def takes_logits_to_keep(forward: Callable[..., Any]) -> bool:
-    """Whether a model, given by its class's `forward`, can compute the logits of selected rows only; nearly all can."""
+    """Whether a model, given by its class's `forward`, can compute logits of selected rows only. Nearly all can."""
     return "logits_to_keep" in inspect.signature(forward).parameters

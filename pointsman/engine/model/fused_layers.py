@@ -1,11 +1,11 @@
-"""Parts of a decoder layer that compute with fewer and larger operations: what `fusion.py` puts in a model's place.
+"""Fused parts of a decoder layer, which compute with fewer and larger operations. `fusion.py` puts them into a model.
 
-What is between matrix products is computed by kernels of the device (`LayerKernels`). They read raw memory, so shapes
-and types that would not fit are errors here.
+Kernels of the device (`LayerKernels`) compute the operations between matrix products. They read raw memory, so wrong
+shapes and types are errors here.
 
-A step has hundreds of calls, and Python is slow after every product, which leaves nothing of it in the processor's
-caches. So parts call the `forward` of their parts, on which no hooks are set, and keep them in a tuple as well: an
-attribute that is a module is looked up by Python code of PyTorch's.
+A step has hundreds of calls, and Python is slow after every product, because the product evicts the interpreter from
+the processor's caches. So each part calls `forward` of its own parts directly, as they have no hooks. It also keeps
+them in a tuple: PyTorch looks up an attribute that is a module in Python code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class FusedNorm(nn.Module):
         weight: [width].
         epsilon: added to the mean square.
         offset: added to the weight; 1 in the Gemma families.
-        kernels: of the weight's device.
+        kernels: the layer kernels of the weight's device.
     """
 
     def __init__(self, weight: Tensor, epsilon: float, offset: float, kernels: LayerKernels) -> None:
@@ -43,7 +43,7 @@ class FusedNorm(nn.Module):
         return out
 
     def add_and_norm(self, x: Tensor, addend: Tensor) -> tuple[Tensor, Tensor]:
-        """x + addend, and its norm; both arguments contiguous, of one shape."""
+        """The sum x + addend, and its norm. Both arguments are contiguous and have the same shape."""
         total, out = torch.empty_like(x), torch.empty_like(x)
         self._run(x, out, addend, total)
         return total, out
@@ -63,7 +63,7 @@ class FusedMLP(nn.Module):
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: str, kernels: LayerKernels) -> None:
         super().__init__()
         if gate.out_features != up.out_features:
-            raise ValueError(f"the gate has {gate.out_features} features and what it gates {up.out_features}")
+            raise ValueError(f"gate_proj has {gate.out_features} output features and up_proj {up.out_features}")
         self.gate_up = JoinedLinear([gate, up])
         self.down = JoinedLinear([down])
         self._kernel = kernels.gate(gate.out_features, activation)
@@ -79,10 +79,10 @@ class FusedMLP(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """Attention from hidden states to hidden states.
+    """Attention from hidden states to hidden states, in four operations.
 
-    One product for queries, keys and values; one pass that norms and rotates them and writes the pool; the paged
-    kernel; one product for the output.
+    One product computes queries, keys and values. One pass norms and rotates them and writes the pool. Then come the
+    paged kernel and one product for the output.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class FusedAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """[1, T, hidden] and (cos, sin) [1, T, rotary_dim] -> [1, T, hidden], or [1, r, hidden] of the tokens to keep.
 
-        Keys and values are those of all tokens, in any case.
+        Keys and values of all tokens are computed in any case.
         """
         backend, plan, keys, values = self.layer.step()
         to_qkv, to_output = self._products
@@ -147,11 +147,12 @@ class FusedLayer(nn.Module):
         self.second_norm = second_norm
         self.mlp = mlp
         self.context: AttentionContext | None = None
-        """Of a model's last layer: says which tokens' outputs are needed. The others need keys and values only."""
+        """Set on a model's last layer only: names the tokens whose outputs are needed. For the other tokens only keys
+        and values are computed."""
         self._parts = first_norm, attention, second_norm, mlp
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        """[1, T, hidden] -> [1, T, hidden], or fewer, see `context`; further arguments are those of the attention."""
+        """[1, T, hidden] -> [1, T, hidden], or fewer tokens, see `context`. Other arguments go to the attention."""
         keep = None if self.context is None else self.context.keep
         position_embeddings = keywords.get("position_embeddings")
         first_norm, attention, second_norm, mlp = self._parts

@@ -1,18 +1,18 @@
-"""Make a loaded model faster without knowing what model it is.
+"""Replaces parts of any loaded model by faster ones that compute the same, without a list of model families.
 
 Most decoder-only families are built of the same parts under the same names: RMS norms, a gated MLP, and attention
 with separate projections, optional norms per head and rotary embeddings. Each such part can be computed with fewer and
-larger operations (`fused_layers.py`). Which parts a model has is found out by trying:
+larger operations (`fused_layers.py`). Trials find the parts that a model has:
 
 1. A part is recognised by its submodules, and a replacement is built from them.
-2. The model runs once, on a small mixed batch, and what goes into every part is noted.
-3. Part and replacement answer the same questions, in float32 whatever the model's type: what was noted, and variations
-   of it that a real model may come to (`variations`): much larger inputs, inputs with another mean, later positions. A
-   replacement that answers all of them as the part does takes its place. One that does not is dropped: the family does
-   something there that only looks alike, such as a clamp or a scale by position, and keeps its own code.
+2. The model runs once, on a small mixed batch, and the inputs of every part are recorded.
+3. Part and replacement run on the same inputs in float32, for any type of model. The inputs are the recorded ones and
+   variations that a real model may produce (`variations`): much larger inputs, inputs with another mean, later
+   positions. If all outputs match, the replacement takes the part's place. If one differs, the part stays: its code
+   does something that the replacement does not, such as a clamp or a scale by position.
 
-So no family is named here, and a part is never replaced on faith. The self-check of the whole model runs once more
-afterwards.
+So a part is replaced only after its replacement has been tested. Afterwards the self-check of the whole model runs once
+more.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ logger = logging.getLogger(__name__)
 Builder: TypeAlias = Callable[[], nn.Module]
 
 TOLERANCE = 2e-5
-"""Largest difference between a part's answer and its replacement's in float32, relative to the row's largest number.
+"""Largest difference between outputs of a part and its replacement in float32, relative to the row's largest number.
 
-Seen over the tested families: up to 5e-7 where the replacement is right, 0.1 and more where it is not.
+In the tested families: up to 5e-7 if the replacement is right, at least 0.1 if it is wrong.
 """
 SCALED_TOLERANCE = 2e-3
-"""The same for scaled inputs: scores of hundreds turn a rounding into 4e-5. A clamp makes everything of it."""
+"""The same for scaled inputs: with scores of hundreds, rounding alone makes 4e-5. A clamp makes far more."""
 SCALES = (30.0, 1000.0)
-"""How much larger than noted the inputs of a part are made: clamps, and activations that differ far out, show."""
-FAR = 1_000_003
-"""How much later than noted the positions are said to be."""
+"""Factors by which recorded inputs are scaled. They expose clamps, and activations that differ for large inputs."""
+POSITION_OFFSET = 1_000_003
+"""Number of positions by which recorded positions are moved."""
 
 
 # ------------------------------------------------------------------------------------------ what may be replaced
@@ -60,7 +60,7 @@ FAR = 1_000_003
 
 @dataclass(slots=True)
 class Part:
-    """A part of the model that looks like something there is a replacement for."""
+    """A part of the model that has a likely replacement."""
 
     parent: nn.Module
     name: str
@@ -71,20 +71,20 @@ class Part:
 
 @dataclass(slots=True)
 class Call:
-    """What went into a call of a module."""
+    """The inputs of a call of a module."""
 
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
     tolerance: float = TOLERANCE
-    """How much an answer to it may differ."""
+    """Largest allowed difference of the outputs."""
 
 
 def find_parts(model: nn.Module, options: dict[nn.Module, dict[str, Any]], kernels: LayerKernels) -> Iterator[Part]:
-    """All parts with a likely replacement, outer ones before those inside them.
+    """All parts with a likely replacement, each before the parts inside it.
 
     Args:
         options: for each attention module the keywords of its calls of the attention function.
-        kernels: what the replacements compute with.
+        kernels: the layer kernels of the replacements.
     """
     for parent in model.modules():
         for name, module in parent.named_children():
@@ -93,7 +93,11 @@ def find_parts(model: nn.Module, options: dict[nn.Module, dict[str, Any]], kerne
 
 
 def candidates_for(module: Any, options: dict[str, Any] | None, kernels: LayerKernels) -> list[Builder]:
-    """Builders of what might replace a module; `options`: how it calls the attention function, if it does."""
+    """Builders of possible replacements of a module.
+
+    Args:
+        options: the keywords of its calls of the attention function; None: it does not call that function.
+    """
     if is_fused_layer(module):
         norms = module.input_layernorm, module.post_attention_layernorm
         return [partial(FusedLayer, norms[0], module.self_attn, norms[1], module.mlp)]
@@ -108,7 +112,7 @@ def candidates_for(module: Any, options: dict[str, Any] | None, kernels: LayerKe
 
 
 def is_fused_layer(module: nn.Module) -> bool:
-    """Whether a module has the four parts of a usual decoder layer and no others, all of them fused already."""
+    """Whether a module has exactly the four parts of a usual decoder layer, all of them fused already."""
     return {name: type(child) for name, child in module.named_children()} == {
         "self_attn": FusedAttention,
         "mlp": FusedMLP,
@@ -176,15 +180,15 @@ def attention_candidates(module: Any, options: dict[str, Any], kernels: LayerKer
 
 
 def fuse(model: nn.Module, step: FirstStep, *, store: bool) -> Counter[str]:
-    """Replace what can be replaced, in place. What has been replaced is freed at once, so memory holds little twice.
+    """Replace all parts that can be replaced, in place. Each replaced part is freed at once, to limit peak memory.
 
     Args:
         model: attached to paged attention with a `FusedAttentionBackend`.
         step: runs the model on a mixed batch.
-        store: put the weights of what is replaced into their final form.
+        store: put the weights of the replacements into their final form.
 
     Returns:
-        How many parts of each kind were replaced.
+        Number of replaced parts of each kind.
     """
     options = _attention_calls(model, step.forward)
     kernels = cast(FusedAttentionBackend, step.context.backend).kernels
@@ -216,10 +220,12 @@ def fuse(model: nn.Module, step: FirstStep, *, store: bool) -> Counter[str]:
 
 
 def drop_tokens_early(model: nn.Module, step: FirstStep) -> bool:
-    """Let the last layer compute only the tokens whose logits are needed; whether a trial shows that it does so
-    correctly.
+    """Let the last layer compute only the tokens whose logits are needed, if a trial shows that it does so correctly.
 
-    Of a chunk of a prompt that is one token or none, and the layer's largest products are spared for the others.
+    In a chunk of a prompt that is one token or none. The layer's largest products then skip the other tokens.
+
+    Returns:
+        Whether the last layer now does so.
     """
     layer = next((module for module in reversed(list(model.modules())) if isinstance(module, FusedLayer)), None)
     if layer is None:
@@ -228,9 +234,9 @@ def drop_tokens_early(model: nn.Module, step: FirstStep) -> bool:
     layer.context = step.context
     try:
         right = all(
-            _answers_alike(step, keep, want[keep]) for keep in (torch.tensor([len(want) - 1, 2]), torch.arange(0))
+            _logits_match(step, keep, want[keep]) for keep in (torch.tensor([len(want) - 1, 2]), torch.arange(0))
         )
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:  # it is not the last, for one
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:  # for example, the layer is not the last
         logger.info("the last layer computes all tokens: %s", first_line(error))
         right = False
     finally:
@@ -240,8 +246,8 @@ def drop_tokens_early(model: nn.Module, step: FirstStep) -> bool:
     return right
 
 
-def _answers_alike(step: FirstStep, keep: Tensor, want: Tensor) -> bool:
-    """Whether the logits of the tokens to keep, `want` [r, vocab_size], come out when only they are asked for."""
+def _logits_match(step: FirstStep, keep: Tensor, want: Tensor) -> bool:
+    """Whether a step that computes only the tokens of `keep` gives their expected logits, `want` [r, vocab_size]."""
     step.context.keep = keep
     got = step.forward()
     if got.shape != want.shape:
@@ -250,7 +256,7 @@ def _answers_alike(step: FirstStep, keep: Tensor, want: Tensor) -> bool:
 
 
 def _one_by_one(parts: list[Part]) -> Iterator[Part]:
-    """The parts in order; none is kept when the next is asked for."""
+    """The parts in order; the list drops each part before the next, so that it can be freed."""
     parts.reverse()
     while parts:
         yield parts.pop()
@@ -281,7 +287,7 @@ def _attention_calls(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module
 def _record(
     model: nn.Module, parts: Iterable[Part], called: WeakSet[nn.Module], run: Callable[[], Any]
 ) -> dict[nn.Module, Call]:
-    """Run the model once and note the first call of each part; linear layers that are called are added to `called`."""
+    """Run the model once and record the first call of each part. Called linear layers are added to `called`."""
     calls: dict[nn.Module, Call] = {}
 
     def note_linear(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
@@ -302,7 +308,7 @@ def _record(
 
 
 def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The value with every tensor in it changed, within tuples, lists and dictionaries."""
+    """The value with `change` applied to every tensor in it, also within tuples, lists and dictionaries."""
     if isinstance(value, Tensor):
         return change(value)
     if type(value) in (tuple, list):
@@ -316,29 +322,29 @@ def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def replacement_for(part: Part, call: Call, kernels: LayerKernels) -> nn.Module | None:
-    """The first replacement that answers every question as the part does; None: the part stays."""
+    """The first replacement whose outputs match the part's for all inputs; None: the part stays."""
     module = part.module
     with torch.inference_mode():
-        if is_fused_layer(module):  # only the way its parts are put together is new: no rounding between
-            exact, questions = module, [call]
+        if is_fused_layer(module):  # its parts stay the same, so there is no new rounding
+            exact, inputs = module, [call]
         else:
             try:
                 exact = exact_copy(module)
-                questions = list(variations(Call(*each_tensor((call.arguments, call.keywords), _as_float32))))
-            except Exception as error:  # the part may be anything, and its own code is there to stay
+                inputs = list(variations(Call(*each_tensor((call.arguments, call.keywords), _as_float32))))
+            except Exception as error:  # the part may be any code, and can stay as it is
                 logger.debug("%s is not replaced: %s: %s", part.name, type(error).__name__, error)
                 return None
         for index, build in enumerate(candidates_for(exact, part.options, kernels)):
-            if (replacement := _tried(build, exact, questions)) is not None:
+            if (replacement := _matching_replacement(build, exact, inputs)) is not None:
                 return replacement if exact is module else candidates_for(module, part.options, kernels)[index]()
     return None
 
 
-def _tried(build: Builder, exact: nn.Module, questions: list[Call]) -> nn.Module | None:
-    """What `build` makes, if it answers as `exact` does. Where either raises, it does not."""
+def _matching_replacement(build: Builder, exact: nn.Module, inputs: list[Call]) -> nn.Module | None:
+    """The module that `build` makes, if its outputs match those of `exact`; None if not, or if either raises."""
     try:
         replacement = build()
-        return replacement if answers_alike(exact, replacement, questions) else None
+        return replacement if outputs_match(exact, replacement, inputs) else None
     except Exception as error:
         logger.debug("%s is not replaced: %s: %s", type(exact).__name__, type(error).__name__, error)
         return None
@@ -363,17 +369,19 @@ def _as_float32(tensor: Tensor) -> Tensor:
 
 
 def variations(call: Call) -> Iterator[Call]:
-    """The call, and others that a part must answer alike: inputs far from those noted, and far positions.
+    """The recorded call, and calls with much larger inputs, another mean, and much later positions.
 
-    Rotary angles stay as they were noted. So a part that uses positions in another way than through them, to scale its
-    queries, say, gives itself away.
+    Rotary angles stay as recorded. So the output of a part changes here if the part also uses positions in another way,
+    for example to scale its queries.
     """
     yield call
     for scale in SCALES:
         yield _with_input(call, partial(_scaled, scale), SCALED_TOLERANCE)
     yield _with_input(call, lambda x: x + 3 * x.std(), TOLERANCE)
     if any(_is_position(value) for value in call.keywords.values()):
-        moved = {name: value + FAR if _is_position(value) else value for name, value in call.keywords.items()}
+        moved = {
+            name: value + POSITION_OFFSET if _is_position(value) else value for name, value in call.keywords.items()
+        }
         yield Call(call.arguments, moved)
 
 
@@ -386,16 +394,16 @@ def _is_position(value: Any) -> bool:
 
 
 def _with_input(call: Call, change: Callable[[Tensor], Tensor], tolerance: float) -> Call:
-    """The call with its hidden states changed: the first argument, or the one of that name."""
+    """The call with `change` applied to its hidden states: the first argument, or the keyword `hidden_states`."""
     if call.arguments:
         return Call((change(call.arguments[0]), *call.arguments[1:]), call.keywords, tolerance)
     return Call((), {**call.keywords, "hidden_states": change(call.keywords["hidden_states"])}, tolerance)
 
 
-def answers_alike(part: nn.Module, replacement: nn.Module, calls: Iterable[Call]) -> bool:
-    """Whether two modules give the same outputs but for rounding."""
+def outputs_match(part: nn.Module, replacement: nn.Module, calls: Iterable[Call]) -> bool:
+    """Whether two modules give the same outputs up to rounding."""
     for call in calls:
-        # Each gets its own copy of what goes in, as either may change it in place.
+        # Each gets its own copy of the inputs, because a module may change them in place.
         want, got = (
             one(*each_tensor(call.arguments, Tensor.clone), **each_tensor(call.keywords, Tensor.clone))
             for one in (part, replacement)
@@ -410,7 +418,7 @@ def answers_alike(part: nn.Module, replacement: nn.Module, calls: Iterable[Call]
 
 
 def is_close(got: Any, want: Any, tolerance: float) -> bool:
-    """Whether two outputs [..., width] differ by rounding at most, row by row."""
+    """Whether two outputs [..., width] are equal up to rounding in every row."""
     if not (isinstance(got, Tensor) and isinstance(want, Tensor)) or got.shape != want.shape or got.dtype != want.dtype:
         return False
     error = (got.float() - want.float()).abs().amax(dim=-1)

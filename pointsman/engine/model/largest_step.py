@@ -1,8 +1,8 @@
-"""The largest step that an engine may schedule, run once so that its memory can be measured (`engine/memory.py`).
+"""Runs the largest step that an engine may schedule, so that its memory can be measured (`engine/memory.py`).
 
-As many requests as may run share all tokens of a step, all of them sample, and each uses what takes the sampler most
-memory. The scheduler is real, its blocks are only numbers: every entry of the block tables is block 0 of a pool that
-has no other, so that the run needs no KV memory. What it computes means nothing.
+The maximum number of requests share the token budget. All of them sample, with the parameters that take most memory.
+The scheduler is real, but every entry of its block tables is block 0 of a pool with one block, so the run needs almost
+no KV memory. The results are meaningless.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pointsman.engine.params.sampling import SamplingParams
 SAMPLING = SamplingParams(
     max_tokens=1, ignore_eos=True, top_p=0.9, repetition_penalty=1.1, presence_penalty=0.5, logprobs=1, seed=0
 )
-"""A sort of the vocabulary, counts of its tokens and a second distribution over it. Log probabilities of prompts, which
-take a distribution for every token, are not in it: they are few."""
+"""Needs a sort of the vocabulary, counts of its tokens and a second distribution. Prompt log probabilities, which take
+a distribution for every token, are not included, because they are rare."""
 
 
-class _InOneBlock(Scheduler):
+class _OneBlockScheduler(Scheduler):
     """A scheduler whose requests all have their KV in block 0."""
 
     __slots__ = ()
@@ -42,9 +42,10 @@ class _InOneBlock(Scheduler):
 
 
 def prompt_lengths(config: SchedulerConfig) -> list[int]:
-    """Prompt tokens of each request of the largest step. There is a request for each token that a step may sample, with
-    drafts more than `max_num_seqs`, and `max_num_batched_tokens` tokens in all, or what sequences of `max_model_len`
-    with one output token hold.
+    """Prompt tokens of each request of the largest step.
+
+    There is one request for each token that a step may sample; with drafts these are more than `max_num_seqs`. Together
+    they have `max_num_batched_tokens` tokens, or fewer if `max_model_len` limits each prompt.
     """
     num_rows = min(config.max_num_seqs * (1 + config.num_draft_tokens), config.max_num_batched_tokens)
     each, more = divmod(config.max_num_batched_tokens, num_rows)
@@ -59,10 +60,10 @@ def run_largest_step(
 
     Args:
         loaded: the model.
-        attention: that computes its attention.
-        config: of the engine; of its policies none takes part.
-        layout: of the KV pool.
-        kv_dtype: of its elements.
+        attention: the backend that computes its attention.
+        config: the engine's configuration; its policies are not used.
+        layout: layout of the KV pool.
+        kv_dtype: type of the pool's elements.
     """
     lengths = prompt_lengths(config)
     own = SchedulerConfig(
@@ -74,7 +75,7 @@ def run_largest_step(
         kv_groups=config.kv_groups,
         enable_prefix_caching=False,
     )
-    scheduler = _InOneBlock(own.replace(num_blocks=len(lengths) * own.most_blocks(max(lengths) + 1)))
+    scheduler = _OneBlockScheduler(own.replace(num_blocks=len(lengths) * own.most_blocks(max(lengths) + 1)))
     pool = KVPool(
         loaded.layers,
         num_blocks=1,

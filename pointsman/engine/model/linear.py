@@ -1,20 +1,20 @@
-"""Linear layers with their weights stored the way the matrix kernels of the CPU read them, or in 8 bits.
+"""Linear layers whose weights are stored in the order that the CPU's matrix kernels read, or in 8 or 4 bits.
 
-oneDNN, which PyTorch computes with on CPUs, multiplies fastest with weights in blocks of its own order. `F.linear`
-keeps them row by row and reorders them, in part, in every call; here they are reordered once. On the machine where this
-was measured a product of 8 to 64 rows takes half to two thirds of the time. The operators are private to PyTorch, so
-they are tried before they are used, and where they are missing or wrong weights stay as they are.
+PyTorch uses oneDNN on CPUs, which multiplies fastest with weights in blocks of its own order. `F.linear` keeps weights
+row by row and reorders a part of them in every call. Here they are reordered once: on the machine where this was
+measured, a product of 8 to 64 rows takes half to two thirds of the time. The operators are private to PyTorch, so they
+are tested before use. If they are missing or wrong, weights are stored row by row.
 
-With `int8`, weights are rounded to 8 bits per output feature when the model is loaded: a quarter of the memory, and
-less to read for each token. Activations are split into two 8-bit rows, the second for what the first one rounds off, so
-both go through one product and the outputs are those of 16 bits. With 8 bits alone, the perplexity of a small model
-rose by 4 % instead of 0.3 %. Sums of 8-bit products are exact, and each row has scales of its own, so its output does
-not depend on the rows beside it.
+With `int8`, weights are rounded to 8 bits per output feature when the model is loaded. That takes a quarter of the
+memory, and less to read for each token. Activations are split into two 8-bit rows: the second holds the rounding error
+of the first. Both go through one product, so outputs have the precision of 16 bits. With 8 bits alone, the perplexity
+of a small model rose by 4 % instead of 0.3 %. Sums of 8-bit products are exact, and each row has its own scales, so a
+row's output does not depend on the other rows.
 
-With `int4`, weights that were in 4 bits in a file (GGUF's Q4_0, Q4_1, Q4_K) are also kept so. Up to `SMALL_BATCH` rows
-are multiplied with them by activations in bfloat16, and half as much is read. The time of a 4-bit product grows with
-its rows, so more rows are multiplied with the same numbers in 8 bits, or packed if the model is in bfloat16. A row's
-output then depends a little on how many rows a step has.
+With `int4`, weights that a file has in 4 bits (GGUF's Q4_0, Q4_1, Q4_K) are kept in 4 bits as well. Up to `SMALL_BATCH`
+rows are computed with them and activations in bfloat16, which reads half as much. The time of a 4-bit product grows
+with its rows, so more rows use the same numbers in 8 bits, or packed if the model is in bfloat16. So a row's output
+depends a little on the number of rows in its step.
 """
 
 from __future__ import annotations
@@ -38,34 +38,35 @@ logger = logging.getLogger(__name__)
 
 JOINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PACKED_FOR_ROWS = 64
-"""The number of rows that the order is chosen for; any number can be multiplied."""
-PACKED_FROM = 1 << 18
-"""Elements of a weight from which packing pays for any number of rows: a packed product costs 14 us before it begins, a
-plain one 2."""
-KEPT_BOTH_WAYS_FROM = 1 << 16
-"""Elements of a weight from which packing pays for many rows. It is then kept both ways, which is a MiB at most."""
-MANY_ROWS = 8
-"""From this many rows on, the packed form of a weight that is kept both ways is used."""
+"""The number of rows that the order is optimised for; it works for any number."""
+MIN_SIZE_PACKED = 1 << 18
+"""Minimum number of elements of a weight for which packing is faster with any number of rows: a packed product has an
+overhead of 14 us, a plain one of 2."""
+MIN_SIZE_BOTH_FORMS = 1 << 16
+"""Minimum number of elements for which packing is faster with many rows. Such a weight is kept in both forms, which
+takes a MiB at most."""
+MIN_ROWS_PACKED = 8
+"""Minimum number of rows for which the packed form of a weight in both forms is used."""
 SMALL_BATCH = 4
 """Up to this many rows, the 4-bit product is the faster one."""
 
 
-def whole_rows(num_rows: int) -> int:
-    """The number of rows, not below `num_rows`, that products are best computed with.
+def rounded_up_rows(num_rows: int) -> int:
+    """The number of rows to pad `num_rows` to, so that products have few different sizes.
 
-    oneDNN makes a program for each number of rows, which takes half a millisecond and half a MiB, and keeps many.
+    oneDNN compiles a program for each number of rows, which takes half a millisecond and half a MiB, and caches many.
     """
     step = 1 if num_rows <= 8 else 8 if num_rows <= 64 else 32
     return -(-num_rows // step) * step
 
 
 class JoinedLinear(nn.Module):
-    """One or several linear layers of the same input as one product.
+    """One product for one or several linear layers of the same input.
 
-    It computes with the weights as they are until `store` has put them into the form that is fastest.
+    It computes with plain weights until `store` has put them into the fastest form.
 
     Args:
-        layers: their outputs lie behind each other; all with a bias or none.
+        layers: the layers, their outputs are concatenated; all have a bias or none has.
     """
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
@@ -87,7 +88,8 @@ class JoinedLinear(nn.Module):
         """Put the weights into their final form, once.
 
         Args:
-            quantization: "int8"; "int4": also in 4 bits, if they were so in a file; None: packed, if there are enough.
+            quantization: "int8"; "int4": also in 4 bits, if a file had them so; None: packed, if the layer is large
+                enough.
         """
         if self.form != "plain":
             return
@@ -102,25 +104,25 @@ class JoinedLinear(nn.Module):
             address = 0 if bias is None else bias.data_ptr()
             self._merge = np.array([0, 0, 0, address, 0, self.out_features, limit], dtype=np.int64)
             self.form = "int8"
-        elif weight.device.type == "cpu" and weight.numel() >= KEPT_BOTH_WAYS_FROM and packing_works(weight.dtype):
+        elif weight.device.type == "cpu" and weight.numel() >= MIN_SIZE_BOTH_FORMS and packing_works(weight.dtype):
             self._stored = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
-            self.form = "packed" if weight.numel() >= PACKED_FROM else "both"
+            self.form = "packed" if weight.numel() >= MIN_SIZE_PACKED else "both"
         if self.form not in ("packed", "int8"):
             self.weight = weight
             return
-        # Some models ask for the type of a layer's weight. One that computed with it would get NaN, and be refused.
+        # Some models read the dtype of a layer's weight. A model that computes with it gets NaN and fails its check.
         self.weight = self.weight.new_full((1, 1), torch.nan).expand_as(self.weight)
 
     @property
     def is_in_4_bits(self) -> bool:
-        """Whether few rows are computed with in 4 bits."""
+        """Whether steps of few rows compute with 4-bit weights."""
         return self._groups is not None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
         if self._groups is not None and x.numel() <= SMALL_BATCH * self.in_features:
             return self._in_int4(x)
-        if self.form == "packed" or (self.form == "both" and x.numel() >= MANY_ROWS * self.in_features):
+        if self.form == "packed" or (self.form == "both" and x.numel() >= MIN_ROWS_PACKED * self.in_features):
             return torch.ops.mkldnn._linear_pointwise(x, self._stored, self.bias, "none", [], "")  # type: ignore[no-any-return]
         if self.form == "int8":
             return self._in_int8(x)
@@ -132,7 +134,7 @@ class JoinedLinear(nn.Module):
         return out if self.bias is None else out + self.bias
 
     def _in_int8(self, x: Tensor) -> Tensor:
-        """Rows with numbers that are not finite give NaN."""
+        """A row with numbers that are not finite gives NaN."""
         dtype = self.weight.dtype
         if x.dtype != dtype or x.shape[-1] != self.in_features:  # kernels read raw memory
             raise TypeError(f"the layer takes {dtype} of width {self.in_features}, and not {x.dtype} {tuple(x.shape)}")
@@ -150,8 +152,8 @@ class JoinedLinear(nn.Module):
         return out[:num_rows].view(*x.shape[:-1], self.out_features).to(dtype)
 
     def plain_weights(self) -> dict[str, Tensor]:
-        """The weights in an order that does not depend on the processor: as they were given, or as they were rounded.
-        A copy, where they are stored in another form."""
+        """The weights, as given or as rounded, in an order that does not depend on the processor. They are copies if
+        the layer stores them in another form."""
         found = {} if self.bias is None else {"bias": self.bias}
         if self._groups is not None:
             found["groups"] = self._groups.scales_and_zeros
@@ -168,19 +170,19 @@ class JoinedLinear(nn.Module):
 
 
 def can_join(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """Whether a layer is a plain linear layer, of a type that can be computed with."""
+    """Whether a layer is a plain linear layer of a supported dtype."""
     return type(layer) is nn.Linear and layer.weight.dtype in JOINED_DTYPES
 
 
 def join_linear_layers(model: nn.Module, layers: Container[nn.Module]) -> int:
-    """Replace those of `layers` that are still in a model, and large, in place; how many there were.
+    """Replace the large linear layers of a model that are in `layers`, in place; returns their number.
 
     Only layers that are called can be replaced: some models use a layer's weight without calling it.
     """
     found = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if child in layers and can_join(child) and child.weight.numel() >= PACKED_FROM:
+            if child in layers and can_join(child) and child.weight.numel() >= MIN_SIZE_PACKED:
                 setattr(parent, name, JoinedLinear([child]))
                 found += 1
     return found
@@ -190,7 +192,7 @@ def store_weights(model: nn.Module, quantization: str | None = None) -> None:
     """Put the weights of all joined layers of a model into their final form.
 
     Raises:
-        ValueError: a quantization is asked for, and there is no layer that it could be for; all have a form then.
+        ValueError: a quantization is given, and no layer can have it. All weights are stored nevertheless.
     """
     joined = [module for module in model.modules() if isinstance(module, JoinedLinear)]
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
@@ -199,7 +201,7 @@ def store_weights(model: nn.Module, quantization: str | None = None) -> None:
             f"quantization is {quantization!r} and no linear layer of this model was fused; leave it out (it needs "
             "fuse=True and the attention numba)"
         )
-    for layer in joined:  # of logits in 4 bits, computed in bfloat16, more would be equal than are
+    for layer in joined:  # the head stays in 8 bits: 4-bit products in bfloat16 would make different logits equal
         layer.store("int8" if layer is head and quantization == "int4" else quantization)
     if quantization == "int4" and not any(layer.is_in_4_bits for layer in joined):
         raise ValueError(
@@ -210,7 +212,7 @@ def store_weights(model: nn.Module, quantization: str | None = None) -> None:
 
 @cache
 def packing_works(dtype: torch.dtype) -> bool:
-    """Whether this PyTorch on this processor packs weights of a dtype, and multiplies rightly with them."""
+    """Whether this PyTorch on this processor can pack weights of a dtype, and multiplies correctly with them."""
     weight = torch.linspace(-1, 1, 512 * 64).view(64, 512).to(dtype)
     x = torch.linspace(-1, 1, 3 * 512).view(1, 3, 512).to(dtype)
     try:

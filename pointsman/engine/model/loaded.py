@@ -1,4 +1,4 @@
-"""LoadedModel: a model that passed its checks, and what was found out about it while it was loaded."""
+"""LoadedModel: a model that passed its checks, with the properties that were found while it was loaded."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ class LoadedModel:
 
     path: str
     model: Any
-    """The transformers model, in evaluation mode, its attention computed through `context`."""
+    """The transformers model, in evaluation mode. Its attention is computed through `context`."""
     config: Any
     """Its text configuration."""
     tokenizer: Any | None
-    """None where the directory has none: prompts are then token ids."""
+    """None if the directory has none: prompts must then be token ids."""
     layers: tuple[LayerShape, ...]
     windows: tuple[int | None, ...]
-    """Of each layer: to how many tokens a token attends, its own included; None: to all."""
+    """For each layer, the number of tokens that a token attends to, itself included; None: all."""
     context: AttentionContext
     eos_token_ids: tuple[int, ...]
-    """What ends a text: the tokenizer's EOS first, then those of the generation settings."""
+    """The tokens that end a text: the tokenizer's EOS first, then those of the generation settings."""
     generation_defaults: Mapping[str, Any]
-    """What the model recommends for requests that do not say, by the names of `SamplingParams`."""
+    """The model's recommended sampling parameters, by the names of `SamplingParams`. A request's own have priority."""
     max_position_embeddings: int | None
-    """Longest sequence the model can run as it was loaded; None where the configuration does not say."""
+    """Longest sequence that the model can run as it was loaded; None if the configuration names no maximum."""
     attention: AttentionBackend
     """The attention that it was checked with."""
     fused: dict[str, int]
-    """How many parts of each kind were replaced by faster ones; they need the backend above."""
+    """Number of parts of each kind that were replaced by faster ones. These parts need the backend above."""
     drops_tokens_early: bool
-    """Whether its last layer leaves out the tokens whose logits are not needed."""
+    """Whether its last layer skips the tokens whose logits are not needed."""
     num_parameters: int
 
     @property
@@ -52,7 +52,7 @@ class LoadedModel:
         return int(self.model.get_input_embeddings().num_embeddings)
 
     def choose_max_model_len(self, max_model_len: int | None) -> int:
-        """Tokens of the longest sequence: as given, or what the model was made for.
+        """Maximum number of tokens of a sequence: the given number, or the model's own maximum.
 
         Raises:
             ValueError: the model cannot run a sequence of this length, or its configuration names no maximum.

@@ -1,5 +1,5 @@
-"""Load a decoder-only model from a directory or a GGUF file: configuration, weights, tokenizer; refuse what would
-compute wrongly."""
+"""Loads a decoder-only model from a directory or a GGUF file (configuration, weights, tokenizer), and refuses models
+that would compute wrongly."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_TIMES = 2
-"""A model has at most so many times the parameters of its files; one that shares weights may count them twice."""
+MAX_PARAMETER_RATIO = 2
+"""Limit of a model's parameters, as a multiple of the numbers in its files. Shared weights may be counted twice."""
 MAX_TENSORS = 2**18
-"""Of all files; the largest models have some ten thousand."""
-MANY_BUFFERED = 2**24
-"""Constants, such as masks, that any model may have."""
+"""Limit for all files together; the largest models have some ten thousand."""
+ALLOWED_CONSTANTS = 2**24
+"""Number of constants, such as masks, that every model may have."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOO_LARGE = "free it of other programs, or give a smaller model, a dtype of 16 bits or another device"
-"""What helps where a model does not fit a device."""
+"""The remedy if a model does not fit a device."""
 
 
 def load_model(
@@ -73,13 +73,13 @@ def load_model(
         dtype: "float32", "bfloat16", on a GPU also "float16"; "auto": bfloat16 on a GPU, float32 elsewhere.
         device: "cpu", "cuda", "cuda:1", ...; "auto" is a GPU if PyTorch sees one.
         max_model_len, attention, fuse, quantization: see `wrap_model`.
-        revision, download_dir: of a hub name, see `find_model`.
+        revision, download_dir: for a hub name, see `find_model`.
 
     Raises:
-        ModelLoadError: the model cannot be found or read, or does not fit the device; one line says what is missing or
-            broken.
+        ModelLoadError: the model cannot be found or read, or does not fit the device. The message, one line, names the
+            missing or broken part.
         UnsupportedModel: it was read, but the paged path would not compute it correctly.
-        ValueError: an unknown dtype, device or attention, or a dtype that the device does not compute.
+        ValueError: an unknown dtype, device or attention, or a dtype that the device does not support.
     """
     place = choose_device(device)
     element = choose_dtype(dtype, place)
@@ -96,7 +96,7 @@ def load_model(
         "attention": attention,
         "quantization": quantization,
     }
-    with _naming(path), naming_out_of_memory(f"loading the model on {place}", TOO_LARGE, ModelLoadError):
+    with _naming_path(path), naming_out_of_memory(f"loading the model on {place}", TOO_LARGE, ModelLoadError):
         try:
             return wrap_model(_read_weights(path, config, element, gguf, place), fuse=fuse, **options)
         except FusionFailed as error:
@@ -108,7 +108,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """The type of a model's weights; "auto" is bfloat16 on a GPU and float32 elsewhere.
 
     Raises:
-        ValueError: an unknown name, or a type that the device does not compute.
+        ValueError: an unknown name, or a type that the device does not support.
     """
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -119,7 +119,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def device_of(model: str | Path | LoadedModel | None, device: str) -> torch.device:
-    """Where a model is, if it is loaded, or will be loaded.
+    """The device of a loaded model, or the device that a model will be loaded to.
 
     Raises:
         ValueError: no such device here.
@@ -131,22 +131,25 @@ def device_of(model: str | Path | LoadedModel | None, device: str) -> torch.devi
 
 
 def read_settings(path: Path, gguf: GGUFFile | None = None) -> tuple[Any, GenerationSettings]:
-    """The configuration of transformers in a directory, or in a GGUF file that was read, and its generation settings,
-    checked. No weights are needed.
+    """Read and check a model's transformers configuration and its generation settings, without its weights.
+
+    Args:
+        path: the model's directory or file.
+        gguf: the file at `path`, already read; None: `path` is a directory.
 
     Raises:
         ModelLoadError: a file cannot be read, or a value in it is wrong.
         UnsupportedModel: the paged path would not compute such a model correctly.
     """
     config = _read_config(path, gguf)
-    with _naming(path):
+    with _naming_path(path):
         check_config(config)
     return config, _read_generation(path, config, gguf)
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Errors name the directory, where they do not name a file in it, and are short."""
+def _naming_path(path: Path) -> Iterator[None]:
+    """Add the path to `ModelLoadError` messages that do not contain it, and shorten the messages."""
     try:
         yield
     except ModelLoadError as error:
@@ -168,18 +171,18 @@ def wrap_model(
     """Check a transformers model that is already in memory and connect it to paged attention.
 
     Args:
-        model: changed in place: its attention is computed through the returned object's `context` from now on.
+        model: changed in place: from now on its attention is computed through the returned object's `context`.
         tokenizer: kept for the caller; its EOS ends texts.
         path: kept for the caller.
-        generation: what else ends texts, and the defaults of requests; None: the model's own `generation_config`.
-        max_model_len: longest sequence that will be asked for; None: what the model was made for. Only a model with
-            a "longrope" embedding needs to know it when it is loaded (see `fix_longrope`).
+        generation: further tokens that end texts, and defaults of requests; None: the model's own `generation_config`.
+        max_model_len: longest sequence that requests may have; None: the model's own maximum. Needed at load time only
+            for a model with a "longrope" embedding (see `fix_longrope`).
         attention: "torch", "numba" (compiled, for CPUs), "triton" (for GPUs), a class of backends, or "auto": the
             fastest available.
-        fuse: replace parts of the model by faster ones that were seen to compute the same (see `fusion.py`), where the
-            attention is "numba" or "triton". The model is then good for this only.
+        fuse: replace parts of the model by faster ones that a trial shows to compute the same (see `fusion.py`), if
+            the attention is "numba" or "triton". Transformers' own functions cannot run the model afterwards.
         quantization: "int8" or "int4": linear layers in 8 or 4 bits (see `linear.py`), for fused models in float32.
-            Outputs differ.
+            Outputs differ from those without.
 
     Raises:
         UnsupportedModel: the paged path would not compute it correctly.
@@ -194,7 +197,7 @@ def wrap_model(
     layers = tuple(layer.shape for layer in probed)
     windows = tuple(layer.window for layer in probed)
     context = attach(probed)
-    del probed  # it would keep the attention layers that are replaced below
+    del probed  # it holds references to the attention layers that are replaced below
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     check_quantization(quantization, model.device, model.dtype)
     backend = choose_attention(attention, layers, model.device, model.dtype)
@@ -242,11 +245,11 @@ def load_with_attention(
     revision: str | None,
     download_dir: str | Path | None,
 ) -> tuple[LoadedModel, AttentionBackend]:
-    """The model, loaded if it is not yet, and the backend that computes its attention. All arguments are `Engine`'s.
+    """The model, loaded unless it already is, and the backend of its attention. All arguments are `Engine`'s.
 
     Raises:
-        ModelLoadError, UnsupportedModel: the model cannot be read, or not be run correctly.
-        ValueError: an option is unknown, or cannot be chosen for this model any more.
+        ModelLoadError, UnsupportedModel: the model cannot be read, or cannot run correctly.
+        ValueError: an option is unknown, or the loaded model no longer allows it.
     """
     if isinstance(model, LoadedModel):
         if (device, fuse, quantization) != ("auto", True, None):
@@ -271,7 +274,7 @@ def load_with_attention(
 
 
 def _attention_of(loaded: LoadedModel, attention: AttentionChoice | AttentionBackend) -> AttentionBackend:
-    """The attention of a model that is loaded: what it was checked with, or another that its layers can use."""
+    """The attention of a loaded model: the one that it was checked with, or another one that its layers can use."""
     if attention == "auto":
         return loaded.attention
     if not (isinstance(attention, str) or callable(attention)):
@@ -287,10 +290,10 @@ def _attention_of(loaded: LoadedModel, attention: AttentionChoice | AttentionBac
 
 
 def _fuse(model: Any, check: SelfCheck, *, store: bool) -> dict[str, int]:
-    """Replace parts of the model by faster ones where the backend has them; how many of each kind.
+    """Replace parts of the model by faster ones, if the backend has such parts; returns the number of each kind.
 
     Args:
-        store: put their weights into their final form; else `linear.store_weights` is to do so.
+        store: put their weights into their final form; False: the caller calls `linear.store_weights`.
     """
     if not hasattr(check.backend, "write_heads"):
         return {}
@@ -301,8 +304,7 @@ def _fuse(model: Any, check: SelfCheck, *, store: bool) -> dict[str, int]:
 
 
 def _drop_tokens_early(model: Any, check: SelfCheck) -> bool:
-    """Whether the last layer of a fused model leaves out tokens whose logits are not needed; it is set to, if it
-    can."""
+    """Let the last layer of a fused model skip the tokens whose logits are not needed; returns whether it can."""
     from pointsman.engine.model.fusion import drop_tokens_early
 
     with check.first_step() as step:
@@ -310,11 +312,11 @@ def _drop_tokens_early(model: Any, check: SelfCheck) -> bool:
 
 
 class FusionFailed(UnsupportedModel):
-    """Each part that was replaced computes the same alone, and the whole does not."""
+    """Each replaced part computes the same on its own, but the whole model does not."""
 
 
 def _check_fused(check: SelfCheck) -> None:
-    """The self-check once more, with the parts that were replaced.
+    """Run the self-check once more, with the replaced parts.
 
     Raises:
         FusionFailed: the model's own layers must be loaded again.
@@ -347,7 +349,7 @@ def _read_config(path: Path, gguf: GGUFFile | None) -> Any:
         raise ModelLoadError(f"{file} names no model_type; copy the model's own config.json")
     check_fields(content, file)
     try:
-        # A model's own code is never run: transformers would ask on standard input whether it may be.
+        # A model's own code is never run. With the default, transformers would ask for permission on standard input.
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         if model_type not in CONFIG_MAPPING:
@@ -372,10 +374,10 @@ def _read_generation(path: Path, config: Any, gguf: GGUFFile | None) -> Generati
 
 
 def _check_weights(path: Path, gguf: GGUFFile | None = None) -> _Weights:
-    """Open every safetensors file, so that a broken one is named before anything large is read.
+    """Open every safetensors file, so that a broken one is reported before anything large is read.
 
     Raises:
-        ModelLoadError: there are none, one cannot be read, or the index names others.
+        ModelLoadError: there are no files, one cannot be read, or the index names files that are missing.
     """
     if gguf is not None:
         return _Weights(len(gguf.tensors), sum(tensor.num_elements for tensor in gguf.tensors.values()))
@@ -412,11 +414,12 @@ def _check_weights(path: Path, gguf: GGUFFile | None = None) -> _Weights:
 
 
 def _check_size(path: Path, config: Any, weights: _Weights) -> None:
-    """Refuse a configuration of a model that is much larger than its weights. transformers would fill what is missing,
-    with memory that the machine may not have, before it reports that anything is.
+    """Refuse a configuration that describes a much larger model than the weights.
+
+    transformers would allocate all missing weights, which may exceed the machine's memory, before it reports them.
 
     Raises:
-        ModelLoadError: it has more layers, or twice as many parameters.
+        ModelLoadError: the configuration has more layers than tensors, or more than twice the parameters.
     """
     file, text = path / "config.json" if path.is_dir() else path, config.get_text_config(decoder=True)
     num_layers = getattr(text, "num_hidden_layers", 0)
@@ -434,7 +437,7 @@ def _check_size(path: Path, config: Any, weights: _Weights) -> None:
             return
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_buffered = sum(buffer.numel() for buffer in model.buffers())
-    if max(num_parameters, num_buffered - MANY_BUFFERED) > MAX_TIMES * weights.num_elements:
+    if max(num_parameters, num_buffered - ALLOWED_CONSTANTS) > MAX_PARAMETER_RATIO * weights.num_elements:
         raise ModelLoadError(
             f"{file} describes {num_parameters:,} parameters and {num_buffered:,} constants, and the weights hold "
             f"{weights.num_elements:,} numbers; they do not belong together"
@@ -442,19 +445,19 @@ def _check_size(path: Path, config: Any, weights: _Weights) -> None:
 
 
 class _Weights(NamedTuple):
-    """What the headers of the weight files say."""
+    """The totals of the weight files, from their headers."""
 
     num_tensors: int
     num_elements: int
 
 
 def _read_weights(path: Path, config: Any, dtype: torch.dtype, gguf: GGUFFile | None, device: torch.device) -> Any:
-    """The model on its device.
+    """Load the model onto its device.
 
-    transformers maps safetensors files into memory and converts only what has another type than `dtype`. The tensors
-    then move to a GPU one after the other, each given up as it moves. So a file in the type of the model takes no host
-    memory but the page cache, any other one copy. (A `device_map` would need the package accelerate, and so would a
-    device context around `from_pretrained`.)
+    transformers maps safetensors files into memory and converts only tensors of another type than `dtype`. The tensors
+    then move to a GPU one by one, and each is freed as it moves. So a file in the model's type takes no host memory
+    beyond the page cache; any other file takes one copy. (A `device_map`, or a device context around `from_pretrained`,
+    would need the package accelerate.)
     """
     given: dict[str, Any] = {"pretrained_model_name_or_path": path}
     loads: Any = AutoModelForCausalLM
@@ -495,7 +498,7 @@ def _read_weights(path: Path, config: Any, dtype: torch.dtype, gguf: GGUFFile | 
         if was_showing:
             transformers_logging.enable_progress_bar()
     model, info = loaded
-    # transformers fills what is missing with random numbers and goes on.
+    # transformers fills missing tensors with random numbers and continues.
     missing = sorted(info["missing_keys"])
     mismatched = sorted(str(entry[0]) for entry in info.get("mismatched_keys", ()))
     if missing or mismatched:
@@ -503,5 +506,5 @@ def _read_weights(path: Path, config: Any, dtype: torch.dtype, gguf: GGUFFile | 
         raise ModelLoadError(
             f"{path}: the weights {what}, first {(missing or mismatched)[0]}; they do not belong to this config.json"
         )
-    given.clear()  # or it would keep the tensors of a GGUF file in host memory
+    given.clear()  # it refers to the tensors of a GGUF file, which would stay in host memory
     return model.to(device)

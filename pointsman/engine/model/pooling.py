@@ -1,15 +1,15 @@
-"""Pooler: embeddings, one vector per prompt, made of the model's last hidden states; nothing is sampled.
+"""Pooler: computes embeddings, one vector per prompt, from the model's last hidden states. Nothing is sampled.
 
-    "last"   the hidden state of the prompt's last token (what decoder models are trained for, vLLM's default)
+    "last"   the hidden state of the prompt's last token (decoder models are trained for it; vLLM's default)
     "mean"   the mean over all of its tokens
 
-The scheduler says which rows complete their prompts in a step (`SchedulerOutput.completes`). A prompt may be computed
-in chunks, in part by steps that fail, or again after a preemption. So the sums of "mean" are kept chunk by chunk, by
-where they begin: a chunk that is computed again takes the place of what was kept from there on. Since the mean needs
-every token's hidden state, and a cached prefix computes none, such a request looks up no prefixes.
+The scheduler reports the rows that complete their prompts in a step (`SchedulerOutput.completes`). A prompt may be
+computed in chunks, partly by steps that fail, or again after a preemption. So the sums of "mean" are kept by chunk,
+with the chunk's start as key. A recomputed chunk replaces all sums from its start on. The mean needs every token's
+hidden state, and a cache hit computes none, so requests with "mean" do not use the prefix cache.
 
-The hidden states are read where they enter the model's output layer, so that they are those of the very pass that
-serves the rows that sample. Rows that are only pooled do not go through that layer.
+The hidden states are read at the input of the model's output layer. So the pass that serves the rows that sample also
+serves the pooled rows. Rows that are only pooled skip the output layer.
 """
 
 from __future__ import annotations
@@ -31,39 +31,39 @@ if TYPE_CHECKING:
 
 
 class PooledChunk(NamedTuple):
-    """A row of a step whose hidden states are wanted."""
+    """A row of a step whose hidden states are pooled."""
 
     row_index: int
     request: Request
     start: int
     """Position in the prompt of its first token in this step."""
     num_hidden: int
-    """Hidden states that are wanted: of all its tokens, or of the last."""
+    """Number of hidden states that are pooled: one for each token, or 1."""
     completes: bool
 
 
 @dataclass(slots=True)
-class _Pooled:
+class _PoolState:
     params: PoolingParams
     sums: dict[int, Tensor] = field(default_factory=dict)
-    """Where a chunk begins -> the sum of its hidden states, [hidden_size] float32."""
+    """Start of a chunk -> sum of its hidden states, [hidden_size] float32."""
 
 
 class Pooler:
-    """The requests of one engine that are pooled."""
+    """Pools the prompts of one engine's embedding requests."""
 
     def __init__(self) -> None:
-        self._pooled: dict[Request, _Pooled] = {}
+        self._pooled: dict[Request, _PoolState] = {}
 
     def __len__(self) -> int:
         return len(self._pooled)
 
     def add(self, request: Request, params: PoolingParams) -> None:
         """Pool the prompt of a request, until an output reports that it finished."""
-        self._pooled[request] = _Pooled(params)
+        self._pooled[request] = _PoolState(params)
 
     def prepare(self, output: SchedulerOutput, query_starts: Int64Array) -> tuple[list[PooledChunk], Int64Array]:
-        """Which rows are pooled in a step, and the flat positions of the hidden states that they need."""
+        """The pooled rows of a step, and the flat positions of the hidden states that they need."""
         for request in output.finished:
             self._pooled.pop(request, None)
         completes = set(output.completes.tolist())
@@ -87,21 +87,21 @@ class Pooler:
             hidden: [states of all chunks, hidden_size], chunk after chunk.
 
         Returns:
-            Row index of the output -> the vector, for the rows that completed; it may be not finite.
+            Row index of the output -> vector, for the rows that completed. A vector may contain non-finite numbers.
         """
         vectors: dict[int, Float32Array] = {}
         with torch.inference_mode():
             for chunk, states in zip(chunks, torch.split(hidden, [chunk.num_hidden for chunk in chunks]), strict=True):
                 pooled = self._pooled.get(chunk.request)
                 if pooled is not None:  # it may have finished while the step was in flight
-                    vector = _advance(pooled, chunk, states.float())
+                    vector = _add_chunk(pooled, chunk, states.float())
                     if vector is not None:
                         vectors[chunk.row_index] = vector.cpu().numpy()
         return vectors
 
 
-def _advance(pooled: _Pooled, chunk: PooledChunk, states: Tensor) -> Tensor | None:
-    """The vector [hidden_size], if the chunk is the last; states: [m, hidden_size] float32."""
+def _add_chunk(pooled: _PoolState, chunk: PooledChunk, states: Tensor) -> Tensor | None:
+    """Add a chunk's `states`, [m, hidden_size] float32; returns the vector [hidden_size] if the chunk is the last."""
     vector = states[-1]
     if pooled.params.pooling == "mean":
         pooled.sums = {start: total for start, total in pooled.sums.items() if start < chunk.start}
@@ -115,21 +115,23 @@ def _advance(pooled: _Pooled, chunk: PooledChunk, states: Tensor) -> Tensor | No
 
 @contextmanager
 def hidden_states(model: Any, num_logits: int, trims: bool) -> Iterator[list[Tensor]]:
-    """What enters the model's output layer in the forward pass within: a list that gets one tensor [r, hidden_size].
+    """Capture the input of the model's output layer in the forward pass inside the `with` block.
+
+    Yields a list that gets one tensor [r, hidden_size].
 
     Args:
-        num_logits: of these rows, how many logits are wanted; the first ones.
-        trims: whether the other rows may be kept from the layer, so that its output has only those.
+        num_logits: the first so many rows are sampled.
+        trims: whether the other rows may skip the output layer.
     """
-    heard: list[Tensor] = []
+    captured: list[Tensor] = []
 
-    def listen(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        heard.append(inputs[0].reshape(-1, inputs[0].shape[-1]))
+    def capture(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        captured.append(inputs[0].reshape(-1, inputs[0].shape[-1]))
         return (inputs[0][:, :num_logits], *inputs[1:]) if trims else None
 
-    handle = model.get_output_embeddings().register_forward_pre_hook(listen)
+    handle = model.get_output_embeddings().register_forward_pre_hook(capture)
     try:
-        yield heard
+        yield captured
     finally:
         handle.remove()
 

@@ -1,4 +1,4 @@
-"""A step that is ready for the model: all that executing it needs, beside the model and the pool."""
+"""PreparedStep: all inputs of a step's execution, except the model and the pool."""
 
 from __future__ import annotations
 
@@ -20,62 +20,62 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class PromptChunk:
-    """The part of a prompt whose log probabilities are wanted from a step."""
+    """The part of a prompt whose log probabilities a step computes."""
 
     row_index: int
     start: int
     """Position in the prompt of the first token of `token_ids`."""
     token_ids: Int64Array
-    """[m] the tokens whose log probabilities are wanted."""
+    """[m] the tokens whose log probabilities are computed."""
     num_logprobs: int
 
 
 @dataclass(slots=True)
 class PreparedStep:
-    """All that executing one step needs, beside the model and the pool. n rows, T tokens, s of the rows sample."""
+    """All inputs of a step, except the model and the pool. It has n rows and T tokens, and s of the rows sample."""
 
     num_rows: int
     batches: list[PagedBatch]
-    """By group of layers: the same tokens, over the tables of the group."""
+    """One for each group of layers: the same tokens, with the block tables of the group."""
     token_ids: Tensor
     """[T] int64."""
     positions: Tensor
     """[T] int64."""
     sampling: Int64Array
-    """[s] row indices that sample; a row with drafts once for each of its positions."""
+    """[s] indices of the rows that sample; a row with drafts occurs once for each of its positions."""
     sampling_batch: SamplingBatch
     logits_at: Int64Array
-    """Flat positions whose logits are wanted: first the s that are sampled from, then those of `prompt_chunks`; behind
-    them those whose hidden states are, of `pooled_chunks`."""
+    """Flat positions whose outputs are needed: first the s sampled ones, then those of `prompt_chunks`, then those of
+    `pooled_chunks` (their hidden states only)."""
     num_logits: int
     prompt_chunks: Sequence[PromptChunk] = ()
     pooled_chunks: Sequence[PooledChunk] = ()
     verification: Verification | None = None
-    """Of its drafts; None: it has none."""
+    """Verifies the step's drafts; None: it has none."""
     links: StepLinks | None = None
-    """Tokens exchanged with other steps in flight; None: there are none."""
+    """Tokens exchanged with other steps in flight; None: only one step may be in flight."""
     transfers: StepTransfers | None = None
-    """KV that is copied before the step computes; None: none is."""
+    """KV that is copied before the step computes; None: the step copies none."""
 
     @property
     def batch(self) -> PagedBatch:
-        """Of the first group; what is not about blocks is the same in all."""
+        """The batch of the first group. Fields that do not concern blocks are the same in all groups."""
         return self.batches[0]
 
     @property
-    def wants_all_logits(self) -> bool:
-        """Whether the logits of all tokens are wanted, in their order: decodes only."""
+    def needs_all_logits(self) -> bool:
+        """Whether the logits of all tokens are needed, in order: the step has decodes only."""
         is_every = len(self.logits_at) == self.batch.num_tokens
         return is_every and not self.prompt_chunks and not self.pooled_chunks
 
 
 @dataclass(slots=True)
 class StepLinks:
-    """Tokens that a step takes from those before it and leaves for those behind it, as places in `SampledTokens`."""
+    """Tokens that a step takes from earlier steps and stores for later ones, as places in `SampledTokens`."""
 
     sampled: Int64Array
-    """[s] for the tokens that the step samples."""
+    """[s] places of the tokens that the step samples."""
     unsampled: Int64Array
-    """[u] flat positions of input tokens that were yet to be sampled when the step was prepared;"""
+    """[u] flat positions of the input tokens that were not yet sampled when the step was prepared."""
     sources: Int64Array
-    """[u] and where they will be."""
+    """[u] places where these tokens will be."""

@@ -1,6 +1,6 @@
 """Weights of linear layers in 8 or 4 bits, and PyTorch's products with them.
 
-The operators are private to PyTorch or on their way out of it, so `check_quantization` tries them.
+The operators are private to PyTorch or deprecated, so `check_quantization` tests them.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from torch import Tensor
 from pointsman.engine.errors import first_line
 
 QUANTIZATIONS = {"int8": (torch.float32,), "int4": (torch.float32, torch.bfloat16)}
-"""And the types of models that can have them."""
+"""Names of quantizations, and the types of models that can have them."""
 GROUP = 32
-"""Weights of one output feature that share a scale and a zero in 4 bits, as in the blocks of GGUF's Q4_0 and Q4_1."""
+"""Number of weights of one output feature that share a scale and a zero in 4 bits, as in GGUF's Q4_0 and Q4_1."""
 FEATURES_AT_ONCE = 16
-"""The 4-bit product takes a multiple of so many output features."""
+"""The number of output features of a 4-bit product must be a multiple of this."""
 TOLERANCE = 0.1
-"""Of a step, between a number and its place; a number in bfloat16 is up to 0.03 off."""
-LARGEST_ERROR = 0.05
-"""Of the rounding to bfloat16, in parts of how much numbers differ within their groups; 0.002 in published files."""
+"""Largest distance of a number from its grid point, in grid steps; a number in bfloat16 is up to 0.03 off."""
+MAX_ROUNDING_ERROR = 0.05
+"""Limit of the error of rounding to bfloat16, relative to the spread within the groups; 0.002 in published files."""
 
 
 @cache
 def int8_product() -> Any:
-    """PyTorch's product of float32 rows, which it rounds to 8 bits with one scale and zero point, with int8 weights.
+    """PyTorch's product with int8 weights of float32 rows, which it rounds to 8 bits with one scale and zero point.
 
-    The C function, because the Python object around it looks through its arguments for 13 us in each call.
+    This is the C function, because the Python object around it takes 13 us in each call to check its arguments.
 
     Raises:
-        AttributeError: this PyTorch has none.
+        AttributeError: this PyTorch has no such product.
     """
     product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
     return getattr(product, "_op", product)
@@ -45,7 +45,7 @@ class Groups:
     """A weight [out, in] in 4 bits: (digit - 8) * scale + zero."""
 
     packed: Tensor
-    """Digits, as the product reads them."""
+    """Digits, in the order that the product reads."""
     scales_and_zeros: Tensor
     """bfloat16 [in / GROUP, out, 2]."""
 
@@ -56,17 +56,18 @@ class Groups:
 
 
 def in_groups(weight: Tensor) -> tuple[Groups, Tensor] | None:
-    """A weight [out, in] in 4 bits, and the numbers that it has then; None: it needs more than 4 bits.
+    """A weight [out, in] in 4 bits, and its values after rounding; None: it needs more than 4 bits.
 
-    So weights that were in 4 bits in a file stay so: a group's numbers lie on at most 16 steps of one size, and keep
-    their places. The size of a step and the middle are rounded to bfloat16, if that changes little.
+    So a weight that a file has in 4 bits stays in 4 bits: the numbers of a group lie on a grid of at most 16 points,
+    and each keeps its grid point. The size of a grid step and the middle are rounded to bfloat16, if the error is small
+    (`MAX_ROUNDING_ERROR`).
     """
     num_out, num_in = weight.shape
     if num_in % GROUP or num_out % FEATURES_AT_ONCE:
         return None
     groups = weight.float().reshape(-1, GROUP)
     of_one_feature = num_in // GROUP
-    if _digits(groups[:of_one_feature]) is None:  # which mostly says it
+    if _digits(groups[:of_one_feature]) is None:  # a quick test, which finds nearly all other weights
         return None
     found = _digits(groups)
     if found is None:
@@ -75,7 +76,7 @@ def in_groups(weight: Tensor) -> tuple[Groups, Tensor] | None:
     scale = scale.bfloat16().float()
     zero = (low + 8 * scale).bfloat16().float()
     rounded = (digits - 8) * scale[:, None] + zero[:, None]
-    if (rounded - groups).norm() > LARGEST_ERROR * (groups - low[:, None]).norm():
+    if (rounded - groups).norm() > MAX_ROUNDING_ERROR * (groups - low[:, None]).norm():
         return None
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(digits.view(num_out, num_in).int(), 1)
     both = torch.stack([scale, zero], dim=-1).view(num_out, of_one_feature, 2)
@@ -83,7 +84,7 @@ def in_groups(weight: Tensor) -> tuple[Groups, Tensor] | None:
 
 
 def _digits(groups: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Digits from 0 to 15 [n, GROUP], sizes of a step [n] and first numbers [n] of groups; None: one needs more."""
+    """Digits from 0 to 15 [n, GROUP], grid steps [n] and smallest numbers [n] of groups; None: a group needs more."""
     low = groups.amin(1)
     span = groups.amax(1) - low
     digits, scale = torch.empty_like(groups), torch.empty_like(span)
@@ -108,10 +109,10 @@ def _int4_product() -> Any:
 
 
 def check_quantization(name: str | None, device: torch.device, dtype: torch.dtype) -> None:
-    """Whether weights can be quantized in this way.
+    """Check that weights can be quantized in this way.
 
     Raises:
-        ValueError: an unknown name, or a device, type or PyTorch that cannot.
+        ValueError: an unknown name, or a device, type or PyTorch that does not support it.
     """
     if name is None:
         return
@@ -125,7 +126,7 @@ def check_quantization(name: str | None, device: torch.device, dtype: torch.dtyp
         int8_product()(torch.ones(1, 8), 1.0, 128, per_feature(torch.ones(8, 8)))
         if name == "int4":
             found = in_groups(torch.ones(FEATURES_AT_ONCE, GROUP))
-            assert found is not None  # of equal numbers
+            assert found is not None  # all numbers are equal
             found[0].product(torch.ones(1, GROUP))
     except (AttributeError, RuntimeError) as error:
         raise ValueError(
@@ -134,11 +135,11 @@ def check_quantization(name: str | None, device: torch.device, dtype: torch.dtyp
 
 
 def per_feature(weight: Tensor) -> Any:
-    """A float32 weight [out, in] in 8 bits, symmetric, with a scale per output feature, as the operators take it."""
+    """A float32 weight [out, in] in 8 bits, symmetric, with a scale per output feature, packed for the operators."""
     scales = (weight.abs().amax(dim=1).double() / 127).clamp(min=1e-12)
     zero_points = torch.zeros(len(scales), dtype=torch.int64)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # PyTorch means to replace these tensors by torchao's, one day
+        warnings.simplefilter("ignore", UserWarning)  # PyTorch plans to replace these tensors by torchao's
         rounded = torch.quantize_per_channel(weight.contiguous(), scales, zero_points, 0, torch.qint8)
     return torch.ops.quantized.linear_prepack(rounded, None)
 

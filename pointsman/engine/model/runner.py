@@ -1,12 +1,12 @@
-"""ModelRunner: execute one `SchedulerOutput` on the model, one forward pass for all rows.
+"""ModelRunner: executes one `SchedulerOutput` on the model, in one forward pass for all rows.
 
     prepared  = runner.prepare(output)     reads the scheduler and the requests: block tables, input tokens, sampling
-    launched  = runner.launch(prepared)    reads only what was prepared: forward pass, sampling, log probabilities
-    execution = runner.collect(launched)   waits for a GPU; on a CPU all is done already
+    launched  = runner.launch(prepared)    reads only `prepared`: forward pass, sampling, log probabilities
+    execution = runner.collect(launched)   waits for a GPU; on a CPU the step has been executed already
 
-so the scheduler may be asked for the next step while one executes; `run` is the last two, `execute` all three. On a GPU
-a step may be launched while the one before it computes (`device_steps.py`). A step whose input an earlier one has yet
-to sample says where the token will be (`SampledTokens`).
+So the scheduler can decide the next step while one executes. `run` is `launch` and `collect`; `execute` is all three.
+On a GPU a step may be launched while the previous step computes (`device_steps.py`). If an earlier step has yet to
+sample an input token, the prepared step holds the place where the token will be (`SampledTokens`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pointsman.engine.drafts.verification import Verification
 from pointsman.engine.errors import NOTHING_LEFT, first_line
 from pointsman.engine.kv.pool import KVPool
 from pointsman.engine.model.forward import lengthened, run_paged, takes_logits_to_keep
-from pointsman.engine.model.linear import whole_rows
+from pointsman.engine.model.linear import rounded_up_rows
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.pooling import Pooler, hidden_states
 from pointsman.engine.model.prepared import PreparedStep, PromptChunk, StepLinks
@@ -55,11 +55,11 @@ class LaunchedStep:
 
     prepared: PreparedStep
     started: float
-    """When, by `time.perf_counter`."""
+    """Time of the launch, by `time.perf_counter`."""
     execution: StepExecution | None = None
-    """Its results; None: the device is computing them,"""
+    """Its results; None: the device is computing them."""
     pending: FromDevice | None = None
-    """and this is what comes of it."""
+    """The copy of the results from the device; None: `execution` has them."""
 
 
 @dataclass(slots=True)
@@ -68,12 +68,12 @@ class StepExecution:
 
     result: StepResult
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """Row index of the output -> those of each sampled token, where they were asked for; with drafts, of rejected ones
-    too."""
+    """Row index of the output -> log probabilities of each sampled token (with drafts, of rejected tokens too), for
+    requests that ask for them."""
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
-    """Row index of the output -> those of the prompt tokens that this step reached, where they were asked for."""
+    """Row index of the output -> log probabilities of this step's prompt tokens, for requests that ask for them."""
     embeddings: dict[int, Float32Array] = field(default_factory=dict)
-    """Row index of the output -> the vector of a prompt that this step completed, [hidden_size]."""
+    """Row index of the output -> vector [hidden_size] of a prompt that this step completed."""
 
 
 class ModelRunner:
@@ -83,9 +83,9 @@ class ModelRunner:
         loaded: the model.
         pool: its KV pool, with the block count, the block size and the groups of the scheduler's configuration.
         scheduler: read for block tables and input tokens, never changed.
-        connector: of KV outside the pool; None: there is none.
-        seed: requests that give no seed derive theirs from it and their id.
-        backend: how attention is computed; None: as the model was checked.
+        connector: connects to KV outside the pool; None: there is none.
+        seed: a request without a seed derives one from this seed and its id.
+        backend: computes attention; None: the backend that the model was checked with.
     """
 
     def __init__(
@@ -108,61 +108,60 @@ class ModelRunner:
         self._fills_rows = self.backend.leaves_out_rows
         layout = pool.layout
         self._parts = np.array(layout.parts_of, dtype=np.int32)[:, None] if layout.groups else None
-        """[groups, 1] how many blocks of a layer a block of the scheduler is; None: there is one group."""
+        """[groups, 1] number of a layer's blocks in one block of the scheduler; None: there is one group."""
         num_steps = scheduler.config.max_steps_in_flight
         self._sampled_tokens = SampledTokens(num_steps) if num_steps > 1 else None
         self._device_steps = self._make_device_steps()
         self._last_ended = 0.0
-        """When the last step was collected, by `time.perf_counter`."""
+        """Time when the last step was collected, by `time.perf_counter`."""
 
     def _make_device_steps(self) -> DeviceSteps | None:
-        """For a GPU, or where Triton's kernels are interpreted; None: every step is run by the host."""
+        """Steps for a GPU, or for interpreted Triton kernels; None: the host runs every step."""
         if self.pool.device.type != "cuda" and self.backend.name != "triton":
             return None
         try:
             from pointsman.engine.model.device_steps import DeviceSteps
         except ImportError as error:
-            logger.warning("steps wait for each other, as Triton cannot be imported: %s", first_line(error))
+            logger.warning("each step waits for the previous one: Triton cannot be imported: %s", first_line(error))
             return None
         return DeviceSteps(self.loaded, self.pool, self.backend, self.scheduler.config)
 
     def record_graphs(self, max_bytes: int, taken: Callable[[], int], recorder: Recorder | None = None) -> None:
-        """Make CUDA graphs of decode steps (`decode_graphs.py`), if the attention can stand in them.
+        """Record CUDA graphs of decode steps (`decode_graphs.py`), if the attention supports them.
 
         Args:
-            max_bytes: what they may take.
-            taken: bytes that this process has of the device.
-            recorder: makes them; None: a `CudaRecorder`.
+            max_bytes: limit of their memory.
+            taken: returns the bytes that this process has allocated on the device.
+            recorder: records them; None: a `CudaRecorder`.
         """
         if self._device_steps is not None:
             self._device_steps.record_graphs(max_bytes, taken, recorder)
 
     def num_computed_rows(self, num_tokens: int) -> int:
-        """The number of rows that the model's products have in a step of `num_tokens` tokens."""
-        return whole_rows(num_tokens) if self._fills_rows else num_tokens
+        """Number of rows of the model's products in a step of `num_tokens` tokens."""
+        return rounded_up_rows(num_tokens) if self._fills_rows else num_tokens
 
     def execute(self, output: SchedulerOutput) -> StepExecution:
         """Compute the step: KV of every scheduled token, one sampled token per row with `samples`.
 
-        A row whose logits are not finite, or which has no token left to sample, gives an error, so that only its
-        request finishes. An empty output takes no forward pass.
+        A row whose logits are not finite, or whose tokens are all excluded, gives an error for its request alone. An
+        empty output needs no forward pass.
 
         Raises:
-            Exception: whatever the model raises; nothing is then known about the pool's slots of this step.
+            Exception: any exception of the model. The pool's slots of this step are then undefined.
         """
         return self.run(self.prepare(output))
 
     # ------------------------------------------------------------------------------------------------------ before
 
     def prepare(self, output: SchedulerOutput) -> PreparedStep:
-        """Read what the step needs from the scheduler; call it before the scheduler is called again.
+        """Read the inputs of the step from the scheduler. Call it before the scheduler is called again.
 
         Raises:
-            StepOrderError: a token of the step has yet to be sampled by one before it, though only one step may be in
-                flight.
+            StepOrderError: an earlier step has yet to sample a token of this step, but only one step may be in flight.
         """
         scheduled, computed, block_size = output.num_scheduled_tokens, output.num_computed_tokens, self.pool.block_size
-        width = -(-int((scheduled + computed).max(initial=0)) // block_size)  # the tables are as wide as is ever needed
+        width = -(-int((scheduled + computed).max(initial=0)) // block_size)  # the scheduler's tables may be wider
         if self._parts is None:
             tables = self.scheduler.block_table[:, :width][output.rows]
             batch = PagedBatch.build(scheduled, computed, tables, block_size)
@@ -172,7 +171,7 @@ class ModelRunner:
             batch = PagedBatch.build(scheduled, computed, tables[:, 0], block_size)
             batches = batch.in_groups(tables)
         sampling = output.samples.nonzero()[0]
-        behind: Int64Array | int = 0  # positions from a place whose logits are wanted to the last one of its row
+        behind: Int64Array | int = 0  # distance from each sampled position to the last one of its row
         verification = None
         if len(output.draft_token_ids):
             verification = Verification.of(output, sampling)
@@ -207,7 +206,8 @@ class ModelRunner:
 
     @staticmethod
     def _prepare_prompt_logprobs(output: SchedulerOutput, prepared: PreparedStep) -> None:
-        """The logits at position p say how likely token p + 1 was, so a chunk covers the tokens one further on."""
+        """Add the prompt log probabilities of a step. Logits at position p are for token p + 1, so a chunk of them
+        covers the tokens one position later."""
         chunks: list[PromptChunk] = []
         logits_at = [prepared.logits_at]
         for index, num_logprobs in prepared.sampling_batch.prompt_logprobs:
@@ -233,12 +233,12 @@ class ModelRunner:
         return self.collect(self.launch(prepared))
 
     def can_launch_ahead(self, prepared: PreparedStep) -> bool:
-        """Whether `launch` returns at once for this step, so that it may be called before the step before it was
+        """Whether `launch` returns at once for this step, so that it may be called before the previous step is
         collected."""
         return self._device_steps is not None and self._device_steps.is_plain(prepared)
 
     def launch(self, prepared: PreparedStep) -> LaunchedStep:
-        """Begin to execute a step, in the order in which steps were prepared. On a CPU the step is executed here.
+        """Begin to execute a step, in the order of preparation. On a CPU the whole step is executed here.
 
         Raises:
             Exception: see `execute`.
@@ -251,7 +251,7 @@ class ModelRunner:
         return launched
 
     def collect(self, launched: LaunchedStep) -> StepExecution:
-        """The results of a step, once it has been executed; in the order in which steps were launched.
+        """Wait for a step and return its results, in the order of launches.
 
         Raises:
             Exception: see `execute`.
@@ -262,7 +262,7 @@ class ModelRunner:
             prepared.batch.do_meanwhile(lambda: True)
             found = launched.pending.wait()
             token_ids, ok = found["tokens"], found["ok"] != 0
-            self._leave_sampled(prepared, token_ids)
+            self._store_sampled(prepared, token_ids)
             errors = {int(index): NOT_FINITE for index in prepared.sampling[~ok]}
             execution = StepExecution(StepResult(token_ids=token_ids[ok], errors=errors))
         if prepared.num_rows:
@@ -279,13 +279,13 @@ class ModelRunner:
         if prepared.num_rows == 0:
             return StepExecution(StepResult(token_ids=np.empty(0, dtype=np.int64)))
         if prepared.links is not None:
-            self._take_sampled(prepared, prepared.links)
+            self._fill_sampled(prepared, prepared.links)
         vectors: dict[int, Float32Array] = {}
         if prepared.pooled_chunks:
             logits, vectors = self._forward_and_pool(prepared)
         else:
             logits = self._forward(prepared)
-        if logits.device.type != "cpu":  # sampling waits for what the device has yet to compute
+        if logits.device.type != "cpu":  # sampling waits until the device has computed the logits
             prepared.batch.do_meanwhile(lambda: True)
         execution = self._sample(prepared, logits[: len(prepared.sampling)])
         if prepared.prompt_chunks:
@@ -294,13 +294,13 @@ class ModelRunner:
             _add_vectors(execution, vectors)
         return execution
 
-    def _leave_sampled(self, prepared: PreparedStep, token_ids: Int64Array) -> None:
-        """For later steps that are prepared already."""
+    def _store_sampled(self, prepared: PreparedStep, token_ids: Int64Array) -> None:
+        """Store the sampled tokens for later steps that are prepared already."""
         if prepared.links is not None and self._sampled_tokens is not None:
             self._sampled_tokens.put(prepared.links.sampled, token_ids)
 
-    def _take_sampled(self, prepared: PreparedStep, links: StepLinks) -> None:
-        """Fill in what was yet to be sampled when the step was prepared."""
+    def _fill_sampled(self, prepared: PreparedStep, links: StepLinks) -> None:
+        """Fill in the input tokens that were not yet sampled when the step was prepared."""
         assert self._sampled_tokens is not None
         if len(links.unsampled):
             prepared.token_ids.numpy()[links.unsampled] = self._sampled_tokens.get(links.sources)
@@ -308,25 +308,25 @@ class ModelRunner:
             prepared.sampling_batch.errors.update(prepared.sampling_batch.edits.finish(self._sampled_tokens.get))
 
     def _forward_and_pool(self, prepared: PreparedStep) -> tuple[Tensor, dict[int, Float32Array]]:
-        """Logits [num_logits or more, vocab_size], and the vectors of the rows that completed."""
+        """Logits [num_logits or more, vocab_size], and vectors of the pooled rows that completed."""
         model, num_logits = self.loaded.model, prepared.num_logits
         trims = takes_logits_to_keep(type(model).forward)
-        wanted = whole_rows(num_logits) if self._fills_rows else num_logits
-        with hidden_states(model, wanted, trims) as heard:
+        wanted = rounded_up_rows(num_logits) if self._fills_rows else num_logits
+        with hidden_states(model, wanted, trims) as captured:
             logits = self._forward(prepared)
-        hidden = heard[0] if trims else heard[0][torch.from_numpy(prepared.logits_at).to(heard[0].device)]
+        hidden = captured[0] if trims else captured[0][torch.from_numpy(prepared.logits_at).to(captured[0].device)]
         return logits, self.pooler.take(prepared.pooled_chunks, hidden[num_logits : len(prepared.logits_at)])
 
     def _forward(self, prepared: PreparedStep) -> Tensor:
-        """Logits [len(logits_at), vocab_size]; of rows that are pooled there may be none."""
+        """Logits [len(logits_at), vocab_size]; those of pooled rows may be missing."""
         if self._device_steps is not None:
             return self._device_steps.forward(prepared)
         num_logits, keep, num_rows = len(prepared.logits_at), None, None
-        if not prepared.wants_all_logits:
+        if not prepared.needs_all_logits:
             keep = torch.from_numpy(prepared.logits_at)
         if self._fills_rows:
             num_rows = self.num_computed_rows(prepared.batch.num_tokens)
-            keep = None if keep is None else lengthened(keep, whole_rows(num_logits))
+            keep = None if keep is None else lengthened(keep, rounded_up_rows(num_logits))
         plans = [self.backend.plan(batch) for batch in prepared.batches]
         token_ids, positions = prepared.token_ids, prepared.positions
         logits = run_paged(self.loaded, self.pool, self.backend, plans, token_ids, positions, keep, num_rows)
@@ -341,7 +341,7 @@ class ModelRunner:
             result, ok = prepared.verification.judge(sampled.token_ids, sampled.ok, prepared.num_rows)
             result.errors = {} if ok.all() else _errors(prepared, logits, ok)
             return StepExecution(result, sampled.logprobs)
-        self._leave_sampled(prepared, sampled.token_ids)
+        self._store_sampled(prepared, sampled.token_ids)
         if self._device_steps is not None and prepared.links is not None:
             self._device_steps.put(prepared.links.sampled, sampled.token_ids)
         if sampled.ok.all():
@@ -353,9 +353,8 @@ class ModelRunner:
 class SampledTokens:
     """The last `num_steps` sampled tokens of each row of the scheduler.
 
-    A row's place for a token depends on the token's position in its sequence. A row is reused only when every step that
-    names it is over, and what a repeated step samples goes where it went before, so nothing here is ever stale: for
-    every place that is read, an earlier step has written it.
+    A token's place depends on its row and its position in the sequence. No place is ever read stale, for two reasons. A
+    row is reused only after every step that uses it has ended. A repeated step writes its tokens to the same places.
     """
 
     def __init__(self, num_steps: int) -> None:
@@ -363,11 +362,11 @@ class SampledTokens:
         self._tokens: Int64Array = np.zeros(0, dtype=np.int64)
 
     def places(self, rows: Int64Array, positions: Int64Array) -> Int64Array:
-        """Where the tokens at these positions of the rows' sequences are kept; may be called at any time."""
+        """Places of the tokens at these positions of the rows' sequences. May be called at any time."""
         return rows * self._num_steps + positions % self._num_steps
 
     def put(self, places: Int64Array, token_ids: Int64Array) -> None:
-        """Keep what a step sampled."""
+        """Store the tokens that a step sampled."""
         most = int(places.max(initial=-1))
         if most >= len(self._tokens):
             grown = np.zeros(max(most + 1, 2 * len(self._tokens)), dtype=np.int64)
@@ -376,12 +375,12 @@ class SampledTokens:
         self._tokens[places] = token_ids
 
     def get(self, places: Int64Array) -> Int64Array:
-        """What earlier steps have put there."""
+        """The tokens that earlier steps stored at these places."""
         return self._tokens[places]
 
 
 def _links(output: SchedulerOutput, prepared: PreparedStep, tokens: SampledTokens) -> StepLinks:
-    """Where a step's tokens come from and go to, while several are in flight."""
+    """The places that a step reads tokens from and stores tokens to, if several steps may be in flight."""
     batch, sampling = prepared.batch, prepared.sampling
     rows = output.rows.astype(np.int64)
     unsampled = (prepared.token_ids.numpy() == UNSAMPLED).nonzero()[0]
@@ -390,7 +389,7 @@ def _links(output: SchedulerOutput, prepared: PreparedStep, tokens: SampledToken
         for edit in edits.unfinished:
             index, end = sampling[edit.row], int(batch.kv_lens[sampling[edit.row]])
             edit.sources = tokens.places(rows[index], np.arange(end - edit.num_missing, end))
-    if len(unsampled) == len(sampling) == len(rows) == batch.num_tokens:  # decodes, each behind one in flight
+    if len(unsampled) == len(sampling) == len(rows) == batch.num_tokens:  # all decodes, with input still in flight
         return StepLinks(tokens.places(rows, batch.kv_lens), unsampled, tokens.places(rows, batch.positions))
     row_indices = np.searchsorted(batch.query_starts, unsampled, side="right") - 1
     return StepLinks(
@@ -401,7 +400,7 @@ def _links(output: SchedulerOutput, prepared: PreparedStep, tokens: SampledToken
 
 
 def _add_vectors(execution: StepExecution, vectors: dict[int, Float32Array]) -> None:
-    """The vectors of a step; one that is not finite is an error of its row."""
+    """Add the vectors of a step. A vector that is not finite becomes an error of its row."""
     execution.embeddings = {index: vector for index, vector in vectors.items() if np.isfinite(vector).all()}
     bad = {index: NOT_FINITE for index in vectors if index not in execution.embeddings}
     if bad:
@@ -409,7 +408,7 @@ def _add_vectors(execution: StepExecution, vectors: dict[int, Float32Array]) -> 
 
 
 def _errors(prepared: PreparedStep, logits: Tensor, ok: npt.NDArray[np.bool_]) -> dict[int, str]:
-    """Row index -> why it could not be sampled: the model's fault, or that of the request's own parameters."""
+    """Row index -> why it could not be sampled: an error of the model, or of the request's parameters."""
     bad = (~ok).nonzero()[0]
     had_choice = torch.isfinite(logits[torch.from_numpy(bad).to(logits.device)].amax(dim=-1)).tolist()
     errors = prepared.sampling_batch.errors
@@ -420,7 +419,7 @@ def _errors(prepared: PreparedStep, logits: Tensor, ok: npt.NDArray[np.bool_]) -
 
 
 def _prompt_logprobs(prepared: PreparedStep, logits: Tensor) -> dict[int, PromptLogprobs]:
-    """Args: logits: [tokens of all chunks, vocab_size], chunk after chunk."""
+    """Row index -> log probabilities of its prompt chunk; logits: [tokens of all chunks, vocab_size], in order."""
     found: dict[int, PromptLogprobs] = {}
     parts = torch.split(logits, [len(chunk.token_ids) for chunk in prepared.prompt_chunks])
     with torch.inference_mode():

@@ -1,6 +1,6 @@
-"""The last check of a model: its logits on the paged path, step by step, against a plain forward pass.
+"""SelfCheck: compares a model's logits on the paged path, step by step, with a plain forward pass.
 
-The plain pass is computed once, when a `SelfCheck` is made; the paged path may be checked any number of times, also
+The plain pass is computed once, when a `SelfCheck` is made. The paged path can be checked any number of times, also
 after parts of the model have been replaced by faster ones.
 """
 
@@ -20,23 +20,23 @@ from pointsman.engine.errors import UnsupportedModel
 from pointsman.engine.kv.layout import LayerShape
 from pointsman.engine.kv.pool import KVPool, blocks_for
 from pointsman.engine.model.forward import run_model
-from pointsman.engine.model.linear import whole_rows
+from pointsman.engine.model.linear import rounded_up_rows
 
 BLOCK_SIZE = 4
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Largest allowed error of logits in the self-check, as `relative_error` measures it.
 
-In bfloat16 rounding alone makes 0.01 in two layers and 0.015 to 0.03 in 14; a lost window or lost sinks make 0.17 and
-more. Some models round worse: Gemma 3 270M makes 0.2.
+In bfloat16, rounding alone makes 0.01 in two layers and 0.015 to 0.03 in 14. A lost window or lost sinks make at least
+0.17. Some models have larger rounding errors: Gemma 3 270M makes 0.2.
 """
-OF_ITS_OWN = 1.25
-"""Where a model in a narrow type is beyond that: largest error against float32, relative to the plain pass's own."""
+MAX_RATIO_OF_ERRORS = 1.25
+"""Limit for a 16-bit model beyond that: its error against float32, relative to the plain pass's error against it."""
 
 
 @dataclass(slots=True)
 class FirstStep:
-    """A step that is under way: the attention context says what its layers attend to."""
+    """The first step of the check, with its attention context open."""
 
     forward: Callable[[], Tensor]
     """Computes the whole model."""
@@ -45,7 +45,7 @@ class FirstStep:
 
     @contextmanager
     def exact(self) -> Iterator[None]:
-        """Meanwhile layers attend to a pool in float32, so that keys and values are not rounded."""
+        """Inside the `with` block, layers attend to a pool in float32, so keys and values are not rounded."""
         pool = self.context.pool
         self.context.pool = self.exact_pool
         try:
@@ -61,9 +61,9 @@ class SelfCheck:
     single tokens.
 
     Args:
-        model: with its handlers attached to `context`, and its own layers still in place.
-        layers: its layers' shapes, as probed.
-        context: through which its attention is computed.
+        model: its handlers are attached to `context`, and its own layers are still in place.
+        layers: its layers' shapes, from the probe.
+        context: its attention is computed through this context.
         backend: the attention that will run.
     """
 
@@ -75,21 +75,21 @@ class SelfCheck:
         self.context = context
         self.backend = backend
         self.sequences, self.steps = _plan(model)
-        self.plain = self._computed_plainly()
+        self.plain = self._plain_logits()
         self._in_float32: list[Tensor] = []
-        """The plain pass in float32, where it was needed."""
+        """Logits of the plain pass in float32; empty until they are needed."""
         most = blocks_for(max(len(sequence) for sequence in self.sequences), BLOCK_SIZE)
-        # Shuffled by a stride that has no factor in common with the count, so that a row's blocks lie apart.
+        # Shuffled by a stride that is coprime to the count, so that a row's blocks are far apart.
         self.tables = (np.arange(3 * most) * (3 * most - 1) % (3 * most)).reshape(most, 3).T
 
     def run(self, *, fused: bool = False) -> None:
-        """Compare every logit. Where a narrow type rounds badly, both passes are compared with float32.
+        """Compare every logit. If a 16-bit type rounds badly, both passes are compared with float32.
 
         Args:
-            fused: whether parts of the model have been replaced, which compute in its own type alone.
+            fused: whether parts of the model have been replaced; these compute only in the model's type.
 
         Raises:
-            UnsupportedModel: they differ by more than rounding.
+            UnsupportedModel: the logits differ by more than rounding.
         """
         dtype, paged = self.model.dtype, self._paged()
         error = self._error(paged, self.plain)
@@ -98,11 +98,11 @@ class SelfCheck:
         text = f"at most {TOLERANCE[dtype]} is rounding"
         if dtype != torch.float32 and not fused:
             with in_float32(self.model):
-                self._in_float32 = self._computed_plainly()
+                self._in_float32 = self._plain_logits()
         if self._in_float32:
             own = self._error(self.plain, self._in_float32)
             error = self._error(paged, self._in_float32)
-            if error <= OF_ITS_OWN * own:
+            if error <= MAX_RATIO_OF_ERRORS * own:
                 return
             text = f"in float32, and its own rounding makes {own:.2g}"
         raise UnsupportedModel(
@@ -110,20 +110,23 @@ class SelfCheck:
             f"their spread ({text}); some part of this model is not computed per token"
         )
 
-    def _computed_plainly(self) -> list[Tensor]:
+    def _plain_logits(self) -> list[Tensor]:
         """Logits of every position of every sequence, by transformers' own attention."""
         with plain_attention(self.model):
             return [run_model(self.model, one, torch.arange(len(one)), keep=None) for one in self.sequences]
 
     def _error(self, got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
-        """In float32 every position must agree. In a narrow type rounding may tip an expert's choice here and there;
-        three quarters must agree, so that a fault of long sequences only, such as a lost window, still shows."""
+        """The error of `got`: in float32 the largest of all positions, in a 16-bit type the upper quartile.
+
+        In a 16-bit type, rounding may change the choice of an expert at a few positions. The quartile still detects an
+        error that only long sequences have, such as a lost window.
+        """
         errors = torch.cat([relative_error(one, other) for one, other in zip(got, want, strict=True)])
         return float(errors.max() if self.model.dtype == torch.float32 else errors.quantile(0.75))
 
     @contextmanager
     def first_step(self) -> Iterator[FirstStep]:
-        """The first step, with two chunks, to be computed any number of times while this is open."""
+        """The first step, with two chunks. Inside the `with` block it can be computed any number of times."""
         counts = np.array(self.steps[0])
         with self._step(self._pool(), counts, np.zeros_like(counts)) as forward:
             yield FirstStep(forward, self.context, self._pool(torch.float32))
@@ -146,7 +149,7 @@ class SelfCheck:
         token_ids = torch.cat([self.sequences[row][computed[row] : computed[row] + counts[row]] for row in rows])
         self.context.begin([self.backend.plan(batch)], pool, self.backend)
         try:
-            num_rows = whole_rows(batch.num_tokens) if self.backend.leaves_out_rows else None
+            num_rows = rounded_up_rows(batch.num_tokens) if self.backend.leaves_out_rows else None
             yield lambda: run_model(self.model, token_ids, torch.from_numpy(batch.positions), None, num_rows)
         finally:
             self.context.end()
@@ -170,14 +173,14 @@ class SelfCheck:
 def relative_error(got: Tensor, want: Tensor) -> Tensor:
     """[t] root mean square of each row's error, logits [t, vocab_size], relative to the row's standard deviation.
 
-    The largest error of a row would grow with the vocabulary, from the same rounding.
+    The largest error of a row would not do: with the same rounding it grows with the size of the vocabulary.
     """
     difference = (got.float() - want.float()).square().mean(dim=-1).sqrt()
     return difference / want.float().std(dim=-1).clamp(min=1e-6)
 
 
 def _plan(model: Any) -> tuple[list[Tensor], list[tuple[int, ...]]]:
-    """Token sequences, and per step how many tokens of each are computed."""
+    """Token sequences, and for each step the number of computed tokens of each sequence."""
     config = model.config.get_text_config(decoder=True)
     longest = getattr(config, "max_position_embeddings", None) or 64
     steps: list[tuple[int, ...]] = [(13, 21, 0), (19, 1, 6), (1, 1, 3), (4, 1, 1)]
@@ -190,7 +193,7 @@ def _plan(model: Any) -> tuple[list[Tensor], list[tuple[int, ...]]]:
 
 @contextmanager
 def in_float32(model: Any) -> Iterator[None]:
-    """Compute a model in float32 meanwhile, which takes twice the memory of one in 16 bits. No weight changes by it."""
+    """Convert a model to float32 inside the `with` block. A 16-bit model takes twice the memory; no weight changes."""
     tensors = [one for one in (*model.parameters(), *model.buffers()) if one.is_floating_point()]
     dtypes = [one.dtype for one in tensors]
     try:
@@ -204,7 +207,7 @@ def in_float32(model: Any) -> Iterator[None]:
 
 @contextmanager
 def plain_attention(model: Any) -> Iterator[None]:
-    """Run the model with transformers' own eager attention meanwhile."""
+    """Let the model use transformers' own eager attention inside the `with` block."""
     model.config._attn_implementation = "eager"
     try:
         yield

@@ -1,7 +1,7 @@
-"""Settings in a model's directory: what is wrong in config.json is named, and generation_config.json gives defaults.
+"""Reads generation_config.json and checks the fields of config.json, with errors that name file, field and value.
 
-transformers ignores a part of what it cannot use and reports the rest without the file or the field. So the fields that
-decide what is computed are checked before it reads them. Fields that only one family has are left to transformers.
+transformers ignores some wrong values, and reports others without the file or the field. So the fields that affect the
+computation are checked before transformers reads them. Fields that only one family has are left to transformers.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ DEFAULTS: Mapping[str, str] = {
     "frequency_penalty": "frequency_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Fields of generation settings that count, whether `do_sample` is set or not, and their names in `SamplingParams`."""
+"""Fields of generation settings that are used, and their names in `SamplingParams`. `do_sample` is ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationSettings:
-    """What a model's directory says about generation."""
+    """The generation settings in a model's directory."""
 
     eos_token_ids: tuple[int, ...] | None
-    """None: nothing; it is not said."""
+    """None: not given."""
     sampling: Mapping[str, Any]
-    """Defaults by their names in `SamplingParams`."""
+    """Defaults, by their names in `SamplingParams`."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], vocab_size: int, source: str = "generation_config") -> GenerationSettings:
-        """Those of a generation_config.json, or of a `GenerationConfig` as a dict.
+        """The settings in the fields of a generation_config.json, or of a `GenerationConfig` as a dict.
 
         Args:
-            fields: by their names there; None is not said.
+            fields: values by field name; a field that is None counts as absent.
             vocab_size: token ids must be below it.
             source: the file, for errors.
 
@@ -74,7 +74,7 @@ class GenerationSettings:
 
 
 def read_generation_settings(path: Path, config: Any) -> GenerationSettings:
-    """The settings of a directory's generation_config.json; without that file, those that its config.json holds.
+    """The settings of a directory's generation_config.json; without that file, those in its config.json.
 
     Args:
         path: the directory.
@@ -109,11 +109,11 @@ def _eos_token_ids(value: Any, vocab_size: int, source: str) -> tuple[int, ...] 
 
 
 def choose_eos_token_ids(model: Any, tokenizer: Any | None, settings: GenerationSettings) -> tuple[int, ...]:
-    """The tokens that end a text: the tokenizer's EOS first, then those of the generation settings, or, where these
-    name none, of the configuration.
+    """The tokens that end a text: the tokenizer's EOS first, then those of the generation settings, or, if these name
+    none, of the configuration.
 
     Raises:
-        ModelLoadError: the configuration's is no token id.
+        ModelLoadError: the configuration's eos_token_id is no token id.
     """
     vocab_size = int(model.get_input_embeddings().num_embeddings)
     configured = settings.eos_token_ids
@@ -121,7 +121,7 @@ def choose_eos_token_ids(model: Any, tokenizer: Any | None, settings: Generation
         value = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
         configured = _eos_token_ids(value, vocab_size, "config.json") or ()
     own = getattr(tokenizer, "eos_token_id", None)
-    if own is None or not 0 <= own < vocab_size:  # a model that cannot sample it needs no end there
+    if own is None or not 0 <= own < vocab_size:  # the model can never sample an EOS outside its vocabulary
         return tuple(dict.fromkeys(configured))
     return tuple(dict.fromkeys((own, *configured)))
 
@@ -130,10 +130,10 @@ def choose_eos_token_ids(model: Any, tokenizer: Any | None, settings: Generation
 
 
 def check_fields(content: Mapping[str, Any], file: Path) -> None:
-    """Check the fields of a config.json that decide what is computed, in its parts (`text_config`) too.
+    """Check the fields of a config.json that affect the computation, also in its `text_config`.
 
     Raises:
-        ModelLoadError: a field has a wrong type or is out of range; the line names the file, the field and the value.
+        ModelLoadError: a field has a wrong type or is out of range; the message names file, field and value.
     """
     for prefix, fields in _parts(content):
         for name, (is_right, wanted) in CONFIG_FIELDS.items():
@@ -153,7 +153,7 @@ def _parts(content: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]
 
 
 def _check_rope(value: Any, place: str) -> None:
-    """Refuse rotary settings that would be ignored, which transformers does without an error."""
+    """Refuse rotary settings that transformers would ignore without an error."""
     if not isinstance(value, Mapping):
         raise ModelLoadError(f"{place} is {_shown(value)}; it must be an object like {ROPE_EXAMPLE}; {REMEDY}")
     nested = {name: one for name, one in value.items() if isinstance(one, Mapping)}
@@ -168,8 +168,8 @@ def _check_rope_scaling(scaling: Mapping[str, Any], place: str) -> None:
     kinds = [scaling[name] for name in ("rope_type", "type") if name in scaling]
     if scales and not kinds:
         raise ModelLoadError(
-            f"{place} is {_shown(dict(scaling))} and names no rope_type, so nothing would be scaled; write one like "
-            f"{ROPE_EXAMPLE}, or remove {', '.join(sorted(scales))}"
+            f"{place} is {_shown(dict(scaling))} and names no rope_type, so nothing would be scaled; add a rope_type, "
+            f"as in {ROPE_EXAMPLE}, or remove {', '.join(sorted(scales))}"
         )
     for kind in kinds:
         if not isinstance(kind, str):
@@ -180,7 +180,7 @@ def _check_rope_scaling(scaling: Mapping[str, Any], place: str) -> None:
         is_right, wanted = ROPE_FIELDS.get(name, _ANYTHING)
         if one is not None and not is_right(one):
             raise ModelLoadError(f"{place}: {name} is {_shown(one)}; it must be {wanted}; {REMEDY}")
-        near = get_close_matches(name, ROPE_FIELDS, n=1, cutoff=ALIKE)
+        near = get_close_matches(name, ROPE_FIELDS, n=1, cutoff=MIN_SIMILARITY)
         if near and name not in ROPE_FIELDS:
             raise ModelLoadError(
                 f"{place} has {name!r}, which would be ignored; is {near[0]} meant? rename or remove it"
@@ -207,7 +207,7 @@ def _shown(value: Any) -> str:
 
 
 Check = tuple[Callable[[Any], bool], str]
-"""Whether a value is right, and what it must be."""
+"""A test of a value, and a description of correct values."""
 
 _COUNT: Check = (lambda value: _is_int(value) and value >= 1, "an integer of at least 1")
 _ABOVE_0: Check = (lambda value: _is_number(value) and value > 0, "a number above 0")
@@ -219,7 +219,7 @@ _TRUTH: Check = (lambda value: isinstance(value, bool), "true or false")
 _ANYTHING: Check = (lambda value: True, "anything")
 
 MAX_LAYERS = 10_000
-"""transformers lists the kind of each layer before it sees that there are no weights for them."""
+"""Limit because transformers lists the kind of each layer before it finds that there are no weights for them."""
 CONFIG_FIELDS: Mapping[str, Check] = {
     "max_position_embeddings": _COUNT,
     "vocab_size": _COUNT,
@@ -241,7 +241,7 @@ CONFIG_FIELDS: Mapping[str, Check] = {
     "quantization_config": (lambda value: isinstance(value, Mapping), "an object"),
     "text_config": (lambda value: isinstance(value, Mapping), "an object"),
 }
-"""null is left to transformers."""
+"""Fields and their checks; a null is left to transformers."""
 
 ROPE_FIELDS: Mapping[str, Check] = {
     "rope_type": _NAME,
@@ -262,12 +262,12 @@ ROPE_FIELDS: Mapping[str, Check] = {
     "long_factor": _NUMBERS,
     "truncate": _TRUTH,
 }
-"""Of rotary embeddings; other names are a family's own."""
+"""Fields of rotary embeddings and their checks; only single families have other fields."""
 UNSCALED = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
-"""Fields of a rotary embedding that is not scaled."""
+"""Fields that a rotary embedding without scaling may have."""
 NEEDS_FACTOR = frozenset({"linear", "dynamic", "llama3", "yarn"})
 SAME_ROPE_TYPES = frozenset({"longrope", "su"})
-"""Names of one type."""
-ALIKE = 0.82
-"""How alike two names are, of at most 1, before the unknown one is taken for a misspelling."""
+"""Two names of the same type."""
+MIN_SIMILARITY = 0.82
+"""Minimum similarity, from 0 to 1, of an unknown name to a known one to report it as a misspelling."""
 ROPE_EXAMPLE = '{"rope_type": "linear", "factor": 2.0}'

@@ -1,14 +1,14 @@
-"""What sampling needs to know of each request, as columns, and of one step, as arrays cut from them.
+"""Keeps the sampling parameters of all requests as columns, and gathers the arrays of one step from them.
 
 A request's parameters are written once, when it is admitted, into the columns at the scheduler's row number
-(`output.rows`). A step over rows that were there before is a few NumPy gathers, whatever the number of rows:
+(`output.rows`). A step without new rows is a few NumPy gathers, for any number of rows:
 
-    flags[row]        which of the features below the request uses at all; one reduction says what a step can skip
+    flags[row]        the features below that the request uses; one reduction finds the features that a step can skip
     serial[row]       the admission that the columns describe; another serial in an output means another request
     temperature, top_k, top_p, min_p, mixed_seed (of `race.py`), logprobs, prompt_logprobs
 
-Requests with a feature of flag EDITED (penalties, biases, masks, grammars) have an `EditedRow` besides, in
-`logit_edits.py`; only they cost Python in a step.
+Requests with flag EDITED (penalties, biases, masks, grammars) also have an `EditedRow`, in `logit_edits.py`. Only these
+requests run Python code per row in a step.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ RANDOM, EDITED, LOGPROBS, PROMPT_LOGPROBS = 1, 2, 4, 8
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """How the n rows of one step sample. It refers to nothing that later steps change."""
+    """The sampling parameters of the n rows of one step. Later steps do not change it."""
 
     num_rows: int
     random: Int64Array
-    """[r] which of the rows are not greedy; the arrays that follow are of these."""
+    """[r] the rows that are not greedy; the arrays below have an element for each of these rows."""
     temperature: Float32Array
     top_k: Int64Array
     top_p: Float64Array
@@ -46,14 +46,14 @@ class SamplingBatch:
     keys: UInt64Array
     edits: LogitEdits | None = None
     logprobs: list[tuple[int, int, int]] = field(default_factory=list)
-    """(row of the logits, row index of the output, how many beside the token's own) for each row that wants some."""
+    """(row of the logits, row index of the output, number beside its own token) for each row with log probabilities."""
     errors: dict[int, str] = field(default_factory=dict)
-    """Row of the logits -> why nothing can be sampled from it; only its own request shall end."""
+    """Row of the logits -> why no token can be sampled from it; the error ends only that row's request."""
     prompt_logprobs: list[tuple[int, int]] = field(default_factory=list)
-    """(row index of the output, how many) for each row that wants those of its prompt; also rows that do not sample."""
+    """(row index of the output, number) for each row with prompt log probabilities; also rows that do not sample."""
 
     def of_row(self, row: int) -> SamplingBatch:
-        """One row of the logits alone."""
+        """The batch of one row of the logits."""
         own = self.random == row
         return SamplingBatch(
             num_rows=1,
@@ -68,7 +68,8 @@ class SamplingBatch:
         )
 
 
-_HOTTEST = float(np.finfo(np.float32).max)  # above it, float32 has only infinity, by which a masked logit becomes NaN
+_MAX_TEMPERATURE = float(np.finfo(np.float32).max)
+"""A higher temperature is infinite in float32, and makes masked logits NaN."""
 _NO_INTS = np.zeros(0, dtype=np.int64)
 _NO_FLOATS = np.zeros(0, dtype=np.float64)
 _NO_KEYS = np.zeros(0, dtype=np.uint64)
@@ -79,7 +80,7 @@ class SamplingColumns:
     """Parameters of all requests that have a row.
 
     Args:
-        engine_seed: requests that give no seed derive theirs from it and their id.
+        engine_seed: a request without a seed derives one from this seed and its id.
     """
 
     def __init__(self, engine_seed: int) -> None:
@@ -94,10 +95,10 @@ class SamplingColumns:
         self.logprobs = np.zeros(0, dtype=np.int64)
         self.prompt_logprobs = np.zeros(0, dtype=np.int64)
         self.failures: dict[Request, str] = {}
-        """Requests whose parameters could not be written, and why; they count as edited."""
+        """Request -> why its parameters could not be written. Such requests have flag EDITED."""
 
     def admit(self, output: SchedulerOutput) -> list[int]:
-        """Write the columns of requests that are new in their row; which (row indices of the output)."""
+        """Write the columns of requests that are new in their row; returns their row indices in the output."""
         rows = output.rows
         most = int(rows.max(initial=-1))
         if most >= len(self.serial):
@@ -110,14 +111,15 @@ class SamplingColumns:
             try:
                 self.flags[row] = self._write(row, request)
                 self.failures.pop(request, None)
-            except Exception as error:  # of this request's parameters, and no other's
+            except Exception as error:  # the error concerns only this request's parameters
                 self.flags[row] = EDITED
                 self.failures[request] = row_failure(error)
             self.serial[row] = output.serials[index]
         return admitted
 
     def _grow(self, least: int) -> None:
-        """At least double, so that growing is rare. Serials start at 1, so a new row's 0 belongs to no admission."""
+        """Grow to `least` rows, and at least double, so that growing is rare. The serial of new rows is 0; serials of
+        admissions start at 1."""
         more = max(least, 2 * len(self.serial)) - len(self.serial)
         for name, column in vars(self).items():
             if isinstance(column, np.ndarray):
@@ -131,7 +133,7 @@ class SamplingColumns:
             flags |= RANDOM
             seed = derive_seed(self._engine_seed, request.request_id) if params.seed is None else params.seed
             self.mixed_seed[row] = mix_seed(seed)
-            self.temperature[row] = min(params.temperature, _HOTTEST)
+            self.temperature[row] = min(params.temperature, _MAX_TEMPERATURE)
             self.top_k[row] = min(params.top_k, np.iinfo(np.int64).max)
             self.top_p[row] = params.top_p
             self.min_p[row] = params.min_p
@@ -176,6 +178,6 @@ class SamplingColumns:
         return batch
 
     def edited(self, output: SchedulerOutput, sampling: Int64Array) -> list[int]:
-        """Which of the rows that sample have an `EditedRow` (positions in `sampling`)."""
+        """Positions in `sampling` of the rows that have an `EditedRow`."""
         found: list[int] = (self.flags[output.rows[sampling]] & EDITED).nonzero()[0].tolist()
         return found

@@ -1,18 +1,23 @@
-"""Changes to logits that some requests ask for: allowed tokens, bad words, `min_tokens`, biases, penalties, grammars.
+"""Edits logits for requests with allowed tokens, bad words, `min_tokens`, biases, penalties or grammars.
 
-They are collected per row on the host (`EditedRow.edit`), from the request's tokens, and applied to the logits of all
-rows at once (`LogitEdits.apply`), in this order, which is vLLM's: tokens that are not allowed become minus infinity,
-then those that would complete a bad word, then EOS and stop tokens before `min_tokens`; then biases are added; then
-penalties are taken; last, what a grammar does not allow becomes minus infinity. Where a grammar allows nothing but the
-text's end, nothing else is asked.
+The edits are collected per row on the host (`EditedRow.edit`), from the request's tokens, and applied to the logits of
+all rows at once (`LogitEdits.apply`), in vLLM's order:
 
-Nothing here depends on the history of the engine: what has been counted is brought up to the tokens that the request
-has now, and if an admission is new (after a preemption, say), counted again. So a request samples the same tokens
-alone, batched, preempted, or in a step that failed and is repeated.
+1. These tokens become minus infinity: tokens that are not allowed, tokens that complete a bad word, and EOS and stop
+   tokens before `min_tokens`.
+2. Biases are added.
+3. Penalties are applied.
+4. Tokens that a grammar does not allow become minus infinity.
 
-With several steps in flight the newest tokens of a request may be unknown when a step is prepared. Penalties and bad
-words then wait, with all that is known, for the moment before the step is executed (`UnfinishedEdit`); requests with a
-grammar never run ahead of their tokens.
+If a grammar allows only the end of the text, the other edits are left out.
+
+Edits do not depend on the engine's history: token counts are updated to the request's present tokens, and counted again
+after a new admission (after a preemption, for example). So a request samples the same tokens alone, batched, preempted,
+or in a repeated step.
+
+With several steps in flight, the newest tokens of a request may be unknown when a step is prepared. Its penalties and
+bad words are then completed just before the step is executed (`UnfinishedEdit`). Requests with a grammar are scheduled
+only when all their tokens are known.
 """
 
 from __future__ import annotations
@@ -36,11 +41,11 @@ from pointsman.engine.params.sampling import SamplingParams
 MINUS_INFINITY = float("-inf")
 
 Finish: TypeAlias = "Callable[[LogitEdits, list[int]], None]"
-"""Adds an edit, given the request's newest tokens, which were unknown before."""
+"""Adds an edit, given the request's newest tokens, which were unknown when the step was prepared."""
 
 
 class TokenCounts:
-    """How often each token occurs in a growing sequence, and which occur at all, in memory of O(vocabulary)."""
+    """Counts each token of a growing sequence, and lists the tokens that occur, in memory of O(vocabulary)."""
 
     __slots__ = ("_is_known", "_known", "_num_known", "counts")
 
@@ -48,16 +53,16 @@ class TokenCounts:
         self.counts = np.zeros(vocab_size, dtype=np.int32)
         """[vocab_size] occurrences among the tokens of `add`."""
         self._is_known = np.zeros(vocab_size, dtype=np.bool_)
-        self._known = np.zeros(256, dtype=np.int64)  # what `_is_known` says, as a growing list
+        self._known = np.zeros(256, dtype=np.int64)  # the tokens with `_is_known`, as a growing list
         self._num_known = 0
 
     @property
     def known(self) -> Int64Array:
-        """Each token that occurs, once; with those of `note`."""
+        """Each token of `add` and `note`, once."""
         return self._known[: self._num_known]
 
     def note(self, token_ids: npt.NDArray[np.integer]) -> None:
-        """Tokens that occur and are not counted (a prompt's)."""
+        """Add tokens that occur without counting them (a prompt's tokens)."""
         token_ids = token_ids[token_ids < len(self.counts)]
         new = np.unique(token_ids[~self._is_known[token_ids]])
         end = self._num_known + len(new)
@@ -79,10 +84,10 @@ class EditedRow:
 
     Args:
         request: its `metadata` are SamplingParams.
-        serial: of its admission.
-        vocab_size: how many logits there are; tokens beyond them are left out.
+        serial: serial of its admission.
+        vocab_size: number of logits; tokens beyond them are ignored.
         bad_words: token sequences, see `bad_word_sequences`.
-        grammar: what its text must look like.
+        grammar: the grammar of its text.
     """
 
     __slots__ = (
@@ -116,7 +121,7 @@ class EditedRow:
         self._params = params
         self._vocab_size = vocab_size
         self._bad_words = bad_words
-        self._num_starting = max((len(word) - 1 for word in bad_words), default=0)  # of the longest, before its last
+        self._num_starting = max((len(word) - 1 for word in bad_words), default=0)  # all but the last of the longest
         self._allowed = None if params.allowed_token_ids is None else _unique(params.allowed_token_ids, vocab_size)
         self._stop_ids = _unique(sorted(request.stop_set.union(request.eos_token_ids)), vocab_size)
         self._eos_ids = _unique(request.eos_token_ids, vocab_size)
@@ -128,10 +133,10 @@ class EditedRow:
         self._num_counted = 0  # output tokens in `_counts`
 
     def edit(self, row: int, position: int, edits: LogitEdits) -> None:
-        """Add to `edits` what the logits of `row` need when the token at `position` is drawn.
+        """Add to `edits` the edits of the logits of `row`, for drawing the token at `position`.
 
         Raises:
-            GrammarError: there is a grammar, and it cannot say what may follow.
+            GrammarError: the grammar cannot compute the tokens that it allows.
         """
         num_output = position - self._request.num_prompt_tokens
         num_missing = max(0, num_output - self._request.num_output_tokens)
@@ -155,7 +160,7 @@ class EditedRow:
             edits.add(row, num_missing, self._prepare_penalties(row, num_output))
 
     def _constrain(self, grammar: RequestGrammar, row: int, num_output: int, edits: LogitEdits) -> bool:
-        """Let the grammar say what may follow the output; whether that is nothing but the end."""
+        """Mask the tokens that the grammar does not allow; returns whether it allows only the end."""
         if grammar.num_accepted > num_output:
             grammar.rewind(num_output)
         known = grammar.num_accepted
@@ -164,10 +169,10 @@ class EditedRow:
 
     def _mask_bad_words(self, row: int, known: list[int], edits: LogitEdits, newest: list[int]) -> None:
         """`known` and `newest` are the end of the output."""
-        edits.mask(row, self._completing([*known, *newest]))
+        edits.mask(row, self._completed_bad_words([*known, *newest]))
 
-    def _completing(self, output: list[int]) -> Int64Array:
-        """The last tokens of bad words whose other tokens end the output, of which the end suffices."""
+    def _completed_bad_words(self, output: list[int]) -> Int64Array:
+        """The last tokens of the bad words whose other tokens end the output; `output` may be only its end."""
         found = []
         for *start, last in self._bad_words:
             if last < self._vocab_size and (not start or output[-len(start) :] == start):
@@ -175,7 +180,7 @@ class EditedRow:
         return _unique(found, self._vocab_size)
 
     def _prepare_penalties(self, row: int, num_output: int) -> Finish:
-        """Count the output that is known; what penalises it, and the newest tokens, once they are known, too."""
+        """Count the known output; returns a function that penalises it together with the newest tokens."""
         params = self._params
         if self._counts is None or self._num_counted > num_output:
             self._counts = TokenCounts(self._vocab_size)
@@ -199,7 +204,7 @@ def _penalize(
     edits: LogitEdits,
     newest: list[int],
 ) -> None:
-    """Penalise the tokens that occur: `token_ids` in the prompt or `counts` times in the output, and the `newest`."""
+    """Penalise `token_ids`, which occur in the prompt, or `counts` times in the output, and the `newest` tokens."""
     for token in newest:
         if token < vocab_size:
             at = (token_ids == token).nonzero()[0]
@@ -212,22 +217,22 @@ def _penalize(
 
 @dataclass(slots=True)
 class UnfinishedEdit:
-    """An edit that depends on tokens which were yet to be sampled when the step was prepared."""
+    """An edit that depends on tokens that were not yet sampled when the step was prepared."""
 
     row: int
-    """Of the logits."""
+    """Row of the logits."""
     num_missing: int
-    """How many tokens before the one to be drawn were unknown."""
+    """Number of unknown tokens before the token to be drawn."""
     finish: Finish
     sources: Int64Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """[num_missing] where they will be, see `SampledTokens`; set by the runner."""
+    """[num_missing] places where these tokens will be, see `SampledTokens`; set by the runner."""
 
 
 class LogitEdits:
     """The edits of one step, by row of its logits.
 
     Args:
-        num_rows: of the logits.
+        num_rows: number of rows of the logits.
     """
 
     def __init__(self, num_rows: int = 1) -> None:
@@ -244,14 +249,14 @@ class LogitEdits:
         return bool(found)
 
     def add(self, row: int, num_missing: int, finish: Finish) -> None:
-        """An edit that depends on the newest tokens of the request, of which `num_missing` are not known yet."""
+        """Add an edit that depends on the request's newest tokens; `num_missing` of them are not known yet."""
         if num_missing:
             self.unfinished.append(UnfinishedEdit(row, num_missing, finish))
         else:
             finish(self, [])
 
     def finish(self, get_tokens: Callable[[Int64Array], Int64Array]) -> dict[int, str]:
-        """Add the unfinished edits; their tokens are known now. Returns the rows whose edits raise, with the reason."""
+        """Complete the unfinished edits, whose tokens are known now; returns row -> reason for edits that raise."""
         errors: dict[int, str] = {}
         for edit in self.unfinished:
             token_ids = get_tokens(edit.sources).tolist()
@@ -263,7 +268,7 @@ class LogitEdits:
         return errors
 
     def of_row(self, row: int) -> LogitEdits:
-        """Those of one row of the logits alone; none is unfinished any more."""
+        """The edits of one row of the logits. All edits must be finished."""
         one = LogitEdits()
         one._allowed = [(0, token_ids) for at, token_ids in self._allowed if at == row]
         one._masks, one._biases = self._masks.of_row(row), self._biases.of_row(row)
@@ -272,29 +277,29 @@ class LogitEdits:
         return one
 
     def token_masks(self, vocab_size: int) -> TokenMasks:
-        """Where grammars put the tokens that they allow."""
+        """The masks to which grammars write the tokens that they allow."""
         if self._token_masks is None:
             self._token_masks = TokenMasks(self._num_rows, vocab_size)
         return self._token_masks
 
     def allow(self, row: int, token_ids: Int64Array) -> None:
-        """Only these tokens."""
+        """Allow only these tokens."""
         self._allowed.append((row, token_ids))
 
     def mask(self, row: int, token_ids: Int64Array) -> None:
-        """Not these tokens."""
+        """Exclude these tokens."""
         self._masks.add(row, token_ids)
 
     def bias(self, row: int, token_ids: Int64Array, values: Float32Array) -> None:
-        """Add `values` to these tokens' logits; each token once."""
+        """Add `values` to these tokens' logits. Each token must occur only once."""
         self._biases.add(row, token_ids, values)
 
     def penalize(self, row: int, token_ids: Int64Array, repetition: float, subtracted: Float32Array) -> None:
-        """Divide positive logits by `repetition` and multiply negative ones, then subtract; each token once."""
+        """Divide positive logits by `repetition`, multiply negative ones, then subtract. Tokens must be distinct."""
         self._penalties.add(row, token_ids, np.full(len(token_ids), repetition, dtype=np.float32), subtracted)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """[n, vocab_size] float32 of its own, edited."""
+        """An edited copy of the logits, [n, vocab_size] float32."""
         logits = logits.to(torch.float32, copy=True)
         for row, token_ids in self._allowed:
             ids = torch.from_numpy(token_ids).to(logits.device)
@@ -317,7 +322,7 @@ class LogitEdits:
 
 
 class _Places:
-    """(row, token) places in the logits, and values for each, collected piece by piece."""
+    """Collects (row, token) places in the logits, with values for each."""
 
     def __init__(self) -> None:
         self._rows: list[int] = []
@@ -334,7 +339,7 @@ class _Places:
             self._values.append(values)
 
     def of_row(self, row: int) -> _Places:
-        """Those of one row of the logits alone."""
+        """The places in one row of the logits."""
         one = _Places()
         for at, token_ids, values in zip(self._rows, self._token_ids, self._values, strict=True):
             if at == row:
@@ -342,7 +347,7 @@ class _Places:
         return one
 
     def tensors(self, device: torch.device) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
-        """What indexes the logits, and the values in its order."""
+        """The index of the places in the logits, and the values in the same order."""
         rows = np.repeat(np.array(self._rows), [len(ids) for ids in self._token_ids])
         place = torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate(self._token_ids)).to(device)
         columns = zip(*self._values, strict=True)
@@ -350,10 +355,10 @@ class _Places:
 
 
 def bad_word_sequences(tokenizer: Any, bad_words: Sequence[str]) -> list[tuple[int, ...]]:
-    """The token sequences of bad words: each as a text of its own and after a space, which tokenizers distinguish.
+    """The token sequences of bad words: each alone and after a space, which tokenizers distinguish.
 
     Raises:
-        ValueError: there is no tokenizer to make them with, or a word is no text that it could read.
+        ValueError: there is no tokenizer, or a word is not valid Unicode text.
     """
     if bad_words and tokenizer is None:
         raise ValueError(f"bad_words is {bad_words[0]!r} and the model has no tokenizer; use logit_bias with token ids")
@@ -362,7 +367,7 @@ def bad_word_sequences(tokenizer: Any, bad_words: Sequence[str]) -> list[tuple[i
         for text in (word.lstrip(), " " + word.lstrip()):
             try:
                 token_ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-            except TypeError:  # what tokenizers says of lone surrogates, which UTF-8 has no bytes for
+            except TypeError:  # tokenizers raises it for lone surrogates, which UTF-8 cannot encode
                 raise ValueError(f"bad_words holds {word!r}, which is not valid Unicode text; remove it") from None
             if token_ids:
                 found[token_ids] = None

@@ -1,4 +1,4 @@
-"""Log probabilities of sampled and of prompt tokens."""
+"""Computes log probabilities of sampled tokens and of prompt tokens."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from pointsman.engine.params.sampling import ALL_TOKENS
 
 @dataclass(slots=True, eq=False)
 class TokenLogprobs:
-    """How likely one token was, and which tokens were the most likely in its place.
+    """Log probabilities of one token, and of the most likely tokens in its place.
 
-    Of the model's logits as they come (vLLM's "raw_logprobs"): before penalties, biases, masks and temperature.
+    They are computed from the model's unchanged logits (vLLM's "raw_logprobs"): before penalties, biases, masks and
+    temperature.
     """
 
     token_ids: Int64Array
-    """[k + 1] the token itself, then the k most likely ones, most likely first (it may be among them again)."""
+    """[k + 1] the token itself, then the k most likely tokens, most likely first. They may include the token again."""
     logprobs: Float32Array
-    """[k + 1] natural logarithms of their probabilities."""
+    """[k + 1] natural logarithms of the probabilities of `token_ids`."""
     rank: int
-    """The token's place in the order of all tokens: 1 is the most likely. Tokens that tie share the best place."""
+    """The token's rank among all tokens: 1 is the most likely. Tokens that tie share the best rank."""
 
 
 @dataclass(slots=True, eq=False)
 class PromptLogprobs:
-    """Log probabilities of a stretch of a prompt: that of one chunk. The first token of a prompt has none."""
+    """Log probabilities of one chunk of a prompt. The first token of a prompt has none."""
 
     start: int
-    """Position in the prompt of the first token covered; at least 1. After a preemption, earlier ones come again."""
+    """Position in the prompt of the first entry; at least 1. After a preemption, earlier positions are repeated."""
     entries: list[TokenLogprobs]
-    """One per position from `start` on."""
+    """One for each position from `start` on."""
 
 
 def token_logprobs(logits: Tensor, token_ids: npt.NDArray[np.integer], k: int) -> list[TokenLogprobs]:
@@ -44,7 +45,7 @@ def token_logprobs(logits: Tensor, token_ids: npt.NDArray[np.integer], k: int) -
     Args:
         logits: [m, vocab_size], any floating dtype.
         token_ids: [m] the tokens.
-        k: 0 or more; -1, and anything above it: the whole vocabulary.
+        k: number of most likely tokens; -1, or more than the vocabulary: the whole vocabulary.
     """
     vocab_size = logits.shape[-1]
     k = vocab_size if k == ALL_TOKENS else min(k, vocab_size)

@@ -1,7 +1,7 @@
-"""Drawing tokens: a race of exponential clocks whose randomness is a pure function of (seed, position, token).
+"""Draws tokens by a race of exponential clocks; all randomness is a pure function of (seed, position, token).
 
-No generator has to be stored, restored or rewound, so a seeded request gets the same tokens alone or in a batch,
-chunked or not, preempted or not.
+There is no generator to store, restore or rewind. So a seeded request gets the same tokens alone or in a batch, chunked
+or not, preempted or not.
 
     key      = mix(mix(s) + p * POSITION_STEP)                  one 64-bit number per row
     bits     = mix(key + (t + 1) * TOKEN_STEP)                  SplitMix64: a counter through a mixing function
@@ -10,12 +10,12 @@ chunked or not, preempted or not.
     token    = argmax over t of probability[t] / clock          the clock that rings first
 
 The race of exponential clocks draws t with exactly its probability (it is the Gumbel-max trick with one logarithm).
-Compared with a walk through the cumulative distribution it needs a draw per token, but a rounding difference of 1e-7
-in one logit then moves one boundary and not all of them, so tokens survive a change of batch composition. And because
-every token has its own clock, tokens that are cut away may simply be left out of the race.
+Inverting the cumulative distribution would need only one random number per row. But there a rounding difference of 1e-7
+in one logit moves all boundaries; here it moves one, so a row's token rarely changes with the other rows of its batch.
+And because every token has its own clock, tokens that are cut can be left out of the race.
 
-Here is the form for any device, in PyTorch; `race_kernels.py` has the same, compiled, for the CPU, and
-`race_triton.py` for GPUs.
+This module is the form in PyTorch, for any device. `race_kernels.py` has it compiled for the CPU, and `race_triton.py`
+for GPUs.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ POSITION_STEP = 0xD1B54A32D192ED03
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # SplitMix64's
 SHIFTS = (30, 27, 31)
 RACE_ELEMENTS = 1 << 16
-"""Clocks drawn at once, so that the passes over them stay in cache."""
+"""Number of clocks drawn at once, so that they stay in cache."""
 
 
 # ------------------------------------------------------------------------------------------------------------- keys
 
 
 def derive_seed(engine_seed: int, request_id: str) -> int:
-    """The seed of a request that gave none: 64 bits from the engine's seed and the request's id."""
+    """The seed of a request without one: 64 bits from the engine's seed and the request's id."""
     digest = blake2b(f"{engine_seed}:{request_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def mix_seed(seed: int) -> np.uint64:
-    """The part of a row's key that stays the same at all positions."""
+    """The part of a row's key that is the same at all positions."""
     mixed: np.uint64 = mix_array(np.array([seed & MASK_64], dtype=np.uint64))[0]
     return mixed
 
 
 def row_keys(mixed_seeds: UInt64Array, positions: npt.NDArray[np.integer]) -> UInt64Array:
-    """[n] uint64: the state from which each row's clocks are drawn, from `mix_seed` and the place of the token."""
+    """[n] uint64: the keys from which the rows' clocks are drawn, made of `mix_seed` and the tokens' positions."""
     return mix_array(mixed_seeds + positions.astype(np.uint64) * np.uint64(POSITION_STEP))
 
 
@@ -76,16 +76,17 @@ def probabilities(
     top_p: npt.NDArray[np.floating],
     min_p: npt.NDArray[np.floating],
 ) -> Tensor:
-    """[n, vocab_size] float32 probabilities after temperature, then min-p, top-k and top-p; 0 for what is cut.
+    """[n, vocab_size] float32 probabilities after temperature, then min-p, top-k and top-p; 0 for tokens that are cut.
 
-    They need not sum to 1 after top-p: the race does not care. Tokens that tie with the last one kept are kept.
+    After top-p they need not sum to 1, because the race does not need that. Tokens that tie with the last kept token
+    are kept.
 
     Args:
         logits: [n, vocab_size] float32.
-        temperature, top_k, top_p, min_p: [n], as in `SamplingParams`; no temperature is 0.
+        temperature, top_k, top_p, min_p: [n], as in `SamplingParams`; every temperature is above 0.
     """
     divisor = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device)
-    # The maximum is taken off first, so that a very small temperature cannot overflow.
+    # The maximum is subtracted first, so that a very small temperature cannot overflow.
     scaled = (logits - logits.max(dim=-1, keepdim=True).values) / divisor[:, None]
     scaled = cut_min_p(scaled, min_p)
     scaled = cut_top_k(scaled, top_k)
@@ -93,7 +94,7 @@ def probabilities(
 
 
 def cut_min_p(scaled: Tensor, min_p: Sequence[float] | npt.NDArray[np.floating]) -> Tensor:
-    """Minus infinity where a token is less than min_p times as likely as the first; `scaled` has its maximum at 0."""
+    """Set tokens to minus infinity that are less than min_p times as likely as the first; `scaled` has maximum 0."""
     if not any(p > 0 for p in min_p):
         return scaled
     least = torch.as_tensor(np.asarray(min_p), dtype=torch.float32, device=scaled.device).log()
@@ -101,7 +102,7 @@ def cut_min_p(scaled: Tensor, min_p: Sequence[float] | npt.NDArray[np.floating])
 
 
 def cut_top_k(logits: Tensor, top_k: Sequence[int] | Int64Array) -> Tensor:
-    """Minus infinity below each row's k-th largest logit; 0, -1 and the whole vocabulary turn it off."""
+    """Set logits below each row's k-th largest to minus infinity; 0, -1 and the vocabulary's size turn it off."""
     vocab_size = logits.shape[-1]
     limits = [int(k) if 0 < k < vocab_size else 0 for k in top_k]
     most = max(limits)
@@ -114,7 +115,8 @@ def cut_top_k(logits: Tensor, top_k: Sequence[int] | Int64Array) -> Tensor:
 
 
 def cut_top_p(probs: Tensor, top_p: Sequence[float] | npt.NDArray[np.floating]) -> Tensor:
-    """0 outside each row's smallest set of most likely tokens that sums to its top_p (one token at least)."""
+    """Set probabilities to 0 outside each row's smallest set of most likely tokens that sums to its top_p. The set has
+    at least one token."""
     cut = [i for i, p in enumerate(top_p) if p < 1.0]
     if not cut:
         return probs
@@ -122,7 +124,7 @@ def cut_top_p(probs: Tensor, top_p: Sequence[float] | npt.NDArray[np.floating]) 
     limit = torch.tensor([float(top_p[i]) for i in cut], dtype=torch.float64, device=probs.device)
     some = probs[index]
     ordered = some.sort(dim=-1, descending=True).values
-    before = ordered.double().cumsum(dim=-1) - ordered  # probability of everything more likely
+    before = ordered.double().cumsum(dim=-1) - ordered  # probability of all more likely tokens
     num_kept = (before < limit[:, None]).sum(dim=-1).clamp(min=1)
     threshold = ordered.gather(1, (num_kept - 1)[:, None])
     return probs.index_copy(0, index, some.masked_fill(some < threshold, 0.0))
@@ -132,7 +134,7 @@ def cut_top_p(probs: Tensor, top_p: Sequence[float] | npt.NDArray[np.floating]) 
 
 
 def draw(probs: Tensor, keys: UInt64Array) -> Tensor:
-    """One token per row, drawn by its probability.
+    """Draw one token per row by its probability.
 
     Args:
         probs: [n, vocab_size], at least one positive per row.
@@ -155,7 +157,7 @@ def draw(probs: Tensor, keys: UInt64Array) -> Tensor:
 
 
 def mix_tensor(x: Tensor) -> Tensor:
-    """`mix_array` on int64 tensors, whose products wrap alike; changes its argument."""
+    """`mix_array` on int64 tensors, whose products wrap in the same way; changes its argument."""
     for shift, multiplier in zip(SHIFTS, MULTIPLIERS, strict=False):
         x.bitwise_xor_(_shift(x, shift)).mul_(_signed(multiplier))
     return x.bitwise_xor_(_shift(x, SHIFTS[2]))
@@ -167,5 +169,5 @@ def _shift(x: Tensor, by: int) -> Tensor:
 
 
 def _signed(value: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit number."""
+    """The int64 with the same bits as an unsigned 64-bit number."""
     return value - (1 << 64) if value >> 63 else value

@@ -1,14 +1,14 @@
-"""The race of `race.py`, compiled for the CPU: cuts and race of a row in a few passes, without temporaries.
+"""Runs the race of `race.py`, compiled for the CPU: a few passes per row for cuts and race, without temporaries.
 
-What makes it fast, per row:
-- top-k keeps a heap of the k largest logits seen; nearly every token is done with one comparison.
-- top-p needs no sort: probabilities are summed in buckets by their leading bits (a positive float's bits order like the
-  number itself), the buckets are walked from the top, and only the one in which the sum passes the limit is sorted.
-- -log(u) >= 1 - u, so a token whose probability / (1 - u) is below the best so far has lost already, and its logarithm
-  is never taken: a few dozen are, of 32,000.
+It is fast for these reasons:
+- top-k keeps a heap of the k largest logits so far; nearly every token needs only one comparison.
+- top-p needs no sort. Probabilities are summed in buckets by their leading bits (the bits of positive floats have the
+  same order as the numbers). Buckets are added from the top, and only the bucket that reaches the limit is sorted.
+- -log(u) >= 1 - u, so a token whose probability / (1 - u) is below the best so far has lost. Its logarithm is not
+  computed: only a few dozen of 32,000 are.
 
-Rows are computed one by one, so nothing about a row can depend on what runs beside it. Needs Numba, and is imported
-only where that is installed; without it the sampler uses the form in PyTorch, with the same results.
+Rows are computed one by one, so a row's result does not depend on other rows. This module needs Numba and is imported
+only if Numba is installed; otherwise the sampler uses the form in PyTorch, with the same results.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _SHIFT_1, _SHIFT_2, _SHIFT_3 = (np.uint64(shift) for shift in SHIFTS)
 _TOP_52 = np.uint64(12)
 _ONE = np.uint64(1)
 _BUCKET_SHIFT = np.uint32(20)  # leaves 8 bits of exponent and 3 of mantissa: buckets an eighth of an octave wide
-_ALMOST = 0.99  # room for rounding of the probabilities' sum
-_NUM_BUCKETS = 1024  # 1.0 is in the last but a few; probabilities are not above it
+_ALMOST = 0.99  # allows for rounding in the sum of the probabilities
+_NUM_BUCKETS = 1024  # probabilities are at most 1.0, which is in one of the last buckets
 
 
 def _compiled(body: Any) -> Any:
@@ -62,15 +62,15 @@ def draw_rows(
         if not has_top_k and top_p[i] >= 1.0 and min_p[i] <= 0.0:
             tokens[i] = _race_all(probs[i], keys[i])
             continue
-        least_logit = _kth_largest(logits[i], top_k[i]) if has_top_k else np.float32(-np.inf)
+        min_logit = _kth_largest(logits[i], top_k[i]) if has_top_k else np.float32(-np.inf)
         is_whole = not has_top_k and min_p[i] <= 0.0
-        if is_whole:  # less likely ones hold under 1 - top_p together, so all of the nucleus is above this
+        if is_whole:  # tokens below this sum to less than 1 - top_p, so no token of the nucleus is among them
             least = _ALMOST * (1.0 - top_p[i]) / vocab_size
         else:
             least = min_p[i] * probs[i].max() if min_p[i] > 0.0 else 0.0
         count = 0
         for t in range(vocab_size):
-            if logits[i, t] >= least_logit and probs[i, t] >= least:
+            if logits[i, t] >= min_logit and probs[i, t] >= least:
                 candidates[count] = t
                 count += 1
         if top_p[i] < 1.0:
@@ -79,7 +79,7 @@ def draw_rows(
                 total = 0.0
                 for t in candidates[:count]:
                     total += probs[i, t]
-            least = max(least, _least_in_nucleus(probs[i], candidates[:count], top_p[i] * total))
+            least = max(least, _min_in_nucleus(probs[i], candidates[:count], top_p[i] * total))
         tokens[i] = _race(probs[i], candidates[:count], least, keys[i])
 
 
@@ -120,20 +120,20 @@ def _race(probs: Float32Array, candidates: Int64Array, least: float, key: np.uin
 
 @_compiled
 def _kth_largest(values: Float32Array, k: int) -> np.float32:
-    """The k-th largest of more than k values, by a heap whose root is the least of the k largest so far."""
+    """The k-th largest of more than k values, by a heap whose root is the smallest of the k largest so far."""
     heap = values[:k].copy()
     for at in range(k // 2 - 1, -1, -1):
-        _sink(heap, at)
+        _sift_down(heap, at)
     for at in range(k, len(values)):
         if values[at] > heap[0]:
             heap[0] = values[at]
-            _sink(heap, 0)
+            _sift_down(heap, 0)
     root: np.float32 = heap[0]
     return root
 
 
 @_compiled
-def _sink(heap: Float32Array, at: int) -> None:
+def _sift_down(heap: Float32Array, at: int) -> None:
     size, value = len(heap), heap[at]
     while True:
         child = 2 * at + 1
@@ -149,7 +149,7 @@ def _sink(heap: Float32Array, at: int) -> None:
 
 
 @_compiled
-def _least_in_nucleus(probs: Float32Array, candidates: Int64Array, limit: float) -> float:
+def _min_in_nucleus(probs: Float32Array, candidates: Int64Array, limit: float) -> float:
     """The probability of the last token of the smallest set of most likely candidates whose sum is at least `limit`."""
     bits = probs.view(np.uint32)
     masses = np.zeros(_NUM_BUCKETS, dtype=np.float64)
@@ -177,4 +177,4 @@ def _least_in_nucleus(probs: Float32Array, candidates: Int64Array, limit: float)
 
 @njit(nogil=True, inline="always")
 def _bucket(bits: np.uint32) -> np.int64:
-    return np.int64(bits >> _BUCKET_SHIFT) & (_NUM_BUCKETS - 1)  # the mask is for NaN only, which has more bits set
+    return np.int64(bits >> _BUCKET_SHIFT) & (_NUM_BUCKETS - 1)  # only a NaN has further bits to mask

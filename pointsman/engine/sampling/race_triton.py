@@ -1,33 +1,34 @@
-"""The race of `race.py` as Triton kernels: one token a row, chosen on a GPU.
+"""Runs the race of `race.py` as Triton kernels, which choose one token a row on a GPU.
 
-Weights take the place of probabilities: weight = exp((logit - row's maximum) / temperature), so the first token has
-weight 1 and nothing overflows. Four kernels run one after the other:
+The kernels use weights instead of probabilities: weight = exp((logit - row's maximum) / temperature), so the first
+token has weight 1 and nothing overflows. Four kernels run one after the other:
 
     kernel              grid        work
     _maxima             n, splits   maximum of each split of the vocabulary and its first token; NaN counts as infinity
     _race_or_count      n, splits   rows without top-k and top-p: the race within the split, min-p included
                                     rows with one of them: histogram of weights, and the sum that min-p keeps
-    _list_candidates    n, splits   rows with top-k or top-p: ids of the tokens above a floor that the histogram gives
+    _list_candidates    n, splits   rows with top-k or top-p: ids of the tokens above a floor from the histogram
     _finish             n           greedy rows: the maximum; rows without top-k and top-p: the best of the splits;
                                     others: exact threshold and race among the candidates
 
-- No sort. Buckets of the histogram are half an octave of weight wide. They give a weight below which neither top-k nor
-  top-p keeps anything, so `_finish` looks at some hundred candidates. It finds the exact threshold by bisection on the
-  bits of float32, with eight thresholds a pass. Rows with more than `CAPACITY` candidates, such as flat ones with
-  top-p, are searched whole: correct, and slower.
-- Sums of weights for top-p are integers, in units of 2**-44. Integers add up to the same in any order, so a row's token
-  depends neither on the other rows nor on which program comes first.
+- No sort. Buckets of the histogram are half an octave of weight wide. They give a floor: neither top-k nor top-p keeps
+  a token of lower weight. So `_finish` reads only some hundred candidates. It finds the exact threshold by bisection on
+  the bits of float32, with eight thresholds a pass. A row with more than `CAPACITY` candidates, such as a flat one with
+  top-p, is searched whole, which is slower.
+- Sums of weights for top-p are integers, in units of 2**-44. Sums of integers do not depend on their order, so a row's
+  token depends neither on the other rows nor on the order of the programs.
 - The race starts with the clock of the most likely token, which every cut keeps. -log(u) >= 1 - u, so a token whose
-  weight / (1 - u) is below the best so far has lost. Blocks in which all have lost take no logarithm; the test itself
-  is in float32, rounded to the side that keeps a token.
-- A weight below 2**-64 cannot win: a clock is at least 2**-53, and that of the first token at most 37.
+  weight / (1 - u) is below the best so far has lost. No logarithms are computed for a block in which all tokens have
+  lost. The test itself is in float32, rounded so that it never drops a winner.
+- A weight below 2**-64 cannot win: every clock is at least 2**-53, and the first token's clock is at most 37.
 
-The results are those of `race_kernels.py` up to rounding. Weights here differ from probabilities there by about 1e-6,
-relatively: two scores, a token and the limit of top-p, or a token and min-p must be that close for another token.
-As there, top-k compares logits, and top-p compares what comes after the exponential function, where more tokens tie.
+The results are those of `race_kernels.py` up to rounding. Weights here differ from probabilities there by a relative
+1e-6. The token differs only if two scores, or a token and the limit of top-p or min-p, are that close. As there, top-k
+compares logits, and top-p compares weights, which tie more often.
 
-Grid and workspaces depend on the number of rows and the vocabulary alone, so `choose` can stand in a CUDA graph. Needs
-Triton, and is imported only where that is installed. With TRITON_INTERPRET=1 the kernels run on a CPU, for tests.
+Grid and workspaces depend only on the number of rows and the vocabulary, so `choose` can be recorded in a CUDA graph.
+This module needs Triton and is imported only if Triton is installed. With TRITON_INTERPRET=1 the kernels run on a CPU,
+for tests.
 """
 
 from __future__ import annotations
@@ -48,17 +49,17 @@ from pointsman.engine.sampling.batch import SamplingBatch
 from pointsman.engine.sampling.race import MULTIPLIERS, SHIFTS, TOKEN_STEP
 
 jit: Any = triton.jit
-"""Without a type, as kernels are no functions that Python calls. Triton looks up what their parameters are annotated
-with, and refuses names such as Any."""
+"""Typed as Any, because Python does not call kernels. Triton evaluates the annotations of their parameters, and refuses
+names such as Any."""
 
 SPLIT = tl.constexpr(4096)
-"""Tokens of one program. It is the same for all numbers of rows, and so are a row's results."""
+"""Tokens of one program. It is the same for any number of rows, so a row's results are, too."""
 CHUNK = tl.constexpr(1024)
-"""Tokens of a split that race or are counted together."""
+"""Tokens of a split that are raced or counted together."""
 LIST_CHUNK = tl.constexpr(512)
-"""Candidates that `_finish` looks at together."""
+"""Candidates that `_finish` reads together."""
 CAPACITY = tl.constexpr(4096)
-"""Candidates of a row that are listed."""
+"""Maximum number of listed candidates of a row."""
 NUM_BUCKETS = tl.constexpr(128)
 BUCKET_SHIFT = tl.constexpr(22)  # leaves 8 bits of exponent and 1 of mantissa; 128 buckets end at 2**-64
 ONE_BITS = tl.constexpr(0x3F800000)  # float32's 1.0
@@ -74,7 +75,7 @@ _MULTIPLIER_1, _MULTIPLIER_2 = (tl.constexpr(multiplier) for multiplier in MULTI
 _SHIFT_1, _SHIFT_2, _SHIFT_3 = (tl.constexpr(shift) for shift in SHIFTS)
 
 MAX_VOCAB_SIZE = (1 << 19) - 1
-"""Sums of so many weights, in units of 2**-44, are below 2**63."""
+"""The sum of this many weights, in units of 2**-44, is below 2**63."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COLUMNS = {
@@ -91,14 +92,15 @@ _COLUMNS = {
 
 @dataclass(slots=True)
 class DeviceParameters:
-    """How n rows sample, on the logits' device. A CUDA graph keeps their addresses, so write into the tensors."""
+    """Sampling parameters of n rows, on the logits' device. A CUDA graph reads the tensors' memory, so change them in
+    place."""
 
     temperature: Tensor
     """[n] float32. 0: the row is greedy, and its other parameters are not read."""
     top_k: Tensor
     """[n] int32. Below 1, or vocab_size and above: off."""
     top_p: Tensor
-    """[n] float64, as on the CPU: 0.8 in float32 is above 0.8, which decides where probabilities sum to 0.8. 1: off."""
+    """[n] float64, as on the CPU: 0.8 in float32 is above 0.8, which matters if probabilities sum to 0.8. 1: off."""
     min_p: Tensor
     """[n] float32. 0: off."""
     keys: Tensor
@@ -134,12 +136,12 @@ class DeviceRace:
     """Chooses tokens on one device. Its workspaces are written by each call: two calls must not run at the same time.
 
     Args:
-        max_rows: rows of a call, at most.
-        vocab_size: logits of a row.
-        device: where logits are.
+        max_rows: maximum number of rows of a call.
+        vocab_size: number of logits of a row.
+        device: device of the logits.
 
     Raises:
-        ValueError: a size is below 1, or the vocabulary has more tokens than sums of weights have room for.
+        ValueError: a size is below 1, or the vocabulary has more than `MAX_VOCAB_SIZE` tokens.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str) -> None:
@@ -163,17 +165,17 @@ class DeviceRace:
         self._listed = torch.empty((max_rows, CAPACITY.value), dtype=torch.int32, device=device)
 
     def choose(self, logits: Tensor, parameters: DeviceParameters, tokens: Tensor, ok: Tensor) -> None:
-        """Choose one token a row. Launches kernels on the current stream, and waits for nothing.
+        """Choose one token a row. Launches kernels on the current stream without waiting for them.
 
         Args:
             logits: [n, vocab_size] float32, bfloat16 or float16, after penalties and masks, before temperature; not
                 changed. Minus infinity: the token is never chosen.
-            parameters: of n rows or more.
-            tokens: [n] int64, written. A token of the vocabulary also where `ok` is 0, but one without meaning.
+            parameters: parameters of n rows or more.
+            tokens: [n] int64, written. If `ok` is 0, the token is valid but meaningless.
             ok: [n] uint8, written. 1: the row has a finite maximum and no NaN.
 
         Raises:
-            ValueError: a shape, dtype or stride is none of these.
+            ValueError: a shape, dtype or stride is not as described.
         """
         num_rows = self._check(logits, parameters, tokens, ok)
         if not num_rows:
@@ -182,7 +184,7 @@ class DeviceRace:
         asked = (parameters.temperature, parameters.top_k, parameters.top_p, parameters.min_p)
         maxima = (self._maxima, self._argmaxima)
         splits, padded = (num_rows, self._num_splits), self._padded_splits
-        with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # where Triton launches
+        with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # Triton launches on the current device
             _maxima[splits](*own, *maxima, self._counts, self._num_listed, num_warps=8)
             _race_or_count[splits](
                 *own, *asked, parameters.keys, *maxima, self._bests, self._winners, self._counts, self._masses,
@@ -198,14 +200,14 @@ class DeviceRace:
             )  # fmt: skip
 
     def draw(self, logits: Tensor, batch: SamplingBatch) -> tuple[Int64Array, BoolArray]:
-        """Tokens [n] and whether each row has a finite maximum [n], for the n rows of a batch; the host waits for them.
+        """Tokens [n] and whether each row has a finite maximum [n], for the n rows of a batch. The host waits for them.
 
         Args:
-            logits: as of `choose`.
-            batch: of the same rows.
+            logits: see `choose`.
+            batch: the batch of the same rows.
 
         Raises:
-            ValueError: as of `choose`.
+            ValueError: see `choose`.
         """
         num_rows = len(logits)
         columns = DeviceParameters.columns(batch, num_rows)
@@ -216,13 +218,13 @@ class DeviceRace:
         return tokens.cpu().numpy(), ok.cpu().numpy().astype(np.bool_)
 
     def _check(self, logits: Tensor, parameters: DeviceParameters, tokens: Tensor, ok: Tensor) -> int:
-        """The number of rows; errors as of `choose`."""
+        """Check the arguments of `choose`; returns the number of rows."""
         if logits.dim() != 2 or logits.shape[1] != self.vocab_size:
             raise ValueError(f"logits are {list(logits.shape)}; they must be [n, {self.vocab_size}]")
         num_rows = len(logits)
         if num_rows > self.max_rows:
             raise ValueError(
-                f"logits have {num_rows} rows, and this race at most {self.max_rows}; make one of more rows"
+                f"logits have {num_rows} rows, and this race at most {self.max_rows}; make a DeviceRace of more rows"
             )
         if logits.dtype not in _DTYPES or logits.stride(1) != 1:
             raise ValueError(
@@ -263,12 +265,12 @@ def _maxima(
     ids = split * SPLIT + tl.arange(0, SPLIT)
     inside = ids < vocab_size
     x = _load(logits, row, row_stride, ids, inside)
-    x = tl.where(x != x, float("inf"), x)  # of one kind with infinity: there is no finite maximum
+    x = tl.where(x != x, float("inf"), x)  # NaN is treated as infinity: there is no finite maximum
     top = tl.max(x, 0)
     place = row * tl.num_programs(1) + split
     tl.store(maxima + place, top)
     tl.store(argmaxima + place, tl.min(tl.where(inside & (x == top), ids, NO_TOKEN), 0))
-    if split == 0:  # what the kernels that follow add to
+    if split == 0:  # reset the counters of the following kernels
         tl.store(counts + row * NUM_BUCKETS + tl.arange(0, NUM_BUCKETS), tl.zeros([NUM_BUCKETS], dtype=tl.int32))
         tl.store(num_listed + row, 0)
 
@@ -353,7 +355,7 @@ def _list_candidates(
             weights = _weights(_load(logits, row, row_stride, ids, ids < vocab_size), top, temperature)
             is_listed = weights >= floor
             num = tl.sum(is_listed.to(tl.int32), 0)
-            if num > 0:  # splits come in any order; the search of `_finish` depends on none
+            if num > 0:  # splits are listed in any order; the search of `_finish` does not depend on it
                 start = tl.atomic_add(num_listed + row, num, sem="relaxed")
                 places = start + tl.cumsum(is_listed.to(tl.int32), 0) - 1
                 tl.store(listed + row * CAPACITY + places, ids, mask=is_listed & (places < CAPACITY))
@@ -401,11 +403,11 @@ def _finish(
             lowest = tl.full([], -0x80000000, tl.int32)
             has_top_k = (top_k > 0) & (top_k < vocab_size)
             if has_top_k:
-                low = _least_order(source, floor)
+                low = _min_order(source, floor)
                 high = _order(top).to(tl.int64) + 1
                 lowest = _search(source, floor, lowest, low, high, top_k.to(tl.int64), False)
             if top_p < 1.0:
-                if has_top_k:  # top-p is of what the others keep
+                if has_top_k:  # top-p applies to the tokens that the other cuts keep
                     none = tl.zeros([NUM_THRESHOLDS], dtype=tl.int32)
                     total = tl.max(_amounts(source, floor, lowest, none, True), 0)
                 # At least one unit, so that the first token is kept.
@@ -436,7 +438,7 @@ def _finish(
 
 @jit
 def _load(logits: tl.tensor, row: tl.tensor, row_stride: tl.tensor, ids: tl.tensor, inside: tl.tensor) -> Any:
-    """Logits as float32; minus infinity where not inside, as if masked."""
+    """Logits as float32; those that are not inside are minus infinity, like masked tokens."""
     return tl.load(logits + row.to(tl.int64) * row_stride + ids, mask=inside, other=float("-inf")).to(tl.float32)
 
 
@@ -465,7 +467,7 @@ def _has_search(top_k: tl.tensor, top_p: tl.tensor, vocab_size: tl.tensor) -> An
 
 @jit
 def _weights(x: tl.tensor, top: tl.tensor, temperature: tl.tensor) -> Any:
-    # The same instructions in all kernels: none of them may see a token on another side of a threshold.
+    # The same instructions in all kernels, so that a token is on the same side of a threshold in all of them.
     return tl.exp(tl.div_rn(x - top, temperature))
 
 
@@ -486,11 +488,11 @@ def _floor(
     min_p: tl.tensor,
     vocab_size: tl.tensor,
 ) -> Any:
-    """A weight below which no token is kept, or can win; never above that of a token that is kept.
+    """A lower bound of the weights of kept tokens; no token below it can win.
 
-    top-k keeps nothing below the bucket in which the count from the top reaches k. Without top-k, top-p keeps nothing
-    below the bucket after which all that follow together weigh at most (1 - top_p) of the total. With top-k the total
-    is not known here: it is that of the tokens which top-k keeps.
+    top-k keeps no token below the bucket in which the count from the top reaches k. Without top-k, top-p keeps no token
+    below the bucket after which the rest weighs at most (1 - top_p) of the total. With top-k there is no bound from
+    top-p, because the total weight of the tokens that top-k keeps is not known here.
     """
     buckets = tl.arange(0, NUM_BUCKETS)
     num = tl.load(counts + row * NUM_BUCKETS + buckets)
@@ -520,10 +522,10 @@ def _order(x: tl.tensor) -> Any:
 
 @jit
 def _candidates(source: tl.tuple, start: tl.tensor) -> Any:
-    """Ids [LIST_CHUNK], logits and weights of the candidates from `start` on; the weight is 0 behind the last one.
+    """Ids [LIST_CHUNK], logits and weights of the candidates from `start` on; the weight is 0 after the last candidate.
 
     Args:
-        source: the candidates are the tokens listed, or, if none are, the whole row.
+        source: the candidates: the listed tokens, or, without a list, the whole row.
     """
     logits, row, row_stride, row_listed, listed_size, size, top, temperature = source
     places = start + tl.arange(0, LIST_CHUNK)
@@ -534,8 +536,8 @@ def _candidates(source: tl.tuple, start: tl.tensor) -> Any:
 
 
 @jit
-def _least_order(source: tl.tuple, floor: tl.tensor) -> Any:
-    """The least `_order` of a candidate of at least the weight `floor`, as int64."""
+def _min_order(source: tl.tuple, floor: tl.tensor) -> Any:
+    """The smallest `_order` of the candidates with at least the weight `floor`, as int64."""
     least = tl.full([LIST_CHUNK], 0x7FFFFFFF, tl.int32)
     start = 0
     while start < source[5]:
@@ -549,10 +551,10 @@ def _least_order(source: tl.tuple, floor: tl.tensor) -> Any:
 def _amounts(
     source: tl.tuple, floor: tl.tensor, lowest: tl.tensor, thresholds: tl.tensor, BY_WEIGHT: tl.constexpr
 ) -> Any:
-    """[NUM_THRESHOLDS] int64: of the candidates that `floor` and `lowest` keep, those at or above each threshold.
+    """[NUM_THRESHOLDS] int64: amount of the candidates at or above each threshold that `floor` and `lowest` keep.
 
-    The sum of their weights in units, with thresholds on the weight's bits, or their number, with thresholds on the
-    logit's `_order`.
+    The amount is the sum of their weights in units, with thresholds on the weight's bits, or their number, with
+    thresholds on the logit's `_order`.
     """
     amounts = tl.zeros([NUM_THRESHOLDS, LIST_CHUNK], dtype=tl.int64)
     start = 0
@@ -582,7 +584,7 @@ def _search(
 ) -> Any:
     """The highest threshold from `low` on at which `_amounts` reaches `wanted`, or another that keeps the same tokens.
 
-    It is below `high`, where the amount is too small, and `low` itself if no threshold reaches it.
+    It is below `high`, where the amount is too small. If no threshold reaches `wanted`, it is `low`.
     """
     steps = tl.arange(0, NUM_THRESHOLDS)
     while high - low > 1:
@@ -590,7 +592,7 @@ def _search(
         thresholds = tl.minimum(low + (steps + 1) * step, high).to(tl.int32)
         amounts = _amounts(source, floor, lowest, thresholds, BY_WEIGHT)
         num_reached = tl.sum((amounts >= wanted).to(tl.int32), 0)
-        is_exact = tl.max((amounts == wanted).to(tl.int32), 0) > 0  # then nothing lies between this one and the highest
+        is_exact = tl.max((amounts == wanted).to(tl.int32), 0) > 0  # then no token is between it and the highest one
         high = tl.minimum(low + (num_reached + 1) * step, high)
         low += num_reached * step
         high = tl.where(is_exact, low + 1, high)
@@ -613,7 +615,7 @@ def _clocks(bits: tl.tensor) -> Any:
 
 @jit
 def _race(ids: tl.tensor, weights: tl.tensor, key: tl.tensor, best: tl.tensor, winner: tl.tensor) -> Any:
-    """The better of the best so far and these tokens, of which those of weight 0 do not take part.
+    """The better of the best so far and these tokens. Tokens of weight 0 do not take part.
 
     Args:
         ids: [m] int32.

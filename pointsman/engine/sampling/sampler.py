@@ -1,20 +1,20 @@
-"""The sampler: from logits to tokens, for all rows of a step at once.
+"""Sampler: samples tokens from logits, for all rows of a step at once.
 
-A step has two halves, so that the scheduler may go on while the model runs:
+A step has two halves, so that the scheduler can run while the model computes:
 
     batch   = sampler.prepare(output, sampling, positions)    reads requests and columns; no logits yet
     sampled = sampler.run(logits, batch)                      reads nothing else
 
 The order is that of vLLM's V1 sampler:
 
-    1. log probabilities are taken of the logits as they come (its "raw_logprobs", the default there)
+    1. log probabilities of the unchanged logits (its "raw_logprobs", the default there)
     2. allowed tokens, bad words, `min_tokens`, biases, penalties, grammars            `logit_edits.py`
-    3. greedy rows take the most likely token; the others go through
+    3. greedy rows: the most likely token; other rows:
        temperature, min-p, top-k, top-p, and the race of exponential clocks            `race.py`; compiled for CPUs in
                                                                     `race_kernels.py`, for GPUs in `race_triton.py`
 
-What is random is a function of (seed, position, token) alone, see `race.py`. Parameters live in columns, see
-`batch.py`: a step over rows that only use temperature, top-k, top-p and min-p runs no Python per row.
+All randomness is a function of (seed, position, token) only, see `race.py`. Parameters are kept in columns, see
+`batch.py`. For rows that use only temperature, top-k, top-p and min-p, a step runs no Python code per row.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ class Sampled:
     token_ids: Int64Array
     """[n]."""
     ok: npt.NDArray[np.bool_]
-    """[n] False: the edited logits had no finite maximum, or the batch has an error; the token means nothing."""
+    """[n] False: the edited logits had no finite maximum, or the batch has an error; the token is then meaningless."""
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """By row index of the output, for rows that asked and are ok."""
+    """Row index of the output -> log probabilities, for rows that asked for them and are ok."""
 
 
 class Sampler:
     """Samples for one engine.
 
     Args:
-        vocab_size: how many logits the model gives.
-        seed: requests that give no seed derive theirs from it and their id.
-        tokenizer: makes tokens of bad words; None: requests with bad words are refused by `check`.
-        device: where logits are. "cuda": Triton's kernels draw, if Triton is installed.
+        vocab_size: number of logits of the model.
+        seed: a request without a seed derives one from this seed and its id.
+        tokenizer: makes tokens of bad words; None: `check` refuses requests with bad words.
+        device: device of the logits. "cuda": Triton's kernels draw, if Triton is installed.
     """
 
     def __init__(
@@ -85,17 +85,17 @@ class Sampler:
         self._grammars: dict[Request, RequestGrammar] = {}  # until the request's end is reported
 
     def check(self, params: SamplingParams) -> None:
-        """What a host calls before it adds a request.
+        """Check the parameters of a request; a host calls it before it adds the request.
 
         Raises:
-            ValueError: the parameters name tokens that the model lacks, or bad words and there is no tokenizer.
+            ValueError: the parameters name tokens that the model lacks, or have bad words without a tokenizer.
         """
         params.check_token_ids(self.vocab_size)
         if params.bad_words:
             bad_word_sequences(self._tokenizer, params.bad_words)
 
     def use_grammar(self, request: Request, grammar: CompiledGrammar) -> None:
-        """What the request's text must look like. Call it before the request is scheduled.
+        """Set the grammar of a request's text. Call it before the request is scheduled.
 
         Raises:
             GrammarError: the grammar cannot be used.
@@ -112,13 +112,13 @@ class Sampler:
     # ------------------------------------------------------------------------------------- before the model has run
 
     def prepare(self, output: SchedulerOutput, sampling: Int64Array, positions: Int64Array) -> SamplingBatch:
-        """All that sampling needs from the requests.
+        """Read all that sampling needs from the requests.
 
         Args:
             output: the step; the metadata of its requests are SamplingParams.
-            sampling: [n] row indices of the output that sample, in ascending order; a row with drafts once for each of
-                its positions.
-            positions: [n] place in its sequence of each token to be drawn.
+            sampling: [n] row indices of the output that sample, in ascending order; a row with drafts occurs once for
+                each of its positions.
+            positions: [n] position in its sequence of each token to be drawn.
         """
         if self._edited or self._grammars or self._columns.failures:
             self._forget(output)
@@ -131,13 +131,13 @@ class Sampler:
             for at in edited:
                 try:
                     self._edited_row(output, int(sampling[at])).edit(at, int(positions[at]), edits)
-                except Exception as error:  # of this row; a step that failed would fail each time it is repeated
+                except Exception as error:  # an error of this row; if the step failed, it would fail at each repetition
                     batch.errors[at] = row_failure(error)
             batch.edits = edits if edits else None
         return batch
 
     def _edited_row(self, output: SchedulerOutput, index: int) -> EditedRow:
-        """The edits of a request in this admission, made when they are first needed; errors as of `check`."""
+        """The edits of a request in this admission, made on first use. Errors: see `check`."""
         request, serial = output.requests[index], int(output.serials[index])
         if request in self._columns.failures:
             raise ValueError(self._columns.failures[request])
@@ -160,14 +160,16 @@ class Sampler:
     # -------------------------------------------------------------------------------------- after the model has run
 
     def run(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
-        """Draw. If that raises, every row is drawn alone, and those that raise then have an error in `batch`.
+        """Draw a token for each row. If that raises, each row is drawn alone, and a row that raises gets an error in
+        `batch`.
 
         Args:
             logits: [n, vocab_size], any floating dtype; not changed.
-            batch: of the same n rows.
+            batch: the batch of the same n rows.
 
         Raises:
-            Exception: whatever was raised, if each of several rows raises alone too: then it is no row's own fault.
+            Exception: the first exception, if there are several rows and each of them raises alone. Then the error
+                belongs to no single row.
         """
         with torch.inference_mode():
             try:
@@ -180,7 +182,7 @@ class Sampler:
         if batch.edits is not None:
             edited = batch.edits.apply(logits)
         elif is_on_device and logits.dtype in (torch.bfloat16, torch.float16):
-            edited = logits  # read as they are
+            edited = logits  # read only
         else:
             edited = logits.float()
         if self._draw_rows is not None:
@@ -196,7 +198,7 @@ class Sampler:
         return sampled
 
     def _race_for(self, logits: Tensor) -> DeviceRace:
-        """The race on the logits' device, with workspaces for so many rows; twice as many as before if they grow."""
+        """The race on the logits' device, with workspaces for these rows. Workspaces grow by a factor of two."""
         assert self._device_race is not None
         least = 0 if self._race is None else self._race.max_rows
         if self._race is None or len(logits) > least:
@@ -204,7 +206,7 @@ class Sampler:
         return self._race
 
     def _draw_one_by_one(self, logits: Tensor, batch: SamplingBatch, error: Exception) -> Sampled:
-        """What is drawn in a row does not depend on the others, so the sound ones get the same tokens."""
+        """Draw each row alone. A row's token does not depend on other rows, so rows without errors get the same one."""
         sampled = Sampled(np.zeros(len(logits), dtype=np.int64), np.zeros(len(logits), dtype=np.bool_))
         rows = [at for at in range(len(logits)) if at not in batch.errors]
         errors: dict[int, str] = {}
@@ -225,7 +227,8 @@ class Sampler:
 
     @staticmethod
     def _logprobs(logits: Tensor, batch: SamplingBatch, sampled: Sampled) -> dict[int, list[TokenLogprobs]]:
-        """Rows that want equally many go together; a row that verifies drafts has one entry for each position."""
+        """Compute log probabilities, for all rows with the same number at once. A row that verifies drafts has one
+        entry for each position."""
         groups: dict[int, list[tuple[int, int]]] = {}
         for at, index, k in batch.logprobs:
             if sampled.ok[at]:
@@ -242,7 +245,7 @@ class Sampler:
 
 @cache
 def compiled_draw() -> Callable[..., None] | None:
-    """`race_kernels.draw_rows`; None without Numba."""
+    """`race_kernels.draw_rows`; None: Numba is not installed."""
     try:
         from pointsman.engine.sampling.race_kernels import draw_rows
     except ImportError as error:
@@ -255,7 +258,7 @@ def compiled_draw() -> Callable[..., None] | None:
 
 @cache
 def device_race() -> type[DeviceRace] | None:
-    """`race_triton.DeviceRace`; None without Triton."""
+    """`race_triton.DeviceRace`; None: Triton is not installed."""
     try:
         from pointsman.engine.sampling.race_triton import DeviceRace
     except ImportError as error:
@@ -269,7 +272,7 @@ def choose_on_cpu(
 ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
     """Tokens [n] and whether each row has a finite maximum [n], for logits [n, vocab_size] float32 on the CPU."""
     values: Float32Array = logits.numpy()
-    tokens: Int64Array = np.argmax(values, axis=-1)  # an order of magnitude faster than PyTorch's; NaN comes first
+    tokens: Int64Array = np.argmax(values, axis=-1)  # ten times as fast as PyTorch's; it returns a NaN first
     top = values[np.arange(len(values)), tokens]
     if len(batch.random):
         random = slice(None) if len(batch.random) == len(values) else batch.random
@@ -287,7 +290,7 @@ def choose_anywhere(logits: Tensor, batch: SamplingBatch) -> tuple[Int64Array, n
 
     Args:
         logits: [n, vocab_size] float32.
-        batch: of the same rows.
+        batch: the batch of the same rows.
     """
     top, tokens = logits.max(dim=-1)
     if len(batch.random):

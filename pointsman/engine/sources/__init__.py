@@ -1,5 +1,5 @@
-"""Where a model comes from: a directory, a GGUF file, a named model, or a repository of a hub.
+"""Finds a model: in a directory, a GGUF file, a named model, or a repository of a hub.
 
-`find.py` decides which of these a name means and returns a path; everything else in the engine takes that path.
-`hub.py` downloads repositories, `named.py` installs small models with a name.
+`find.py` resolves a name to a path, which all other parts of the engine use. `hub.py` downloads repositories, and
+`named.py` installs small named models.
 """

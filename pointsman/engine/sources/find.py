@@ -1,12 +1,12 @@
-"""Find a model: from what a user types to a directory, or a GGUF file, on this machine. No PyTorch is imported.
+"""Resolves the model that a user names to a directory or a GGUF file on this machine. PyTorch is not imported.
 
-| what is typed | what it means |
+| name | meaning |
 | --- | --- |
 | nothing, `demo` | the packaged model |
 | a directory that exists | the model in it: config.json and *.safetensors, or one GGUF model |
 | a file that exists | a GGUF file, or one part of several |
-| a name of `sources/named.py` | the named model that is installed |
-| OWNER/NAME | a repository of the hub, downloaded where it is not cached |
+| a name of `sources/named.py` | the installed named model |
+| OWNER/NAME | a repository of the hub, downloaded if it is not cached |
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ def find_model(
     download_dir: str | Path | None = None,
     check: Callable[[Path], object] | None = None,
 ) -> Path:
-    """The directory of a model in the Hugging Face format, or its GGUF file: the first one where it has parts.
+    """The directory of a model in the Hugging Face format, or its GGUF file (the first part, if it has parts).
 
     Args:
         model: see the table above; "~" is the home directory.
-        revision: of a hub name: a branch, a tag or a commit; None: main.
-        download_dir: of a hub name: the cache to download to; None: that of huggingface_hub.
-        check: gets a directory that has everything but the weights, before they are downloaded; what it raises ends the
-            search.
+        revision: for a hub name: a branch, a tag or a commit; None: main.
+        download_dir: for a hub name: the cache to download to; None: huggingface_hub's cache.
+        check: called before the weights are downloaded, with a directory that has all other files. Its exceptions end
+            the search.
 
     Raises:
-        ModelLoadError: no form fits, there is no such model, or it cannot be downloaded; one line with the remedy.
+        ModelLoadError: the name has no valid form, the model does not exist, or it cannot be downloaded. The message is
+            one line with the remedy.
     """
     text = "demo" if model is None else str(model)
     path = _existing(text)
@@ -51,7 +52,7 @@ def find_model(
             if path is None:
                 raise ModelLoadError(f"the model {text} is not installed; run: pointsman models get {text}")
         elif "/" in text:
-            from pointsman.engine.sources.hub import download  # imports an HTTP client, which no other form needs
+            from pointsman.engine.sources.hub import download  # imports an HTTP client, which only hub names need
 
             return download(text, revision=revision, download_dir=download_dir, check=check)
     for name, value in (("revision", revision), ("download_dir", download_dir)):
@@ -60,7 +61,7 @@ def find_model(
                 f"{name} is {represented(str(value))}, and {shown(text)} is no hub name OWNER/NAME; leave {name} out"
             )
     if path is None:
-        raise ModelLoadError(_why_not_there(text, looks_like_path=isinstance(model, Path) or is_path(text)))
+        raise ModelLoadError(_not_found_message(text, looks_like_path=isinstance(model, Path) or is_path(text)))
     return _in_directory(path) if path.is_dir() else _first_part(path)
 
 
@@ -68,7 +69,7 @@ def _existing(text: str) -> Path | None:
     """The file or directory of this name; None: there is none.
 
     Raises:
-        ModelLoadError: the name is empty, or the system refuses to look it up.
+        ModelLoadError: the name is empty, or the system cannot look it up.
     """
     if not text.strip():
         raise ModelLoadError(f"the model's name is empty; give demo, {FORMS}")
@@ -78,18 +79,18 @@ def _existing(text: str) -> Path | None:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a null byte, no right to look, no home directory
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a null byte, no permission, no home directory
         reason = getattr(error, "strerror", None) or str(error)
         raise ModelLoadError(f"the model {represented(text)} cannot be looked up: {reason}; give {FORMS}") from None
     return path
 
 
 def is_path(text: str) -> bool:
-    """Whether a name can be nothing but a path."""
+    """Whether a name can only be a path."""
     return text.startswith(("/", ".", "~")) or text.count("/") > 1 or text.lower().endswith(GGUF)
 
 
-def _why_not_there(text: str, *, looks_like_path: bool) -> str:
+def _not_found_message(text: str, *, looks_like_path: bool) -> str:
     name = shown(text, 200)
     if "://" in text:
         return (
@@ -102,11 +103,11 @@ def _why_not_there(text: str, *, looks_like_path: bool) -> str:
     known = ", ".join(("demo", *NAMED))
     if text.lower() in NAMED:
         return f"no model is called {name}; give {text.lower()}, in small letters"
-    return f"no model is called {name}: there is no such directory, and named are {known}; a hub name is OWNER/NAME"
+    return f"no model is called {name}: there is no such directory, named models are {known}; a hub name is OWNER/NAME"
 
 
 def _in_directory(path: Path) -> Path:
-    """The directory itself, or the GGUF model in it where it is in no other format.
+    """The directory itself, or the GGUF model in it if it holds no model in the Hugging Face format.
 
     Raises:
         ModelLoadError: it holds several GGUF models.
@@ -126,19 +127,19 @@ def _in_directory(path: Path) -> Path:
 
 
 def _first_part(file: Path) -> Path:
-    """The file with which a GGUF model begins.
+    """The first file of a GGUF model.
 
     Raises:
-        ModelLoadError: it is no GGUF file by its name, or its first part is not there.
+        ModelLoadError: the name does not end with .gguf, or the first part is missing.
     """
     if not is_gguf(file):
         raise ModelLoadError(
-            f"{file} is a file and not GGUF; give a .gguf file, or the directory of a model in the Hugging Face format"
+            f"{file} is no GGUF file; give a .gguf file, or the directory of a model in the Hugging Face format"
         )
     part = PART_NAME.fullmatch(file.name)
     if part is None:
         return file
     first = file.with_name(f"{part['name']}-{1:05}-of-{part['count']}{GGUF}")
     if not first.exists():
-        raise ModelLoadError(f"{file} is part {int(part['number'])} of a model, and {first} is not there; download it")
+        raise ModelLoadError(f"{file} is part {int(part['number'])} of a model, and {first} is missing; download it")
     return first

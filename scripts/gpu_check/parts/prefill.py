@@ -1,4 +1,4 @@
-"""Part d: prompts of 2,048 and 16,384 tokens in one step, against the rate of a large matrix product."""
+"""Part d: measures prompts of 2,048 and 16,384 tokens in one step against the rate of a large matrix product."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gpu_check.steps import time_prompt
 LENGTHS, TINY_LENGTHS = (2048, 16384), (64, 128)
 NUM_REPEATS = 5
 GOAL = 0.5
-"""Least share of the product's rate, for the large model and the shorter prompt."""
+"""Minimum share of the product's rate, for the large model and the shorter prompt."""
 
 
 def run(setting: Setting) -> None:

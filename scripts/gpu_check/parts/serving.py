@@ -1,7 +1,7 @@
-"""Part f: `pointsman serve` on a model of the small shape with random weights, under load from this process.
+"""Part f: runs `pointsman serve` with a model of the small shape and random weights, under load from this process.
 
-The model is saved to a temporary folder with the demo model's tokenizer. Prompts are token ids, so text is made of
-outputs alone.
+The model is saved to a temporary folder with the demo model's tokenizer. Prompts are token ids, so only outputs become
+text.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from pointsman.sim.model import ModelShape
 
 MODEL_NAME = "random"
 PROMPT, OUTPUT = 256, 128
-"""Tokens: means of lengths, which are drawn from half to one and a half times as many."""
+"""Mean numbers of tokens; lengths are drawn from 0.5 to 1.5 times the mean."""
 NUM_STREAMS, TINY_NUM_STREAMS = 64, 4
 ROUNDS = 4
-"""Requests of each stream."""
+"""Number of requests of each stream."""
 BUSY = 0.5
-"""Share of the highest rate that the requests at random moments have."""
+"""Rate of the requests at random moments, as a share of the highest rate."""
 
 
 def run(setting: Setting) -> None:
@@ -66,7 +66,7 @@ def run(setting: Setting) -> None:
 
 
 def _save(shape: ModelShape, device: str, folder: Path, wanted: int) -> int:
-    """Save a model and its tokenizer; how many KV blocks there is memory for beside it."""
+    """Save a model and its tokenizer; returns the number of KV blocks that fit beside it."""
     model = make_model(shape, device)
     num_blocks = blocks_that_fit(shape, device, wanted)
     model.save_pretrained(folder)

@@ -1,8 +1,8 @@
-"""Part h: step times of the large model as a log that `pointsman calibrate` reads; the simulator against the run.
+"""Part h: logs step times of the large model for `pointsman calibrate`, and compares the simulator with a run.
 
-Requests arrive in real time. One run is recorded and becomes a profile; the simulator then predicts another run, of
-longer prompts and shorter outputs. The device's efficiency is what its datasheet promises for a step, over the step's
-time: of memory in decode steps, of arithmetic in steps with many prompt tokens.
+Requests arrive in real time. One run is recorded and becomes a profile. The simulator then predicts another run, of
+longer prompts and shorter outputs. The device's efficiency is a step's time by the datasheet, divided by its measured
+time: for memory in decode steps, for arithmetic in steps with many prompt tokens.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from pointsman.traces import TraceRequest
 
 NUM_REQUESTS, TINY_NUM_REQUESTS = 150, 24
 NUM_PROBED = 48
-"""Requests at once, which show the highest rate."""
+"""Number of concurrent requests that measure the highest rate."""
 CALIBRATED, PREDICTED = (300, 120, 0.6), (900, 60, 0.5)
 """Median tokens of prompts and outputs, and the share of the highest rate."""
 MIN_PROMPT_TOKENS = 512
-"""Of a step that counts as one of arithmetic."""
+"""Minimum number of prompt tokens of a step that is bound by arithmetic."""
 IDEAL = Efficiencies(memory=1.0, linear=1.0, attention=1.0, per_step=0.0, per_row=0.0)
 
 
@@ -99,7 +99,7 @@ def run(setting: Setting) -> None:
 
 
 def _requests(kind: tuple[int, int, float], scale: int, count: int, longest: int, seed: int) -> list[tuple[int, int]]:
-    """(prompt, output) tokens."""
+    """Numbers of (prompt, output) tokens."""
     rng = np.random.default_rng(seed)
     prompts = np.clip(rng.lognormal(np.log(kind[0] / scale), 0.6, count), 2, longest // 2).astype(int)
     outputs = np.clip(rng.lognormal(np.log(kind[1] / scale), 0.5, count), 3, longest // 4).astype(int)
@@ -107,14 +107,14 @@ def _requests(kind: tuple[int, int, float], scale: int, count: int, longest: int
 
 
 def _at_rate(lengths: list[tuple[int, int]], rate: float, seed: int) -> list[TraceRequest]:
-    """At random moments; at infinity all at once."""
+    """Requests at random moments with this rate; with an infinite rate all at once."""
     gaps = np.random.default_rng(100 + seed).exponential(1 / rate, len(lengths))
     moments = np.cumsum(gaps)
     return [TraceRequest(at, *each) for at, each in zip((moments - moments[0]).tolist(), lengths, strict=True)]
 
 
 def _serve(engine: Engine, shape: ModelShape, sent: list[TraceRequest], seed: int, log: Path | None) -> TokenTimes:
-    """Requests at their times; when each of their tokens was there."""
+    """Run requests at their times; returns the time of each token."""
     prompts = random_prompts(shape, [each.num_prompt_tokens for each in sent], seed)
 
     def add(number: int, late: float) -> None:
@@ -139,7 +139,7 @@ def _serve(engine: Engine, shape: ModelShape, sent: list[TraceRequest], seed: in
 
 
 def _efficiency(setting: Setting, shape: ModelShape, log: StepLog) -> None:
-    """Shares of the datasheet's figures; the error of the estimate that `simulate --model --device` makes."""
+    """Report shares of the datasheet's figures, and the error of the estimate of `simulate --model --device`."""
     sheet = _datasheet(setting)
     if sheet is None:
         return

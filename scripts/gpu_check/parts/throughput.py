@@ -1,8 +1,8 @@
-"""Part e: nano-vLLM's own benchmark, beside transformers' static and continuous batching on the same device.
+"""Part e: runs nano-vLLM's benchmark, and compares with transformers' static and continuous batching.
 
-256 requests at once, prompts and outputs of 100 to 1,024 tokens, temperature 0.6, on the shape of Qwen3-0.6B. A
-contender that does not end within its box of time is measured by the tokens that it has made by then; its rate is then
-that of its busiest part, which flatters it. Each warms up with a few requests first.
+It has 256 requests at once, prompts and outputs of 100 to 1,024 tokens, temperature 0.6, on the shape of Qwen3-0.6B. A
+contender that exceeds its time limit is measured by its tokens until then. That is its busiest part, so its rate is too
+high. Each contender warms up with a few requests first.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ LARGEST_TOKEN = 10000
 TEMPERATURE = 0.6
 MAX_MODEL_LEN = 4096
 STATIC_BATCH = 64
-"""Requests of a static batch: its cache is copied when it grows, so that more would take too long."""
+"""Number of requests of a static batch; its cache is copied when it grows, so more would take too long."""
 GOAL = 1.3
-"""Tokens a second relative to transformers' continuous batching, at least."""
+"""Minimum of tokens a second, relative to transformers' continuous batching."""
 PUBLISHED = {"nano-vLLM": 1434, "vLLM": 1362}
-"""Tokens a second that nano-vLLM's page states for this benchmark, on an RTX 4070 laptop."""
+"""Tokens a second on nano-vLLM's page for this benchmark, on an RTX 4070 laptop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What a contender did."""
+    """The results of a contender."""
 
     num_requests: int
     num_tokens: int
@@ -68,7 +68,7 @@ class Rate:
 
 
 def make_job(shape: ModelShape, count: int, lengths: tuple[int, int], seed: int = 0) -> Job:
-    """The requests, in the order in which nano-vLLM draws them."""
+    """The requests, in nano-vLLM's order of random draws."""
     drawn = random.Random(seed)
     largest = min(LARGEST_TOKEN, shape.vocab_size - 1)
     prompts = []
@@ -96,7 +96,7 @@ def run(setting: Setting) -> None:
         ratio = ours.tokens_per_second / continuous.tokens_per_second
         findings.figure("tokens/s by transformers' continuous batching", round(ratio, 3))
         findings.goal("nano-vLLM's benchmark by transformers' continuous batching", ratio, at_least=GOAL)
-    except Exception as error:  # of another project's code: ours has been measured
+    except Exception as error:  # an error of another project; this engine has been measured already
         findings.wrong(f"transformers' continuous batching: {type(error).__name__}: {error}")
     free_memory()
     some = Job(job.prompts[:STATIC_BATCH], job.outputs[:STATIC_BATCH])
@@ -144,7 +144,7 @@ def _engine(setting: Setting, shape: ModelShape, job: Job, warm: Job) -> Rate:
 
 
 def _serve(engine: Engine, job: Job) -> int:
-    """Tokens made."""
+    """Run all requests; returns the number of output tokens."""
     for number, (prompt, length) in enumerate(zip(job.prompts, job.outputs, strict=True)):
         params = SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=length)
         engine.add_request(str(number), prompt, params)
@@ -152,10 +152,10 @@ def _serve(engine: Engine, job: Job) -> int:
 
 
 def _continuous(setting: Setting, model: Any, job: Job, warm: Job, box: float) -> Rate:
-    """Its manager rather than `generate_batch`, which has one length for all requests."""
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig  # its place changes with versions
+    """Measure continuous batching by its manager, because `generate_batch` has one length for all requests."""
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig  # its module varies by version
 
-    sizes: dict[str, Any] = {}  # on a GPU it chooses its own, by the memory that is free
+    sizes: dict[str, Any] = {}  # on a GPU it chooses sizes by the free memory
     if not setting.on_gpu:
         sizes = {"num_blocks": 64, "max_batch_tokens": 256, "max_requests_per_batch": len(job.prompts)}
     generation = GenerationConfig(
@@ -176,7 +176,7 @@ def _continuous(setting: Setting, model: Any, job: Job, warm: Job, box: float) -
 
 
 def _serve_continuous(manager: Any, job: Job, name: str, seconds: float) -> tuple[int, int]:
-    """Tokens made, and requests finished, within so many seconds.
+    """The number of output tokens and of finished requests within `seconds`.
 
     Raises:
         RuntimeError: a request failed, or the manager's thread has ended.
@@ -203,7 +203,7 @@ def _serve_continuous(manager: Any, job: Job, name: str, seconds: float) -> tupl
 
 
 class _Box(StoppingCriteria):
-    """Ends a static batch when its time is over, and counts its steps."""
+    """Ends a static batch at its time limit, and counts its steps."""
 
     def __init__(self, end: float) -> None:
         self._end = end
@@ -216,13 +216,13 @@ class _Box(StoppingCriteria):
 
 
 def _static(setting: Setting, model: Any, job: Job, warm: Job, box: float) -> Rate:
-    """One batch, padded on the left to its longest prompt; it runs until its longest output is there."""
+    """One batch, padded on the left to its longest prompt. It runs until its longest output is complete."""
     _generate(model, warm.prompts, warm.outputs, monotonic() + box)
     synchronize(setting.device)
     begun = perf_counter()
     num_steps = _generate(model, job.prompts, job.outputs, monotonic() + box)
     synchronize(setting.device)
-    num_tokens = sum(min(length, num_steps) for length in job.outputs)  # those behind a request's end are thrown away
+    num_tokens = sum(min(length, num_steps) for length in job.outputs)  # tokens after a request's end do not count
     return Rate(len(job.prompts), num_tokens, perf_counter() - begun, num_steps == max(job.outputs))
 
 

@@ -1,7 +1,7 @@
-"""Part b: tokens of the demo model in float32 on the device, with and without graphs, equal those of PyTorch on a CPU.
+"""Part b: checks that the demo model's float32 tokens, with and without graphs, equal those of PyTorch on a CPU.
 
-Where the reference's two likeliest tokens are closer than rounding, a greedy request may go on with either; what
-follows is then not compared, and such ties are counted.
+If the reference's two most likely tokens are closer than rounding, a greedy request may continue with either. Such ties
+are counted, and the tokens after them are not compared.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ PROMPTS = (
 )  # fmt: skip
 NUM_TOKENS, TINY_NUM_TOKENS = 48, 12
 TIE = 1e-4
-"""Difference of log probabilities that rounding may bridge."""
+"""Maximum difference of log probabilities that rounding can make."""
 
 
 def greedy_params(num_tokens: int, logprobs: int | None = None) -> list[SamplingParams]:
-    """One for each prompt."""
+    """Greedy parameters for each prompt."""
     return [SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=logprobs)] * len(PROMPTS)
 
 
 def sampled_params(num_tokens: int) -> list[SamplingParams]:
-    """Different ones: temperature alone, each cut, all cuts, penalties."""
+    """Different parameters for each prompt: temperature alone, each cut, all cuts, penalties."""
     kinds = (
         {"temperature": 0.8},
         {"temperature": 0.6, "top_k": 20},
@@ -52,17 +52,17 @@ def outputs_of(engine: Engine, params: Sequence[SamplingParams]) -> list[Request
         done.update((output.request_id, output) for output in engine.step() if output.finished)
         engine.scheduler.check_invariants()
     while not engine.scheduler.is_idle:
-        engine.step()  # the last ends are reported by an empty step
+        engine.step()  # an empty step reports the last finished requests
     return [done[str(number)] for number in range(len(PROMPTS))]
 
 
 def first_difference(got: Sequence[int], want: Sequence[int]) -> int | None:
-    """Where two outputs of equal length part; None: nowhere."""
+    """The first index at which two outputs of equal length differ; None: they are equal."""
     return next((at for at, pair in enumerate(zip(got, want, strict=True)) if pair[0] != pair[1]), None)
 
 
 def gap(output: RequestOutput, at: int) -> float:
-    """Log probability of the likeliest token at a place of an output, less that of the second."""
+    """Log probability of the most likely token at index `at` of an output, minus that of the second."""
     logprobs = output.outputs[0].logprobs
     assert logprobs is not None
     first, second = sorted((entry.logprob for entry in logprobs[at].values()), reverse=True)[:2]

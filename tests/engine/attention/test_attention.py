@@ -1,4 +1,4 @@
-"""Every attention backend over a shuffled pool, against attention written out per row."""
+"""Every attention backend, over a shuffled pool, equals attention that is computed row by row."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Setting:
         self.block_size = block_size
         needs = self.ends()
         ids = rng.permutation(sum(needs) + 3)
-        tables = np.full((len(needs), max(needs) + 2), 10**6)  # what lies past a row's blocks must not be read
+        tables = np.full((len(needs), max(needs) + 2), 10**6)  # entries past a row's blocks must not be read
         for row, (end, need) in enumerate(zip(np.cumsum(needs), needs, strict=True)):
             tables[row, :need] = ids[end - need : end]
         self.pool = KVPool([shape], num_blocks=len(ids), block_size=block_size, dtype=dtype)
@@ -68,11 +68,11 @@ class Setting:
         self.backend.write(self.backend.plan(batch), key, value, self.pool.keys[0], self.pool.values[0])
 
     def ends(self) -> list[int]:
-        """Of each row, the number of its blocks."""
+        """The number of blocks of each row."""
         return [blocks_for(total, self.block_size) for total in (self.query_lens + self.computed).tolist()]
 
     def run(self, **options: object) -> torch.Tensor:
-        """What the steps before this one computed, then this step."""
+        """Write the KV of earlier steps, then run this step."""
         self.write(np.zeros_like(self.computed), self.computed)
         batch = self.write(self.computed, self.query_lens)
         plan = self.backend.plan(batch)
@@ -81,7 +81,7 @@ class Setting:
     def expected(
         self, scale: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Position by position, head by head."""
+        """The outputs, computed position by position and head by head."""
         out = []
         group = self.shape.num_heads // self.shape.num_kv_heads
         for row, (count, before) in enumerate(zip(self.query_lens.tolist(), self.computed.tolist(), strict=True)):
@@ -111,7 +111,7 @@ class Setting:
     [LayerShape(2, 8, 8, 6), LayerShape(3, 12, 7, 3), LayerShape(2, 12, 9, 4)],
     ids=["grouped", "unequal-dims", "pairs"],
 )
-def test_equals_attention_written_out(
+def test_equals_attention_computed_per_row(
     rows: tuple[list[int], list[int]],
     window: int | None,
     softcap: float | None,
@@ -130,8 +130,8 @@ def test_equals_attention_written_out(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", [MIXED, DECODES], ids=["mixed", "decodes"])
 @pytest.mark.parametrize("window", [1, 8, 24, 37])
-def test_what_is_behind_a_window_is_never_read(backend: str, rows: tuple[list[int], list[int]], window: int) -> None:
-    """The entries of those blocks may name blocks of other requests and layers: here one that holds NaN."""
+def test_kv_before_a_window_is_never_read(backend: str, rows: tuple[list[int], list[int]], window: int) -> None:
+    """Table entries before a window may name blocks of other requests and layers: here a block of NaN."""
     setting = Setting(*rows, LayerShape(2, 8, 8, 6), block_size=8, backend=backend)
     setting.write(np.zeros_like(setting.computed), setting.computed)
     used = {block for row, end in enumerate(setting.ends()) for block in setting.tables[row, :end].tolist()}
@@ -159,8 +159,8 @@ def test_any_block_size_gives_the_same(backend: str, block_size: int, num_heads:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_pool_in_bfloat16_loses_what_rounding_loses(backend: str, dtype: torch.dtype) -> None:
-    """Queries in either type: the error is that of rounding keys, values and outputs, and no more."""
+def test_a_bfloat16_pool_has_only_rounding_errors(backend: str, dtype: torch.dtype) -> None:
+    """With queries in either type, the error is at most that of rounding keys, values and outputs."""
     setting = Setting(*MIXED, LayerShape(2, 16, 16, 4), block_size=8, backend=backend, dtype=torch.bfloat16)
     setting.query = setting.query.to(dtype).float()
     for rows in (setting.keys, setting.values):
@@ -173,8 +173,8 @@ def test_a_pool_in_bfloat16_loses_what_rounding_loses(backend: str, dtype: torch
     torch.testing.assert_close(got.float(), want, **exact)
 
 
-def test_threads_share_the_work_without_a_difference() -> None:
-    """The same outputs, to the bit, on one thread and on several: a tile is computed by one thread, in one order."""
+def test_outputs_do_not_depend_on_the_number_of_threads() -> None:
+    """Outputs are equal to the bit on one thread and on several: one thread computes a tile, in a fixed order."""
     before = torch.get_num_threads()
     outputs = []
     try:
@@ -188,7 +188,7 @@ def test_threads_share_the_work_without_a_difference() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_row_with_nan_leaves_the_others_alone(backend: str) -> None:
+def test_a_row_with_nan_affects_no_other_row(backend: str) -> None:
     setting = Setting([1, 3, 1], [20, 0, 40], LayerShape(1, 8, 8, 2), block_size=8, backend=backend)
     setting.query[1] = math.nan
     got = setting.run(scale=0.3, window=None, softcap=None, sinks=None)
@@ -196,8 +196,8 @@ def test_a_row_with_nan_leaves_the_others_alone(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_keys_and_values_may_lie_head_by_head(backend: str) -> None:
-    """As transformers hands them over: tokens of one head behind each other."""
+def test_keys_and_values_may_be_stored_by_head(backend: str) -> None:
+    """In transformers' layout, in which the tokens of one head are contiguous."""
     setting = Setting(*MIXED, LayerShape(3, 8, 6, 6), block_size=8, backend=backend)
     want = setting.expected(0.3, None, None, None)
     for rows in (setting.keys, setting.values):
@@ -218,8 +218,8 @@ def test_keys_and_values_may_lie_head_by_head(backend: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [MIXED, DECODES], ids=["mixed", "decodes"])
-def test_rows_behind_the_batch_are_left_out(rows: tuple[list[int], list[int]]) -> None:
-    """Steps are filled up to a round number of rows, of which nothing may reach the pool."""
+def test_rows_beyond_the_batch_are_skipped(rows: tuple[list[int], list[int]]) -> None:
+    """Steps are padded to a round number of rows. The padding must not reach the pool."""
     setting = Setting(*rows, LayerShape(2, 8, 8, 6), block_size=8, backend="numba")
     want = setting.run(scale=0.3, window=None, softcap=None, sinks=None)
     pool = [tensor.clone() for tensor in (setting.pool.keys[0], setting.pool.values[0])]
@@ -254,7 +254,7 @@ def test_the_compiled_backend_is_for_cpus() -> None:
 def test_any_grouping_gives_the_same(
     monkeypatch: pytest.MonkeyPatch, limits: tuple[int, ...], window: int | None
 ) -> None:
-    """Every piece alone, all in one padded group, and something between."""
+    """Every piece in its own group, all in one padded group, and groups of medium size."""
     for name, value in zip(("GROUP_COST", "GROUP_KV_ELEMENTS", "PIECE_SCORES"), limits, strict=True):
         monkeypatch.setattr(torch_attention, name, value)
     setting = Setting(*MIXED, LayerShape(2, 8, 8, 4), block_size=4)
@@ -300,7 +300,7 @@ def test_pool_size_from_bytes_or_blocks() -> None:
     assert bytes_per_block(LAYERS, 16, torch.bfloat16) == block_bytes // 2
     assert choose(num_blocks=5) == 5
     assert choose(kv_cache_bytes=block_bytes * 7 + 1) == 7
-    assert choose() == 4 * 7, "by default no more than the sequences could use"
+    assert choose() == 4 * 7, "by default at most as many blocks as the sequences could use"
     pool = KVPool(LAYERS, num_blocks=7, block_size=16, dtype=torch.float32)
     assert pool.num_bytes == 7 * block_bytes == sum(t.numel() * 4 for t in pool.keys + pool.values)
 

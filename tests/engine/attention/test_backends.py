@@ -1,4 +1,4 @@
-"""The choice of device and attention: what is there is taken, what is not is named."""
+"""The choice of device and attention: the fastest available one, or an error that names a missing one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["cuda:97", "abacus"])
-def test_a_device_that_is_not_there(name: str) -> None:
+def test_a_missing_device_is_an_error(name: str) -> None:
     with pytest.raises(ValueError, match=rf"device is '{name}', which cannot be used here .*; use cpu or auto"):
         load_model("demo", device=name)
 
@@ -54,7 +54,7 @@ def test_without_numba_pytorch_attends(monkeypatch: pytest.MonkeyPatch, caplog: 
         choose_attention("numba", LAYERS, CPU, torch.float32)
 
 
-def test_what_cannot_be_is_said() -> None:
+def test_impossible_choices_are_refused() -> None:
     loaded = wrap_model(build(FAMILIES["qwen3"]()))
     with pytest.raises(ValueError, match="kv_cache_dtype is 'fp8'; choose one of auto, float32, bfloat16"):
         Engine(loaded, kv_cache_dtype="fp8")

@@ -1,4 +1,4 @@
-"""The compiled kernels against PyTorch's own operations, and their arithmetic against double precision."""
+"""The compiled kernels equal PyTorch's own operations, and their arithmetic is compared with double precision."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_hyperbolic_tangent_is_right_to_the_last_bits() -> None:
     np.testing.assert_allclose(got, np.tanh(values.astype(np.float64)), rtol=4e-7, atol=1e-37)
 
 
-def test_not_a_number_stays_one() -> None:
+def test_nan_stays_nan() -> None:
     values = np.full(40, np.nan, dtype=np.float32)
     got = np.zeros((3, 40), dtype=np.float32)
     each_exponential(values, got[0])
@@ -103,7 +103,7 @@ def test_a_team_takes_every_item_once(counting: Kernel, num_threads: int) -> Non
 
 
 def wait_until_taken(arguments: np.ndarray) -> None:
-    """Until other threads have taken every item."""
+    """Wait until other threads have taken every item."""
     deadline = time.monotonic() + 10
     while arguments[0] < 1000 and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -117,7 +117,7 @@ needs_two_cores = pytest.mark.skipif(
 
 @needs_two_cores
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_others_compute_meanwhile(counting: Kernel, num_threads: int) -> None:
+def test_other_threads_compute_during_meanwhile(counting: Kernel, num_threads: int) -> None:
     for _ in range(20):
         arguments = np.zeros(1002, dtype=np.int64)
         counting.beside(lambda: wait_until_taken(arguments), arguments, num_threads)  # noqa: B023
@@ -125,8 +125,8 @@ def test_others_compute_meanwhile(counting: Kernel, num_threads: int) -> None:
 
 
 @needs_two_cores
-def test_what_is_done_meanwhile_may_compute_too_and_may_fail(counting: Kernel) -> None:
-    """PyTorch's operators and kernels run in it, on one thread; its exception comes when the kernel is done."""
+def test_meanwhile_may_compute_and_may_raise(counting: Kernel) -> None:
+    """It runs PyTorch's operators and kernels, on one thread. Its exception is raised after the kernel ends."""
     a = torch.randn(300, 300)
 
     def meanwhile() -> None:
@@ -143,11 +143,11 @@ def test_what_is_done_meanwhile_may_compute_too_and_may_fail(counting: Kernel) -
         assert (arguments[2:] == 1).all()
     arguments = np.zeros(1002, dtype=np.int64)
     counting(arguments, 2)
-    assert (arguments[2:] == 1).all(), "the threads are there as before"
+    assert (arguments[2:] == 1).all(), "the threads work as before"
 
 
 @pytest.mark.parametrize("missing", ["core", "library"])
-def test_without_another_thread_nothing_is_done_meanwhile(
+def test_meanwhile_is_not_called_without_another_thread(
     counting: Kernel, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     if missing == "core":
@@ -160,7 +160,7 @@ def test_without_another_thread_nothing_is_done_meanwhile(
 
 
 def test_threads_are_those_of_pytorch() -> None:
-    """Where PyTorch computes with GNU's OpenMP, the kernels find the very library that is loaded."""
+    """If PyTorch computes with GNU's OpenMP, the kernels use the same loaded library."""
     memory = Path("/proc/self/maps")
     if not memory.exists() or "libgomp" not in memory.read_text():
         pytest.skip("PyTorch computes with another OpenMP library here")
@@ -202,7 +202,7 @@ def test_gate(dtype: torch.dtype, activation: str, num_rows: int) -> None:
 
 
 def assert_rounded(got: Tensor, want: Tensor) -> None:
-    """Equal but for a rounding to the type."""
+    """Check that they are equal up to a rounding to the type."""
     assert got.dtype == want.dtype
     tolerance = {"rtol": 2e-6, "atol": 8e-6} if got.dtype == torch.float32 else {"rtol": 8e-3, "atol": 1e-4}
     torch.testing.assert_close(got, want, **tolerance)
@@ -235,7 +235,7 @@ def test_heads_reach_the_pool(rotary_dim: int, with_norms: bool, cache_dtype: to
     values = torch.full((num_blocks, kv_heads, size, v_dim), torch.nan, dtype=cache_dtype)
     query_out = torch.empty(num_tokens, heads, k_dim)
     slots = np.random.default_rng(0).permutation((num_blocks - 1) * size)[:num_tokens]
-    slots[-1] = (num_blocks - 1) * size + 1  # a block of its own, of which it leaves a tail
+    slots[-1] = (num_blocks - 1) * size + 1  # a block of its own, with a tail to zero
     blocks, offsets = slots // size, slots % size
     tails = np.zeros(num_tokens, dtype=np.int64)
     tails[-1] = size - 1 - offsets[-1]
@@ -279,7 +279,7 @@ def test_heads_reach_the_pool(rotary_dim: int, with_norms: bool, cache_dtype: to
 
 
 def test_kernels_are_plain_c_functions() -> None:
-    """What a kernel is to its caller: an address that any host language could call."""
+    """A kernel is an address that any language can call."""
     kernel = layers.norm_kernel(torch.float32)
     x, weight, out = torch.randn(2, 8), torch.randn(8), torch.empty(2, 8)
     scalars = np.array([1e-6, 0.0], dtype=np.float32)
@@ -288,7 +288,7 @@ def test_kernels_are_plain_c_functions() -> None:
     torch.testing.assert_close(out, F.rms_norm(x, (8,), weight, 1e-6))
 
 
-def test_without_a_folder_to_keep_them_in_kernels_are_compiled(
+def test_kernels_are_compiled_without_a_cache_folder(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for kind in (caching.CacheImpl, caching.CompileResultCacheImpl):
@@ -314,7 +314,7 @@ print(round(out.item(), 4))
 @pytest.mark.long
 @pytest.mark.e2e
 def test_a_changed_kernel_is_compiled_again(tmp_path: Path) -> None:
-    """Also where only a function changed that kernels call from another file."""
+    """Also if only a function in another file changed that kernels call."""
     package = Path(runtime.__file__).parents[2]
     shutil.copytree(package, tmp_path / "pointsman", ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
     changed = tmp_path / "pointsman" / "engine" / "kernels" / "runtime.py"

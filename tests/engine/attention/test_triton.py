@@ -1,4 +1,4 @@
-"""The Triton kernels, interpreted on the CPU, against plain PyTorch over pools whose other slots hold NaN."""
+"""The Triton kernels, interpreted on the CPU, equal plain PyTorch over pools whose other slots are NaN."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def interpreter() -> Iterator[None]:
 
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Of an output that is a mean of normal numbers, computed in float32 and rounded to the type."""
+"""Largest error of an output that is a mean of normal numbers, computed in float32 and rounded to the type."""
 
 
 @dataclass
 class Step:
-    """A step over a pool with shuffled blocks, in which what must not be read is NaN."""
+    """A step over a pool with shuffled blocks, in which slots that must not be read are NaN."""
 
     batch: PagedBatch
     pool: KVPool
@@ -60,7 +60,7 @@ class Step:
         counts, before = np.array(query_lens), np.array(computed)
         needs = [blocks_for(total, block_size) for total in (counts + before).tolist()]
         ids = rng.permutation(sum(needs) + 3)
-        tables = np.full((len(needs), max(needs) + 1), 10**6)  # what is behind a row's blocks must not be read
+        tables = np.full((len(needs), max(needs) + 1), 10**6)  # entries past a row's blocks must not be read
         for row, (end, need) in enumerate(zip(np.cumsum(needs), needs, strict=True)):
             tables[row, :need] = ids[end - need : end]
         pool = KVPool([shape], num_blocks=len(ids), block_size=block_size, dtype=kv_dtype or dtype)
@@ -165,8 +165,8 @@ def test_random_steps(seed: int) -> None:
     check(step, torch.float32, options)
 
 
-def test_what_is_behind_a_window_is_never_read() -> None:
-    """The entries of those blocks may name blocks of other requests and layers: here one that holds NaN."""
+def test_kv_before_a_window_is_never_read() -> None:
+    """Table entries before a window may name blocks of other requests and layers: here a block of NaN."""
     step = Step.make([1, 20], [90, 70], LayerShape(1, 16, 16, 2))
     step.write(step.triton())
     want = step.attend(step.torch(), window=20)
@@ -241,12 +241,12 @@ def test_norms_and_gates(dtype: torch.dtype) -> None:
         torch.testing.assert_close(gated, (bend(gate) * up).to(dtype), **close)
 
 
-def test_parts_are_chosen_for_any_number_of_rows() -> None:
+def test_the_number_of_parts_depends_on_the_number_of_rows() -> None:
     parts = [parts_for(rows * 8, 132) for rows in (1, 8, 32, 64, 128, 512)]
     assert parts == sorted(parts, reverse=True) and parts[0] == MAX_PARTS and parts[-1] == 1
 
 
-def test_only_a_gpu_or_the_interpreter_can_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_attention_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="heads of 320; the Triton kernels take at most 256"):
         TritonAttention([LayerShape(1, 320, 32, 1)], "cpu")
     monkeypatch.setattr("pointsman.engine.attention.triton_backend.is_interpreted", lambda: False)

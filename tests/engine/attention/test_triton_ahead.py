@@ -1,4 +1,4 @@
-"""The kernels of attention and layers compile for GPUs that are not here, and hardly spill registers."""
+"""The kernels of attention and layers compile for GPUs without having one, and hardly spill registers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pointsman.engine.attention.triton_backend import MIN_ROWS, decode_options, most_rows, prefill_options
+from pointsman.engine.attention.triton_backend import MIN_ROWS, decode_options, max_tile_rows, prefill_options
 from pointsman.engine.kernels import triton_attention as attention
 from pointsman.engine.kernels import triton_layers as layers
 from tests.triton_ahead import Kernel, compile_all, kernel_of
@@ -19,7 +19,7 @@ NUMBERS = {"query_stride", "first_table", "key_stride", "key_head_stride", "valu
 
 
 def kernel(function: Any, dtype: str, constants: dict[str, Any], **options: int) -> Kernel:
-    """What to compile: tensors have `dtype`, what is in `constants` is known to the compiler, None as well."""
+    """A kernel to compile. Tensors have `dtype`; the compiler knows the values of `constants`, also None."""
     signature = {}
     for name in inspect.signature(function.fn).parameters:
         if name in constants:
@@ -33,7 +33,7 @@ def kernel(function: Any, dtype: str, constants: dict[str, Any], **options: int)
 
 
 def attention_kernels(dtype: str, group: int, dim: int, **features: Any) -> list[Kernel]:
-    """Decodes in one part and in several, and prefill, as `TritonAttention` launches them for 8 KV heads."""
+    """The kernels of decodes in one part and in several, and of prefill, with the options for 8 KV heads."""
     constants = {
         "scale": dim**-0.5,
         "softcap": 0.0,
@@ -58,7 +58,7 @@ def attention_kernels(dtype: str, group: int, dim: int, **features: Any) -> list
         kernel(attention.decode_kernel, dtype, {**constants, **parts, "num_parts": count}, **options)
         for count in (1, 16)
     ]
-    for rows in sorted({MIN_ROWS, most_rows(dim * size)}):
+    for rows in sorted({MIN_ROWS, max_tile_rows(dim * size)}):
         options = prefill_options(dim * size, size, rows)
         tiles = {"tile_rows": rows, "tile": options.pop("tile")}
         kernels.append(kernel(attention.prefill_kernel, dtype, {**constants, **tiles}, **options))

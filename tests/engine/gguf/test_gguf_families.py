@@ -1,4 +1,4 @@
-"""Models of each family, written as GGUF files and read again: the same configuration, weights and logits."""
+"""Models of each family, written as GGUF files and read back, have the same configuration, weights and logits."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ MODELS = {
     ),
 }
 NOT_IN_GGUF = {"_name_or_path", "transformers_version", "dtype", "architectures", "head_dim", "use_cache"}
-"""Fields of a configuration that compute nothing, or that have the value of their absence."""
+"""Fields of a configuration that do not affect the computation, or that have their default value."""
 
 
 def logits_of(model: Any) -> torch.Tensor:
@@ -61,20 +61,20 @@ def logits_of(model: Any) -> torch.Tensor:
 
 
 def exported(path: Path, directory: Path) -> Any:
-    """The model in the directory that is made of a file."""
+    """The model in a directory that is exported from a file."""
     export_directory(path, directory, "float32")
     return AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
+def test_a_written_model_is_read_back_unchanged(name: str, tmp_path: Path) -> None:
     model = build(MODELS[name]())
     path = write_gguf(tmp_path / "model.gguf", model)
     known, found = model.config.to_dict(), make_config(read_gguf(path)).to_dict()
     assert {key: found.get(key) for key in known.keys() - NOT_IN_GGUF} == {
         key: known[key] for key in known.keys() - NOT_IN_GGUF
     }
-    precision = 1e-4 if name.startswith("gemma") else 0  # 1 was added to norms and subtracted again
+    precision = 1e-4 if name.startswith("gemma") else 0  # 1 is added to norms and subtracted again
     read = exported(path, tmp_path / "directory")
     torch.testing.assert_close(logits_of(read), logits_of(model), rtol=precision, atol=precision)
     loaded = load_model(path)

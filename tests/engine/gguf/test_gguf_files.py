@@ -1,4 +1,4 @@
-"""GGUF files as files: parts, other kinds and versions, what is broken, and the configuration's refusals."""
+"""Parts, kinds, versions and faults of GGUF files, and configurations that are refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def error_of(path: Path, kind: type[Exception] = ModelLoadError) -> str:
     return str(error.value)
 
 
-def test_a_path_is_a_gguf_file_by_its_name(path: Path, tmp_path: Path) -> None:
+def test_gguf_files_are_recognised_by_name(path: Path, tmp_path: Path) -> None:
     assert is_gguf(path) and is_gguf(tmp_path / "ABSENT.GGUF")
     (tmp_path / "directory.gguf").mkdir()
     assert not is_gguf(tmp_path / "directory.gguf") and not is_gguf(tmp_path / "model.safetensors")
@@ -72,7 +72,7 @@ def test_a_file_is_checked_before_an_engine_is_started(path: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("given", [0, 2])
-def test_parts_are_read_as_one_model(given: int, model: Any, parts: list[Path]) -> None:
+def test_parts_are_read_together_as_one_model(given: int, model: Any, parts: list[Path]) -> None:
     loaded = load_model(parts[given], fuse=False)
     assert read_gguf(parts[given]).path == parts[0]
     for name, weight in model.state_dict().items():
@@ -81,27 +81,27 @@ def test_parts_are_read_as_one_model(given: int, model: Any, parts: list[Path]) 
 
 def test_a_missing_part_is_named(parts: list[Path]) -> None:
     parts[1].unlink()
-    assert error_of(parts[0]) == f"{parts[1]} is missing; the model has 3 parts, copy this one there"
+    assert error_of(parts[0]) == f"{parts[1]} is missing; the model has 3 parts, copy all of them there"
 
 
-def test_a_part_of_another_place_is_named(parts: list[Path]) -> None:
+def test_a_part_with_another_parts_name_is_refused(parts: list[Path]) -> None:
     shutil.copy(parts[0], parts[2])
     assert "split.no is 0 and split.count 3; they must be 2 and 3; copy this part again" in error_of(parts[0])
     assert str(parts[2]) in error_of(parts[0])
 
 
-def test_a_part_must_be_named_as_one(parts: list[Path], tmp_path: Path) -> None:
+def test_a_part_needs_a_part_number_in_its_name(parts: list[Path], tmp_path: Path) -> None:
     renamed = parts[0].rename(tmp_path / "first.gguf")
-    assert "is one of 3 parts, and its name does not say which; name them NAME-00001-of-00003" in error_of(renamed)
+    assert "is one of 3 parts, and its name has no part number; name the parts NAME-00001-of-00003" in error_of(renamed)
 
 
 # ---------------------------------------------------------------------- other files
 
 
-def test_versions_and_byte_orders_that_are_not_read(path: Path, tmp_path: Path) -> None:
+def test_unsupported_versions_and_byte_orders_are_refused(path: Path, tmp_path: Path) -> None:
     data = path.read_bytes()
     path.write_bytes(data[:4] + struct.pack("<I", 1) + data[8:])
-    assert "is a GGUF file of version 1; versions 2 and 3 are read" in error_of(path, UnsupportedModel)
+    assert "is a GGUF file of version 1; supported are versions 2 and 3" in error_of(path, UnsupportedModel)
     writer = GGUFWriter(tmp_path / "big.gguf", "llama", endianess=GGUFEndian.BIG)
     write(writer)
     assert "is a GGUF file of the other byte order" in error_of(tmp_path / "big.gguf", UnsupportedModel)
@@ -116,7 +116,7 @@ def test_a_truncated_file_is_named(length: int, path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "kind", "error"),
     [
-        ("bert", "model", "general.architecture is 'bert'; llama, qwen2, qwen3, phi3, gemma, gemma2, gemma3 are read"),
+        ("bert", "model", "architecture is 'bert'; supported are llama, qwen2, qwen3, phi3, gemma, gemma2, gemma3"),
         ("clip", "mmproj", "is the image or audio part of a model, no language model"),
         ("llama", "adapter", "is of the type 'adapter', no language model"),
     ],
@@ -132,7 +132,7 @@ def test_files_without_a_language_model_are_refused(architecture: str, kind: str
 
 
 def edited(path: Path, model: Any, **fields: Any) -> Path:
-    """A file with other fields (`__` for the dots of a key); None: without it."""
+    """A file with changed fields (`__` for the dots of a key); None removes a field."""
 
     def edit(writer: GGUFWriter) -> None:
         for name, value in fields.items():
@@ -182,7 +182,7 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], error: str, model: Any, 
         ),
     ],
 )
-def test_what_would_be_computed_wrongly_is_refused(
+def test_settings_that_would_compute_wrongly_are_refused(
     fields: dict[str, Any], error: str, model: Any, tmp_path: Path
 ) -> None:
     assert error in error_of(edited(tmp_path / "model.gguf", model, **fields), UnsupportedModel)
@@ -239,8 +239,8 @@ def _tokens_and_sampling(tokenizer: Any) -> Callable[[GGUFWriter], None]:
     return edit
 
 
-def test_nothing_is_exported_over_files(path: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is there and not empty; give a new directory"):
+def test_export_needs_an_empty_directory(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="exists and is not empty; give a new directory"):
         export_directory(path, tmp_path)
     with pytest.raises(ValueError, match="dtype is 'int4'; choose one of float32, bfloat16, float16"):
         export_directory(path, tmp_path / "new", "int4")

@@ -1,4 +1,4 @@
-"""Types of tensors: each is dequantised in its place; what is missing, surplus or of another shape is named."""
+"""Tensors of every type are dequantised; errors name missing and surplus tensors, and those of another shape."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.engine.tiny_models import Family, build
 
 WIDE = Family("llama", "", {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4})
 STEPS = {"F16": 2.5e-4, "BF16": 2e-3, "Q8_0": 5e-3, "Q5_1": 2.5e-2, "Q5_0": 4.5e-2, "Q4_1": 5e-2, "Q4_0": 9e-2}
-"""The largest error of a weight, of those drawn with a standard deviation of 0.15."""
+"""The largest error of a weight; weights are drawn with a standard deviation of 0.15."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def weights_of(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torc
 
 
 @pytest.mark.parametrize("kind", STEPS)
-def test_weights_are_as_near_as_their_type_allows(kind: str, model: Any, tmp_path: Path) -> None:
+def test_weight_errors_are_within_the_types_precision(kind: str, model: Any, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", model, kind=GGMLQuantizationType[kind])
     read = weights_of(path)
     assert read.keys() == dict(model.named_parameters()).keys()
@@ -48,7 +48,7 @@ def test_weights_are_as_near_as_their_type_allows(kind: str, model: Any, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
-def test_weights_of_4_bits_are_known_as_such(kind: str, model: Any, tmp_path: Path) -> None:
+def test_weights_of_4_bits_are_recognised(kind: str, model: Any, tmp_path: Path) -> None:
     read = weights_of(write_gguf(tmp_path / "model.gguf", model, kind=GGMLQuantizationType[kind]))
     for weight in (one for one in read.values() if one.ndim == 2 and len(one) % FEATURES_AT_ONCE == 0):
         found = in_groups(weight)
@@ -57,13 +57,13 @@ def test_weights_of_4_bits_are_known_as_such(kind: str, model: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q5_0", "Q5_1", "Q8_0"])
-def test_weights_of_more_bits_are_not(kind: str, model: Any, tmp_path: Path) -> None:
+def test_weights_of_more_bits_are_not_stored_in_4_bits(kind: str, model: Any, tmp_path: Path) -> None:
     read = weights_of(write_gguf(tmp_path / "model.gguf", model, kind=GGMLQuantizationType[kind]))
     assert not any(in_groups(weight) for weight in read.values() if weight.ndim == 2)
 
 
 def bits(data: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
-    """Numbers of so many bits, the lowest of each byte first."""
+    """Numbers of `width` bits, the lowest of each byte first."""
     return np.stack([(data >> shift) & (2**width - 1) for shift in range(0, 8, width)])
 
 
@@ -76,7 +76,7 @@ def scales_of(packed: np.ndarray[Any, Any]) -> tuple[list[int], list[int]]:
 
 
 def reference(block: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
-    """A block of 256 weights, by the description of its type."""
+    """A block of 256 weights, dequantised by the description of its type."""
     if kind == "Q6_K":
         low, high, scales = block[:128], block[128:192], block[192:208].view(np.int8).astype(np.float32)
         step = block[208:].view(np.float16).astype(np.float32)[0]
@@ -127,7 +127,7 @@ def test_blocks_of_256_weights_are_dequantised(kind: str, model: Any, tmp_path: 
 
 
 def changed(path: Path, model: Any, **tensors: np.ndarray[Any, Any] | None) -> Path:
-    """A file with other tensors (`__` for the dots of a name), or without some (None)."""
+    """A file with changed tensors (`__` for the dots of a name); None removes a tensor."""
     others = {name.replace("__", "."): values for name, values in tensors.items()}
 
     def edit(writer: GGUFWriter) -> None:
@@ -157,7 +157,7 @@ def test_a_tensor_of_another_shape_is_named(model: Any, tmp_path: Path) -> None:
         load_model(path)
 
 
-def test_a_tensor_without_a_place_is_named(model: Any, tmp_path: Path) -> None:
+def test_a_tensor_that_is_no_weight_is_refused(model: Any, tmp_path: Path) -> None:
     path = changed(tmp_path / "model.gguf", model, blk__0__attn_sinks__weight=np.zeros(4, np.float32))
     with pytest.raises(
         UnsupportedModel, match=r"the tensor blk.0.attn_sinks.weight has no place in a model of type llama"
@@ -165,10 +165,10 @@ def test_a_tensor_without_a_place_is_named(model: Any, tmp_path: Path) -> None:
         load_model(path)
 
 
-def test_a_type_that_is_not_read_is_named(model: Any, tmp_path: Path) -> None:
+def test_an_unsupported_tensor_type_is_refused(model: Any, tmp_path: Path) -> None:
     path = changed(tmp_path / "model.gguf", model, blk__0__ffn_up__weight=np.zeros((256, 256), np.float64))
     with pytest.raises(
-        UnsupportedModel, match=r"blk.0.ffn_up.weight is of type F64; F32, F16, .* take another quantis"
+        UnsupportedModel, match=r"blk.0.ffn_up.weight is of type F64; supported are F32, F16, .* use another quantis"
     ):
         load_model(path)
 

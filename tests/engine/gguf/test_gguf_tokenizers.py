@@ -1,4 +1,4 @@
-"""Tokenizers from metadata: the same token ids and texts as the tokenizer that was written."""
+"""Tokenizers from metadata give the same token ids and texts as the tokenizer that was written."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_byte_level_bpe(tmp_path: Path) -> None:
 def test_sentencepiece_bpe(tmp_path: Path) -> None:
     original = sentencepiece(falls_back=True)
     read = tokenizer_of(tmp_path / "model.gguf", original, "llama")
-    # The last text has added tokens, which this one looks for in the text after it was normalized.
+    # The last text has added tokens, which the original tokenizer finds only in normalized text.
     assert_same(read, original.backend_tokenizer, [*TEXTS[:-1], *random_texts(1)])
 
 
@@ -90,7 +90,7 @@ def test_tokenizers_of_published_models(name: str, tmp_path: Path) -> None:
 
 
 def written(path: Path, edit: Callable[[GGUFWriter], object], **options: Any) -> Path:
-    """A model with the trained tokenizer, whose fields are edited after it was added."""
+    """A file with the trained tokenizer, whose fields are edited afterwards."""
     add = add_tokenizer(trained_bpe(300), "gpt2", **{"pre": "gpt-2", **options})
 
     def add_and_edit(writer: GGUFWriter) -> None:
@@ -101,7 +101,7 @@ def written(path: Path, edit: Callable[[GGUFWriter], object], **options: Any) ->
 
 
 def replace(key: str, value: Any) -> Callable[[GGUFWriter], None]:
-    """The edit that gives a field, which is there, another value of its type."""
+    """The edit that gives an existing field another value of the same type."""
 
     def edit(writer: GGUFWriter) -> None:
         writer.kv_data[0][key].value = value
@@ -126,7 +126,7 @@ def error_of(path: Path, kind: type[Exception] = ModelLoadError) -> str:
         (None, None, "the"),
     ],
 )
-def test_adds_bos_and_eos_as_the_metadata_says(
+def test_bos_and_eos_are_added_by_the_metadata(
     adds_bos: bool | None, adds_eos: bool | None, expected: str, tmp_path: Path
 ) -> None:
     def edit(writer: GGUFWriter) -> None:
@@ -148,7 +148,7 @@ def test_llama3_and_sentencepiece_begin_with_bos_by_default(tmp_path: Path) -> N
     assert spm("the")["input_ids"][0] == spm.bos_token_id
 
 
-def test_ends_are_the_eos_and_tokens_that_end_a_turn(tmp_path: Path) -> None:
+def test_texts_end_at_eos_and_at_end_of_turn_tokens(tmp_path: Path) -> None:
     def edit(writer: GGUFWriter) -> None:
         writer.add_eot_token_id(7)
         writer.add_sampling_temp(0.5)
@@ -169,14 +169,14 @@ def test_named_chat_templates(tmp_path: Path) -> None:
     assert render_chat(read, [{"role": "user", "content": "hi"}], {"chat_template": "tool_use"}) == "tools"
 
 
-def test_an_unknown_way_of_splitting_is_named(tmp_path: Path) -> None:
+def test_an_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "model.gguf", replace("tokenizer.ggml.pre", "viking"))
-    assert "tokenizer.ggml.pre is 'viking'; gpt-2, smollm, llama-bpe" in error_of(path, UnsupportedModel)
+    assert "tokenizer.ggml.pre is 'viking'; supported are gpt-2, smollm, llama-bpe" in error_of(path, UnsupportedModel)
 
 
-def test_an_unknown_kind_of_tokenizer_is_named(tmp_path: Path) -> None:
+def test_an_unknown_kind_of_tokenizer_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "model.gguf", replace("tokenizer.ggml.model", "rwkv"))
-    assert "tokenizer.ggml.model is 'rwkv'; gpt2 and llama are read" in error_of(path, UnsupportedModel)
+    assert "tokenizer.ggml.model is 'rwkv'; supported are gpt2 and llama" in error_of(path, UnsupportedModel)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Compiled kernels without a disk that takes them: full, read-only, or with broken files on it."""
+"""Kernels run without a working disk cache: on a full disk, in a folder that cannot be written, with broken files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BODIES = "def nothing(arguments):\n    arguments[0] = 5\n\ndef twice(x):\n    re
 
 @pytest.fixture
 def compiled(tmp_path: Path):  # type: ignore[no-untyped-def]
-    """What a process prints that compiles two functions, or takes them from disk."""
+    """Runs a process that compiles two functions, or loads them from disk; returns its output."""
     (tmp_path / "bodies.py").write_text(BODIES)
 
     def run(disk: str = "", folder: Path | str = tmp_path / "cache") -> list[str]:
@@ -52,7 +52,7 @@ def test_a_full_disk_is_a_warning_with_a_remedy(compiled, tmp_path: Path) -> Non
     *warnings, values = compiled("full")
     assert values == "5 8 0"
     assert warnings and all("NUMBA_CACHE_DIR" in line and str(tmp_path / "cache") in line for line in warnings)
-    assert compiled()[-1] == "5 8 0", "what was left behind does no harm"
+    assert compiled()[-1] == "5 8 0", "incomplete files do no harm"
 
 
 @pytest.mark.e2e
@@ -66,6 +66,6 @@ def test_broken_files_are_replaced(compiled, tmp_path: Path) -> None:  # type: i
 
 
 @pytest.mark.e2e
-def test_a_folder_that_cannot_be_made_is_left_out(compiled, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_kernels_run_if_the_cache_folder_cannot_be_made(compiled, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "file").touch()
     assert compiled(folder=tmp_path / "file" / "cache")[-1].startswith("5 8")

@@ -1,8 +1,8 @@
 """The packaged demo model is complete, small, loadable offline, and has learned its text.
 
-The sentences below were written for this test, in the manner of the documentation the model has read. None of them is
-in its training text, so a low loss on them is learning and not memory; the control, the same words in a random order,
-shows that the loss measures the language and not the choice of words.
+The sentences below were written for this test, in the style of the documentation in the model's training text. None of
+them is in that text, so a low loss shows learning and not memory. The control, the same words in a random order, shows
+that the loss measures the language and not the choice of words.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FILES = {
     "tokenizer.json",
     "tokenizer_config.json",
 }
-LARGEST = 8_000_000  # bytes; the whole directory travels in the wheel
+LARGEST = 8_000_000  # bytes; the whole directory is in the wheel
 
 SENTENCES = (
     "If the file does not exist, an exception is raised and the function returns None.",
@@ -55,7 +55,7 @@ def tokenizer() -> Any:
 
 @torch.inference_mode()
 def loss(model: Any, tokenizer: Any, texts: tuple[str, ...]) -> float:
-    """Nats per token, every token but each text's first."""
+    """Nats per token, without each text's first token."""
     total, count = 0.0, 0
     for text in texts:
         ids = torch.tensor([tokenizer(text)["input_ids"]])
@@ -66,14 +66,14 @@ def loss(model: Any, tokenizer: Any, texts: tuple[str, ...]) -> float:
 
 
 def test_directory_is_complete_and_small() -> None:
-    """Every file a loader asks for is there, and nothing large."""
+    """Every file that a loader needs exists, and none is large."""
     sizes = {path.name: path.stat().st_size for path in DEMO.iterdir() if path.is_file()}
     assert set(sizes) >= FILES
     assert sum(sizes.values()) < LARGEST
 
 
 def test_config_names_what_the_engine_needs(model: Any, tokenizer: Any) -> None:
-    """Long positions are legal, rotation is the plain kind, and one token ends a text everywhere."""
+    """Long positions are allowed, the rotary embedding is not scaled, and all files name the same EOS token."""
     config = model.config
     assert config.max_position_embeddings >= 16384
     assert config.rope_parameters["rope_type"] == "default"
@@ -96,7 +96,7 @@ def test_config_names_what_the_engine_needs(model: Any, tokenizer: Any) -> None:
     ],
 )
 def test_tokenizer_round_trip(tokenizer: Any, text: str) -> None:
-    """A byte-level vocabulary loses nothing, whatever the text, and adds nothing of its own."""
+    """A byte-level vocabulary neither loses nor adds characters of any text."""
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids) == text
     assert tokenizer.eos_token_id not in ids
@@ -119,7 +119,7 @@ def test_model_has_learned(model: Any, tokenizer: Any) -> None:
 
 @torch.inference_mode()
 def test_greedy_text_is_readable(model: Any, tokenizer: Any) -> None:
-    """The likeliest continuation is words: whole characters, letters and spaces for the most part."""
+    """The most likely continuation has whole characters, and mostly letters and spaces."""
     inputs = tokenizer("The import statement", return_tensors="pt")
     output = model.generate(**inputs, max_new_tokens=48, do_sample=False)
     text = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -130,7 +130,7 @@ def test_greedy_text_is_readable(model: Any, tokenizer: Any) -> None:
 
 @torch.inference_mode()
 def test_model_ends_texts(model: Any, tokenizer: Any) -> None:
-    """Sampled at the temperature it is meant for, the model ends some of its texts by itself."""
+    """Sampled at the recommended temperature, the model ends some of its texts by EOS."""
     torch.manual_seed(5)
     inputs = tokenizer("To open a file", return_tensors="pt")
     output = model.generate(**inputs, max_new_tokens=128, num_return_sequences=16, do_sample=True, temperature=0.7)

@@ -1,4 +1,4 @@
-"""Steps as a GPU runs them, on the CPU: Triton's kernels are interpreted, and a graph is the same calls once more."""
+"""Runs a GPU's steps on the CPU: Triton's kernels are interpreted, and a graph repeats the recorded calls."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tests.triton_interpreter import quick_calls
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """With fewer parts of a row's KV: each program takes a millisecond."""
+    """Interprets kernels, with fewer parts of a row's KV, because each program takes a millisecond."""
     monkeypatch.setattr(triton_backend, "PROGRAMS_PER_PROCESSOR", 1)
     with quick_calls():
         yield
 
 
 class Again:
-    """In place of CUDA graphs: does again what was recorded, over the same memory."""
+    """Replaces CUDA graphs: runs the recorded function again, over the same memory."""
 
     def __init__(self) -> None:
         self.num_replays = 0
@@ -51,7 +51,7 @@ class Again:
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    """Of one layer, as the interpreter is slow, and with its own code between the attention."""
+    """A model of one layer, because the interpreter is slow, and without fused layers."""
     config = FAMILIES["qwen3"]()
     config.num_hidden_layers = config.num_key_value_heads = 1
     return wrap_model(build(config, seed=1), tokenizer=byte_tokenizer(), attention="torch", fuse=False)
@@ -106,7 +106,7 @@ def test_tokens_are_those_of_plain_pytorch(loaded: LoadedModel, steps: int, with
     assert graphs is None or graphs.num_replays > 5
 
 
-def test_every_number_of_rows_has_a_graph_of_few_more() -> None:
+def test_every_number_of_rows_has_a_graph_of_similar_size() -> None:
     assert bucket_sizes(3) == [1, 2, 3] and bucket_sizes(8) == [1, 2, 4, 8]
     sizes = bucket_sizes(1024)
     assert sizes[:6] == [1, 2, 4, 8, 16, 24] and sizes[-3:] == [480, 496, 512] and len(sizes) == 39
@@ -116,7 +116,7 @@ def run(engine: Engine, count: int = 2, tokens: int = 4, **params: Any) -> dict[
     return texts(engine, [{"temperature": 0.0, **params}] * count, tokens)
 
 
-def test_preemption_and_cached_prefixes_with_graphs_and_two_steps(loaded: LoadedModel) -> None:
+def test_preemption_and_cache_hits_with_graphs_and_two_steps(loaded: LoadedModel) -> None:
     knobs = {"num_blocks": 9, "max_num_seqs": 3}
     params = [{"temperature": 0.9, "seed": number} for number in range(3)]
     engine = make(loaded, steps=2, graphs=Again(), **knobs)
@@ -126,7 +126,7 @@ def test_preemption_and_cached_prefixes_with_graphs_and_two_steps(loaded: Loaded
     assert texts(engine, params, 9, "again") == want, "from cached prefixes"
 
 
-def test_layers_in_groups_have_block_tables_of_their_own() -> None:
+def test_layers_in_groups_use_the_tables_of_their_group() -> None:
     config = FAMILIES["gemma3"]()
     loaded = wrap_model(build(config, seed=1), tokenizer=byte_tokenizer(), attention="torch", fuse=False)
     engines = [make(loaded, attention, num_blocks=64) for attention in ("torch", TritonAttention)]
@@ -136,7 +136,7 @@ def test_layers_in_groups_have_block_tables_of_their_own() -> None:
     assert got == want
 
 
-def test_a_step_is_launched_while_the_one_before_it_computes(
+def test_a_step_is_launched_while_the_previous_one_computes(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(loaded, steps=2, graphs=Again())
@@ -159,7 +159,7 @@ def test_a_step_is_launched_while_the_one_before_it_computes(
 
 
 class NoWaiting(TorchDispatchMode):
-    """Fails where PyTorch would wait for a GPU: at operators whose results the host needs."""
+    """Fails at operators whose results the host needs, for which PyTorch would wait for a GPU."""
 
     WAITS = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique_consecutive"})
 
@@ -169,7 +169,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("with_graphs", [False, True])
-def test_a_plain_step_waits_for_one_event_alone(
+def test_a_plain_step_waits_for_one_event(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, with_graphs: bool
 ) -> None:
     engine = make(loaded, steps=2, graphs=Again() if with_graphs else None)
@@ -201,23 +201,23 @@ def test_more_rows_than_expected_get_places(loaded: LoadedModel) -> None:
     assert len(steps._tokens.tokens) > 2
 
 
-def test_graphs_stop_at_their_memory(loaded: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_graphs_stop_at_their_memory_limit(loaded: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
     engine, taken = make(loaded), iter([0, 0, 60, 120, 120])
     engine.runner.record_graphs(100, lambda: next(taken), Again())
     steps = engine.runner._device_steps
     assert steps is not None and steps.graphs is not None and steps.graphs.sizes == [2, 4]
-    assert "there are no CUDA graphs of 1 rows and fewer" in caplog.text
+    assert "no CUDA graphs of 1 rows and fewer" in caplog.text
     assert run(engine, 1) == run(make(loaded, "torch"), 1)
 
 
-def test_what_cannot_be_recorded_runs_without_graphs(loaded: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_run_without_graphs_if_recording_fails(loaded: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
     class Refuses:
         def record(self, run: Callable[[], None]) -> Callable[[], None]:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     engine = make(loaded)
     engine.runner.record_graphs(1 << 30, lambda: 0, Refuses())
-    assert "decode steps run without CUDA graphs, which cannot be made: operation not permitted" in caplog.text
+    assert "decode steps run without CUDA graphs; recording them failed: operation not permitted" in caplog.text
     assert run(engine) == run(make(loaded, "torch"))
 
 
@@ -240,7 +240,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(with_graphs: bool) -
 
 @pytest.mark.long
 def test_fused_layers_give_the_same_tokens(loaded: LoadedModel) -> None:
-    """Every part of a layer is replaced after its trial, as on a GPU."""
+    """Every part of a layer is replaced, as on a GPU."""
     config = FAMILIES["qwen3"]()
     config.num_hidden_layers = config.num_key_value_heads = 1
     fused = wrap_model(build(config, seed=1), tokenizer=byte_tokenizer(), attention=TritonAttention)

@@ -1,4 +1,4 @@
-"""A model's fingerprint: equal for equal models, and for no others."""
+"""A model's fingerprint is equal for equal models, and differs for all others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def load(**options: object) -> LoadedModel:
     return wrap_model(build(FAMILIES["qwen3"](), seed=1), **options)
 
 
-def test_equal_models_have_equal_fingerprints_before_and_after_they_ran() -> None:
+def test_equal_models_have_equal_fingerprints() -> None:
     loaded = load()
     before = model_fingerprint(loaded)
     assert before == model_fingerprint(load())
@@ -29,7 +29,7 @@ def test_equal_models_have_equal_fingerprints_before_and_after_they_ran() -> Non
     assert model_fingerprint(loaded) == before
 
 
-def test_the_demo_model_with_its_packed_weights() -> None:
+def test_packed_weights_do_not_change_the_fingerprint() -> None:
     first, second = load_model("demo"), load_model("demo")
     assert any(isinstance(one, JoinedLinear) and one.form == "packed" for one in first.model.modules())
     assert model_fingerprint(first) == model_fingerprint(second)
@@ -63,7 +63,7 @@ def _rotary(loaded: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("change", [_embedding, _norm, _joined, _head_norm, _epsilon, _rotary])
-def test_every_change_shows(change: Callable[[LoadedModel], None]) -> None:
+def test_every_change_changes_the_fingerprint(change: Callable[[LoadedModel], None]) -> None:
     loaded = load()
     before = model_fingerprint(loaded)
     with torch.inference_mode():
@@ -71,8 +71,8 @@ def test_every_change_shows(change: Callable[[LoadedModel], None]) -> None:
     assert model_fingerprint(loaded) != before
 
 
-def test_a_model_with_weights_in_hiding_has_none() -> None:
-    """Otherwise two models that differ in these alone would be taken for one."""
+def test_a_model_with_hidden_weights_has_no_fingerprint() -> None:
+    """Otherwise models that differ only in hidden weights would have the same fingerprint."""
 
     class Opaque(nn.Module):
         def __init__(self, inner: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Which parts of a model are replaced by faster ones, and that what only looks alike is left alone."""
+"""The expected parts of a model are replaced by faster ones, and parts that only look similar are kept."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def fused(model: Any, **options: Any) -> dict[str, int]:
         ("gpt2", {}),  # another kind of everything
     ],
 )
-def test_what_is_fused(family: str, expected: dict[str, int]) -> None:
+def test_expected_parts_are_fused(family: str, expected: dict[str, int]) -> None:
     assert fused(build(FAMILIES[family]())) == expected
 
 
@@ -59,7 +59,7 @@ def test_fusing_can_be_turned_off(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_model_that_is_large_enough_is_packed(dtype: torch.dtype) -> None:
-    """Its products are 512 x 512 and more, so all weights change their form, once; the self-check sees the result."""
+    """Its products are at least 512 x 512, so all weights change their form, once, before the last self-check."""
     size = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8}
     loaded = wrap_model(build(Qwen2Config(**{**COMMON, **size})).to(dtype))
     assert loaded.fused == WHOLE
@@ -68,8 +68,8 @@ def test_a_model_that_is_large_enough_is_packed(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_last_layer_leaves_out_tokens_that_nobody_asks_for(dtype: torch.dtype) -> None:
-    """Only its MLP sees fewer; a model whose layers keep their own code computes all tokens."""
+def test_the_last_layer_skips_tokens_without_needed_logits(dtype: torch.dtype) -> None:
+    """Only its MLP gets fewer tokens; a model without fused layers computes all tokens."""
     loaded = wrap_model(build(FAMILIES["qwen3"]()).to(dtype))
     assert loaded.drops_tokens_early
     sizes: list[list[int]] = []
@@ -93,12 +93,12 @@ def noting(forward: Callable[[Tensor], Tensor], sizes: list[int], x: Tensor) -> 
     return forward(x)
 
 
-def test_in_bfloat16_too() -> None:
+def test_models_in_bfloat16_are_fused() -> None:
     assert fused(build(FAMILIES["qwen3"]()).to(torch.bfloat16)) == WHOLE
 
 
 def change_first(model: Any, kind: str, change: Any) -> None:
-    """Let the first module of a kind do something else with its output."""
+    """Apply `change` to the output of the first module of a kind."""
     module = next(one for one in model.modules() if type(one).__name__ == kind)
     forward = module.forward
     module.forward = lambda *arguments, **keywords: change(forward(*arguments, **keywords))
@@ -108,8 +108,8 @@ def change_first(model: Any, kind: str, change: Any) -> None:
     ("kind", "replacement"),
     [("Qwen2RMSNorm", FusedNorm), ("Qwen2MLP", FusedMLP), ("Qwen2Attention", FusedAttention)],
 )
-def test_a_part_that_only_looks_alike_keeps_its_code(kind: str, replacement: type[nn.Module]) -> None:
-    """One norm, MLP or attention gives 1.001 times as much: it is found out, and the others are replaced."""
+def test_a_part_that_only_looks_similar_is_not_replaced(kind: str, replacement: type[nn.Module]) -> None:
+    """One norm, MLP or attention gives 1.001 times its output: it is kept, and the others are replaced."""
 
     def change(output: Any) -> Any:
         return (output[0] * 1.001, *output[1:]) if isinstance(output, tuple) else output * 1.001
@@ -122,15 +122,15 @@ def test_a_part_that_only_looks_alike_keeps_its_code(kind: str, replacement: typ
     assert any(type(one).__name__ == kind for one in loaded.model.modules())
 
 
-def test_a_layer_that_only_looks_alike_keeps_its_code() -> None:
-    """All four parts are as usual, and the layer does one more thing with them."""
+def test_a_layer_that_only_looks_similar_is_not_replaced() -> None:
+    """All four parts are as usual, and the layer applies one more operation."""
     model = build(FAMILIES["qwen2"]())
     change_first(model, "Qwen2DecoderLayer", lambda output: output * 1.001)
     found = fused(model)
     assert found == {**WHOLE, "FusedLayer": 1}
 
 
-def test_parts_that_raise_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_whose_replacements_raise_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: FusedMLP, x: Tensor) -> Tensor:
         raise RuntimeError("no such kernel")
 
@@ -139,7 +139,7 @@ def test_parts_that_raise_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found == {"FusedNorm": 5, "FusedAttention": 2}
 
 
-def test_a_replacement_that_raises_leaves_the_next_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_candidate_is_tried_after_one_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     original = FusedMLP.__init__
 
     def no_silu(self: FusedMLP, *arguments: Any) -> None:
@@ -151,7 +151,7 @@ def test_a_replacement_that_raises_leaves_the_next_its_turn(monkeypatch: pytest.
     assert fused(build(LlamaConfig(**COMMON, hidden_act="gelu_pytorch_tanh"))) == WHOLE
 
 
-def test_a_fault_that_only_the_whole_shows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_that_only_the_whole_model_shows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     original = FusedLayer.forward
     calls = 0
 
@@ -165,7 +165,7 @@ def test_a_fault_that_only_the_whole_shows_is_refused(monkeypatch: pytest.Monkey
         wrap_model(build(FAMILIES["qwen2"]()))
 
 
-def test_a_model_that_cannot_be_fused_after_all_is_loaded_again(
+def test_a_model_whose_fusion_fails_is_loaded_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     build(FAMILIES["qwen2"]()).save_pretrained(tmp_path)
@@ -183,37 +183,37 @@ def test_a_model_that_cannot_be_fused_after_all_is_loaded_again(
     assert "loading it again with its own layers" in caplog.text
 
 
-def test_what_depends_on_positions_is_not_fused() -> None:
-    """Queries are scaled from position 16 on: the rotary angles do not tell, the self-check's 37 tokens do."""
+def test_attention_that_depends_on_positions_is_not_fused() -> None:
+    """Queries are scaled from position 16 on. Rotary angles do not show it; the self-check's 37 tokens do."""
     loaded = wrap_model(build(FAMILIES["ministral3"]()))
     assert "FusedAttention" not in loaded.fused and loaded.fused["FusedMLP"] == 2
-    far = {**SCALED_BY_POSITION, "original_max_position_embeddings": 4096}  # beyond anything that a check would run
+    far = {**SCALED_BY_POSITION, "original_max_position_embeddings": 4096}  # beyond the positions of any check
     config = type(FAMILIES["ministral3"]())(**{**COMMON, **HEAD16}, sliding_window=WINDOW, rope_parameters=far)
     assert "FusedAttention" not in fused(build(config))
 
 
 @pytest.mark.parametrize("clip", [0.5, 4.0, 50.0])
 def test_a_clamp_is_not_fused(clip: float) -> None:
-    """Whether or not the tokens of a check reach it."""
+    """Also a clamp that the tokens of the check do not reach."""
     config = OlmoConfig(**COMMON, clip_qkv=clip)
     assert "FusedAttention" not in fused(build(config))
     assert fused(build(OlmoConfig(**COMMON)))["FusedAttention"] == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_likeness_is_judged_in_float32(dtype: torch.dtype) -> None:
-    """What bfloat16 could not tell apart: a norm that subtracts the mean, gates by other curves."""
+def test_parts_are_compared_in_float32(dtype: torch.dtype) -> None:
+    """bfloat16 could not distinguish these parts: a norm that subtracts the mean, and other activations of gates."""
     cohere = build(FAMILIES["cohere"]()).to(dtype)
     assert "FusedNorm" not in fused(cohere)
     for activation, count in (("silu", 2), ("gelu_pytorch_tanh", 2), ("gelu", 0), ("quick_gelu", 0), ("relu", 0)):
         model = build(LlamaConfig(**COMMON, hidden_act=activation)).to(dtype)
         for name, weight in model.named_parameters():
             if "gate_proj" in name:
-                weight.data.mul_(0.1)  # where the curves lie close together
+                weight.data.mul_(0.1)  # for small inputs the activations differ little
         assert fused(model).get("FusedMLP", 0) == count, activation
 
 
-def test_what_is_replaced_is_let_go() -> None:
+def test_replaced_parts_are_freed() -> None:
     model = build(FAMILIES["qwen2"]())
     old = [weakref.ref(one) for one in model.modules() if type(one) is nn.Linear and one is not model.lm_head]
     loaded = wrap_model(model)
@@ -233,8 +233,8 @@ def test_quantization_without_an_effect_is_an_error() -> None:
 
 
 @pytest.mark.e2e
-def test_int8_costs_the_demo_model_little() -> None:
-    """The negative log likelihood of a text rises by less than a hundredth, as the guide says."""
+def test_int8_hardly_raises_the_demo_models_loss() -> None:
+    """The negative log likelihood of a text changes by less than 1 %, as in the documentation."""
     text = (Path(__file__).parents[3] / "docs" / "design.md").read_text(encoding="utf-8")[:6000]
     losses = []
     for options in ({}, {"quantization": "int8"}):
@@ -250,8 +250,8 @@ def test_int8_costs_the_demo_model_little() -> None:
 
 
 @pytest.mark.e2e
-def test_int8_does_not_depend_on_what_runs_beside() -> None:
-    """To the last bit; prompts here are not cut into chunks, which would change the order of sums."""
+def test_int8_outputs_do_not_depend_on_other_requests() -> None:
+    """Outputs are equal to the last bit. Prompts are not cut into chunks, which would change the order of sums."""
     llm = LLM("demo", quantization="int8", enable_prefix_caching=False)
     params = SamplingParams(temperature=0, max_tokens=24, logprobs=0)
     prompts = [f"Chapter {i}: " + "a list, " * i for i in range(16)]
@@ -272,8 +272,8 @@ def test_a_fused_model_needs_its_own_attention() -> None:
 @pytest.mark.e2e
 @pytest.mark.parametrize("kv_cache_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_any_pool_under_any_model(dtype: torch.dtype, kv_cache_dtype: str) -> None:
-    """A pool in bfloat16 halves its bytes; the fused and the plain path round alike, so their tokens mostly agree."""
+def test_any_pool_dtype_works_with_any_model_dtype(dtype: torch.dtype, kv_cache_dtype: str) -> None:
+    """The fused and the plain path have similar rounding errors, so their tokens mostly agree."""
     tokens = []
     for options in ({}, {"attention": "torch"}):
         loaded = wrap_model(copy.deepcopy(build(FAMILIES["qwen3"](), seed=1)).to(dtype), **options)

@@ -32,8 +32,8 @@ def test_all_requests_share_all_tokens(seqs: int, tokens: int, length: int, draf
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_it_runs_as_one_step_over_one_block(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without groups of layers, of which some have windows."""
+def test_the_largest_step_runs_over_one_block(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without groups of layers."""
     pools: list[int] = []
 
     class Pool(KVPool):
@@ -51,4 +51,4 @@ def test_it_runs_as_one_step_over_one_block(family: str, monkeypatch: pytest.Mon
     assert (output.num_rows, output.total_num_scheduled_tokens) == (6, 100)
     assert output.samples.all()
     assert pools == [1]
-    assert not loaded.context.plans, "no step is under way"
+    assert not loaded.context.plans, "no step is running"

@@ -11,14 +11,14 @@ from pointsman.engine.model.linear import (
     JoinedLinear,
     join_linear_layers,
     packing_works,
+    rounded_up_rows,
     store_weights,
-    whole_rows,
 )
 from pointsman.engine.model.quantization import check_quantization, in_groups
 from tests.engine.tiny_models import packs
 
 FORMS = {40: "plain", 160: "both", 1024: "packed"}
-"""By in_features, with 812 out_features."""
+"""in_features -> form of the weight, with 812 out_features."""
 LARGE = 1024
 
 
@@ -31,7 +31,9 @@ def layers(in_features: int, *sizes: int, bias: bool, dtype: torch.dtype = torch
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("in_features", FORMS)
 @pytest.mark.parametrize("num_rows", [1, 7, 32, 64, 130])
-def test_outputs_lie_behind_each_other(dtype: torch.dtype, bias: bool, in_features: int, num_rows: int) -> None:
+def test_outputs_of_joined_layers_are_concatenated(
+    dtype: torch.dtype, bias: bool, in_features: int, num_rows: int
+) -> None:
     parts = layers(in_features, 512, 300, bias=bias, dtype=dtype)
     joined = JoinedLinear(parts)
     x = torch.randn(1, num_rows, in_features).to(dtype)
@@ -46,7 +48,7 @@ def test_outputs_lie_behind_each_other(dtype: torch.dtype, bias: bool, in_featur
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 64])
-def test_int8_is_off_by_its_rounding(bias: bool, num_rows: int) -> None:
+def test_int8_errors_are_rounding_errors(bias: bool, num_rows: int) -> None:
     parts = layers(LARGE, 512, 300, bias=bias)
     joined = JoinedLinear(parts)
     joined.store("int8")
@@ -68,7 +70,7 @@ def in_4_bits(part: nn.Linear, levels: int = 16) -> nn.Linear:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("num_rows", [1, SMALL_BATCH, SMALL_BATCH + 1, 64])
-def test_weights_in_4_bits_stay_as_they_are(bias: bool, num_rows: int) -> None:
+def test_weights_in_4_bits_are_kept_exactly(bias: bool, num_rows: int) -> None:
     parts = [in_4_bits(part) for part in layers(LARGE, 512, 304, bias=bias)]
     joined, in_8_bits = JoinedLinear(parts), JoinedLinear(parts)
     joined.store("int4")
@@ -98,7 +100,7 @@ def test_few_rows_in_4_bits_do_not_depend_on_each_other() -> None:
 @pytest.mark.parametrize("num_rows", [1, SMALL_BATCH + 1])
 @pytest.mark.parametrize("in_features", FORMS)
 def test_4_bits_in_a_model_in_bfloat16(in_features: int, num_rows: int) -> None:
-    """Few rows are computed with in 4 bits, others as without."""
+    """Few rows are computed in 4 bits, and more rows without quantization."""
     size = in_features // 32 * 32
     parts = [in_4_bits(part).bfloat16() for part in layers(size, 512, 304, bias=True)]
     joined, plain = JoinedLinear(parts), JoinedLinear(parts)
@@ -113,7 +115,7 @@ def test_4_bits_in_a_model_in_bfloat16(in_features: int, num_rows: int) -> None:
 
 
 @pytest.mark.parametrize("why", ["more bits", "one group of more bits", "width", "features"])
-def test_what_does_not_fit_in_4_bits_is_kept_in_8(why: str) -> None:
+def test_weights_that_need_more_than_4_bits_stay_in_8(why: str) -> None:
     (part,) = layers(48 if why == "width" else 64, 40 if why == "features" else 32, bias=False)
     if why in ("features", "one group of more bits"):
         in_4_bits(part)
@@ -124,14 +126,14 @@ def test_what_does_not_fit_in_4_bits_is_kept_in_8(why: str) -> None:
     assert joined.form == "int8" and not joined.is_in_4_bits
 
 
-def test_steps_that_bfloat16_cannot_tell_apart_are_kept_in_8_bits() -> None:
+def test_steps_that_bfloat16_cannot_separate_stay_in_8_bits() -> None:
     weight = in_4_bits(layers(64, 32, bias=False)[0]).weight
     assert in_groups(weight + 1) is not None
     assert in_groups(weight + 100) is None
 
 
 @pytest.mark.parametrize("levels", [2, 5, 11, 16])
-def test_digits_that_a_group_does_not_use_are_no_matter(levels: int) -> None:
+def test_groups_may_use_fewer_than_16_digits(levels: int) -> None:
     weight = in_4_bits(layers(64, 32, bias=False)[0], levels).weight
     found = in_groups(weight)
     assert found is not None
@@ -140,7 +142,7 @@ def test_digits_that_a_group_does_not_use_are_no_matter(levels: int) -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 64])
 def test_int8_in_a_model_in_bfloat16(num_rows: int) -> None:
-    """As the output layer with int4."""
+    """The output layer uses this form with int4."""
     (part,) = layers(LARGE, 512, bias=True, dtype=torch.bfloat16)
     joined = JoinedLinear([part])
     joined.store("int8")
@@ -151,7 +153,7 @@ def test_int8_in_a_model_in_bfloat16(num_rows: int) -> None:
 
 
 @pytest.mark.parametrize("x", [torch.zeros(2, 32), torch.zeros(3, 64, dtype=torch.bfloat16)], ids=["width", "type"])
-def test_an_input_that_does_not_fit_is_an_error_in_int8(x: torch.Tensor) -> None:
+def test_an_input_of_wrong_shape_or_type_is_an_error_in_int8(x: torch.Tensor) -> None:
     joined = JoinedLinear(layers(64, 32, bias=False))
     joined.store("int8")
     with pytest.raises(TypeError, match=r"takes torch\.float32 of width 64"):
@@ -159,7 +161,7 @@ def test_an_input_that_does_not_fit_is_an_error_in_int8(x: torch.Tensor) -> None
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_row_in_int8_does_not_depend_on_rows_beside_it(bias: bool) -> None:
+def test_an_int8_row_does_not_depend_on_other_rows(bias: bool) -> None:
     (part,) = layers(LARGE, 300, bias=bias)
     joined = JoinedLinear([part])
     joined.store("int8")
@@ -171,12 +173,12 @@ def test_a_row_in_int8_does_not_depend_on_rows_beside_it(bias: bool) -> None:
             assert torch.equal(joined(x[:, row : row + 1]), together[:, row : row + 1])
         want = part(x)
     error = (together - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-20)
-    assert float(error.max()) < 0.03, "also of rows of very small and very large numbers"
+    assert float(error.max()) < 0.03, "also for rows of very small and very large numbers"
 
 
 @pytest.mark.parametrize("place", [0, 3, 6])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_row_that_is_not_finite_spoils_no_other_in_int8(place: int, value: float) -> None:
+def test_a_row_that_is_not_finite_affects_no_other_in_int8(place: int, value: float) -> None:
     (part,) = layers(64, 32, bias=True)
     joined = JoinedLinear([part])
     joined.store("int8")
@@ -198,7 +200,7 @@ def test_a_row_that_is_not_finite_spoils_no_other_in_int8(place: int, value: flo
         ("int4", "cpu", torch.float16, "needs float32 or bfloat16 on a CPU"),
     ],
 )
-def test_quantization_that_cannot_be(name: str, device: str, dtype: torch.dtype, message: str) -> None:
+def test_unsupported_quantization_is_refused(name: str, device: str, dtype: torch.dtype, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_quantization(name, torch.device(device), dtype)
     check_quantization(None, torch.device(device), dtype)
@@ -210,8 +212,8 @@ def test_a_bias_on_some_layers_only_is_an_error() -> None:
         JoinedLinear(mixed)
 
 
-def test_a_packed_weight_has_a_type_and_no_numbers() -> None:
-    """Whoever computes with it sees at once that it is not there; it takes no memory."""
+def test_a_packed_weight_has_only_its_type() -> None:
+    """Computing with it gives NaN, and it takes no memory."""
     joined = JoinedLinear(layers(LARGE, 512, bias=False))
     store_weights(joined)
     assert joined.weight.dtype == torch.float32 and joined.weight.shape == (512, LARGE)
@@ -238,8 +240,8 @@ def test_only_large_layers_that_are_called_are_replaced() -> None:
 
 
 @pytest.mark.parametrize("broken", ["missing", "wrong"])
-def test_where_packing_does_not_work_weights_stay(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    """As on a PyTorch without these operators, or with ones that answer wrongly."""
+def test_weights_are_not_packed_if_packing_fails(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    """PyTorch lacks these operators, or they compute wrongly."""
 
     class Operators:
         if broken == "wrong":
@@ -262,9 +264,9 @@ def test_where_packing_does_not_work_weights_stay(monkeypatch: pytest.MonkeyPatc
     assert packing_works(torch.float32)
 
 
-def test_steps_of_many_sizes_need_few_numbers_of_rows() -> None:
-    """Each number of rows is a program of oneDNN's. Few rows are too costly to add to."""
-    wholes = {count: whole_rows(count) for count in range(1025)}
+def test_numbers_of_rows_are_rounded_to_few_sizes() -> None:
+    """oneDNN compiles a program for each number of rows. Small numbers stay as they are."""
+    wholes = {count: rounded_up_rows(count) for count in range(1025)}
     assert all(0 <= whole - count < 32 for count, whole in wholes.items())
     assert all(whole == count for count, whole in wholes.items() if count <= 8)
     assert all(whole - count < 8 for count, whole in wholes.items() if count <= 64)

@@ -1,7 +1,7 @@
-"""The gate: what passes it computes right in every type, and what it is there for, it sees.
+"""Models that pass the checks compute correctly in every type, and planted faults are found.
 
-Faults are planted in the paged path or in a model, and the self-check or the probe must find each. What a family must
-compute in the end, tokens, is in test_equality.py; which families are refused, in test_model_loader.py.
+Faults are planted in the paged path or in a model, and the self-check or the probe must find each. test_equality.py
+compares the tokens of each family; test_model_loader.py has the families that are refused.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Faulty(TorchAttention):
 
 
 NEUTRAL = {"scale": 1.0}
-"""What stands for a feature that is off, where it is not None."""
+"""Values of features that are off, if these are not None."""
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_backend_that_drops_a_feature_is_refused(family: str, feature: str) ->
 
 
 @pytest.mark.parametrize(("family", "feature"), [("mistral", "window"), ("gpt-oss", "sinks"), ("gpt-oss", "window")])
-def test_a_dropped_feature_is_seen_in_bfloat16_too(family: str, feature: str) -> None:
+def test_a_dropped_feature_is_found_in_bfloat16(family: str, feature: str) -> None:
     def factory(layers: Sequence[LayerShape], device: torch.device) -> AttentionBackend:
         return Faulty(layers, device, feature)
 
@@ -86,13 +86,13 @@ def test_a_dropped_feature_is_seen_in_bfloat16_too(family: str, feature: str) ->
         wrap_model(build(FAMILIES[family]()).to(torch.bfloat16), attention=factory)
 
 
-def test_a_large_vocabulary_and_many_layers_are_no_fault_in_bfloat16() -> None:
+def test_large_vocabulary_and_many_layers_pass_in_bfloat16() -> None:
     config = LlamaConfig(**{**COMMON, "vocab_size": 32_000, "num_hidden_layers": 48})
     assert wrap_model(build(config).to(torch.bfloat16)).dtype == torch.bfloat16
 
 
 def sharp_mistral() -> Any:
-    """Its attention scores are so large that rounding decides what is attended to, as in some trained models."""
+    """A Mistral with very large attention scores, so that rounding changes the attention, as in some trained models."""
     config = FAMILIES["mistral"]()
     config.num_hidden_layers = 8
     model = build(config, seed=1)
@@ -102,21 +102,21 @@ def sharp_mistral() -> Any:
     return model.to(torch.bfloat16)
 
 
-def test_rounding_of_the_model_itself_is_no_fault_in_bfloat16() -> None:
+def test_a_models_own_rounding_passes_in_bfloat16() -> None:
     model = sharp_mistral()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     loaded = wrap_model(model, fuse=False)
     check = SelfCheck(loaded.model, loaded.layers, loaded.context, loaded.attention)
     errors = torch.cat([relative_error(*pair) for pair in zip(check._paged(), check.plain, strict=True)])
-    assert float(errors.quantile(0.75)) > TOLERANCE[torch.bfloat16], "or the model is a poor choice"
-    assert wrap_model(sharp_mistral()).dtype == torch.bfloat16, "with fused layers, too"
+    assert float(errors.quantile(0.75)) > TOLERANCE[torch.bfloat16], "the model's own rounding must be bad"
+    assert wrap_model(sharp_mistral()).dtype == torch.bfloat16, "also with fused layers"
     after = loaded.model.state_dict()
     assert all(
         torch.equal(after[name], tensor) and after[name].dtype == tensor.dtype for name, tensor in before.items()
     )
 
 
-def test_faults_are_seen_beside_bad_rounding() -> None:
+def test_faults_are_found_despite_bad_rounding() -> None:
     def factory(layers: Sequence[LayerShape], device: torch.device) -> AttentionBackend:
         return Faulty(layers, device, "window")
 
@@ -132,13 +132,13 @@ def test_a_loaded_model_can_be_checked_with_another_backend(backend: BackendFact
         SelfCheck(loaded.model, loaded.layers, loaded.context, Faulty(loaded.layers, device, "softcap")).run()
 
 
-def test_the_self_check_sees_a_wrong_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_check_finds_a_wrong_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     original = attention.PagedBatch.build.__func__
 
     def shifted(cls: Any, *arguments: Any) -> Any:
         batch = original(cls, *arguments)
         batch.slot_offsets = batch.block_size - 1 - batch.slot_offsets
-        batch.tails = np.zeros_like(batch.tails)  # the slots behind it, which the fault has left no meaning
+        batch.tails = np.zeros_like(batch.tails)  # with shifted slots, these would be wrong
         return batch
 
     monkeypatch.setattr(attention.PagedBatch, "build", classmethod(shifted))
@@ -146,7 +146,7 @@ def test_the_self_check_sees_a_wrong_slot(monkeypatch: pytest.MonkeyPatch) -> No
         wrap_model(build(FAMILIES["qwen3"]()))
 
 
-def test_the_self_check_sees_state_that_crosses_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_check_finds_state_shared_by_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that mixes neighbouring tokens outside attention, as convolutions do."""
     model = build(FAMILIES["llama"]())
     mlp = model.model.layers[0].mlp
@@ -156,7 +156,7 @@ def test_the_self_check_sees_state_that_crosses_requests(monkeypatch: pytest.Mon
         wrap_model(model)
 
 
-def test_the_probe_sees_a_layer_that_attends_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_finds_a_layer_that_attends_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(FAMILIES["llama"]())
     attend = model.model.layers[1].self_attn
     original = attend.forward
@@ -179,7 +179,7 @@ def test_a_model_whose_forward_fails_is_refused_in_one_line(monkeypatch: pytest.
     assert "\n" not in str(error.value)
 
 
-def test_a_paged_model_does_not_run_by_itself() -> None:
+def test_a_paged_model_does_not_run_without_a_runner() -> None:
     model = wrap_model(build(FAMILIES["qwen2"]())).model
     with pytest.raises(RuntimeError, match="outside ModelRunner"):
         model(input_ids=torch.tensor([[1, 2]]))
@@ -219,7 +219,7 @@ def plain_logits(model: Any, sequence: Tensor) -> Tensor:
         return model(input_ids=sequence[None], use_cache=False).logits[0]
 
 
-def test_longrope_runs_up_to_its_original_length_unless_more_is_asked_for() -> None:
+def test_longrope_defaults_to_its_original_length() -> None:
     model = build(FAMILIES["phi3-longrope-short"]())
     assert wrap_model(copy.deepcopy(model)).max_position_embeddings == ORIGINAL_LONGROPE
     assert wrap_model(copy.deepcopy(model), max_model_len=40).max_position_embeddings == ORIGINAL_LONGROPE
@@ -240,7 +240,7 @@ def test_longrope_with_long_frequencies_warns(caplog: pytest.LogCaptureFixture) 
     assert "frequencies for more than 8 tokens" in caplog.text
 
 
-def test_longrope_that_chooses_again_after_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longrope_that_still_depends_on_the_batch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(FAMILIES["phi3-longrope-short"]())
     rotary = model.model.rotary_emb
     original = rotary.forward
@@ -263,10 +263,10 @@ ROUNDING = 0.02
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2", "gpt2", "gpt-oss", "deepseek-v3", "olmo2"])
-def test_bfloat16_is_as_near_to_float32_as_transformers_is(name: str, backend: BackendFactory) -> None:
+def test_bfloat16_errors_are_as_small_as_transformers(name: str, backend: BackendFactory) -> None:
     """Teacher-forced logits of 130 positions, computed in steps of 7 tokens of three sequences.
 
-    Near to transformers in bfloat16, and no farther from float32 than transformers itself is, with a fifth to spare.
+    They are close to transformers' in bfloat16, and at most 1.2 times as far from float32 as transformers' own.
     """
     model = build(FAMILIES[name](), seed=3)  # with 2, rounding decides between two of gpt-oss's experts
     narrow = copy.deepcopy(model).to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What a model directory may be, and what is refused when it is read."""
+"""Loading of model directories, and the errors of directories that are refused."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_no_config(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "{}"])
-def test_config_that_is_none(copy: Path, text: str) -> None:
+def test_a_config_without_a_model_type_is_refused(copy: Path, text: str) -> None:
     (copy / "config.json").write_text(text)
     assert "config.json" in error_of(copy)
 
@@ -161,7 +161,7 @@ def test_models_that_would_compute_wrongly_are_refused(name: str, tmp_path: Path
     assert refusal.error in error_of(tmp_path, UnsupportedModel)
 
 
-def test_longrope_is_loaded_for_the_length_that_is_asked_for(tmp_path: Path) -> None:
+def test_longrope_is_loaded_for_max_model_len(tmp_path: Path) -> None:
     build(FAMILIES["phi3-longrope-short"]()).save_pretrained(tmp_path)
     assert load_model(tmp_path).max_position_embeddings == ORIGINAL_LONGROPE
     assert load_model(tmp_path, max_model_len=ORIGINAL_LONGROPE + 1).max_position_embeddings == 256

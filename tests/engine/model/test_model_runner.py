@@ -1,4 +1,4 @@
-"""The runner with a real (tiny) model: log probabilities as plain transformers has them, seeds under pressure."""
+"""The runner with a real (tiny) model: log probabilities equal transformers', and features work under preemption."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def loaded() -> LoadedModel:
 
 
 class Host:
-    """A scheduler and a runner, and what they give for each request."""
+    """A scheduler and a runner, and their results for each request."""
 
     def __init__(self, loaded: LoadedModel, num_blocks: int = 200, budget: int = 64, steps: int = 1) -> None:
         config = SchedulerConfig(
@@ -83,7 +83,7 @@ def add_features(host: Host, which: list[int]) -> None:
 
 
 @pytest.mark.e2e
-def test_all_features_under_preemption_give_what_each_gives_alone(loaded: LoadedModel) -> None:
+def test_preemption_changes_no_tokens_with_all_features(loaded: LoadedModel) -> None:
     alone: dict[str, list[int]] = {}
     for i in range(len(FEATURES)):
         host = Host(loaded)
@@ -99,7 +99,7 @@ def test_all_features_under_preemption_give_what_each_gives_alone(loaded: Loaded
 @pytest.mark.e2e
 @pytest.mark.parametrize("budget", [7, 64])
 def test_logprobs_are_those_of_plain_transformers(loaded: LoadedModel, budget: int) -> None:
-    """Of prompt and output, whether the prompt is one chunk or many, penalised or not, preempted or not."""
+    """Of prompt and output, with one chunk or many, with and without penalties and preemption."""
     plain_model = build(FAMILIES["qwen3"](), seed=1)
     host = Host(loaded, num_blocks=20, budget=max(budget, 16))
     for i in range(6):
@@ -140,8 +140,8 @@ def check(entries: list[TokenLogprobs], reference: np.ndarray, token_ids: np.nda
         assert abs(entry.rank - 1 - (row > row[token]).sum()) <= 1
 
 
-def test_the_next_step_may_be_scheduled_before_a_prepared_one_runs(loaded: LoadedModel) -> None:
-    """Each step runs after the scheduler has decided the one after it, also where a stop token makes that moot."""
+def test_the_next_step_can_be_scheduled_before_this_one_runs(loaded: LoadedModel) -> None:
+    """Each step runs after the scheduler has decided the next one, also if a stop token makes that one obsolete."""
     expected: dict[str, list[int]] = {}
     for i in (1, 4, 6, 11, 12):
         host = Host(loaded)
@@ -166,8 +166,8 @@ def test_the_next_step_may_be_scheduled_before_a_prepared_one_runs(loaded: Loade
 
 
 @pytest.mark.parametrize("steps", [2, 4])
-def test_steps_may_be_prepared_before_their_input_is_sampled(loaded: LoadedModel, steps: int) -> None:
-    """Every feature, with as many steps prepared ahead of the one that runs as may be in flight."""
+def test_steps_can_be_prepared_before_their_input_is_sampled(loaded: LoadedModel, steps: int) -> None:
+    """Every feature, with the maximum number of steps in flight prepared ahead."""
     which = range(len(FEATURES))
     expected: dict[str, list[int]] = {}
     for i in which:
@@ -194,7 +194,7 @@ def test_steps_may_be_prepared_before_their_input_is_sampled(loaded: LoadedModel
     assert num_unsampled > 100 and num_unfinished > 20 and host.scheduler.stats().num_preemptions > 0
 
 
-def test_a_row_without_a_token_to_sample_says_whose_fault_it_is(loaded: LoadedModel) -> None:
+def test_a_row_without_a_token_reports_the_cause(loaded: LoadedModel) -> None:
     embedding = loaded.model.get_input_embeddings().weight
     saved = embedding[77].clone()
     embedding.data[77] = float("nan")

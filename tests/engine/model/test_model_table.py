@@ -1,4 +1,4 @@
-"""docs/models.md says what the tests check, no more and no less."""
+"""The tables of docs/models.md list exactly the models that the tests check."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from tests.engine.model_table import DOCUMENT, with_tables
 from tests.engine.tiny_models import FAMILIES, REFUSED, THOROUGH
 
 
-def test_the_document_is_up_to_date() -> None:
+def test_the_tables_in_the_document_are_up_to_date() -> None:
     written = DOCUMENT.read_text(encoding="utf-8")
     assert with_tables(written) == written, "run python tests/engine/model_table.py"
 
 
-def test_every_configuration_has_its_line() -> None:
+def test_every_configuration_has_a_line_in_the_document() -> None:
     lines = DOCUMENT.read_text(encoding="utf-8").splitlines()
     named = [line.split("|")[1].strip() for line in lines if line.startswith("| ") and "`" in line]
     assert [name for name in named if name in FAMILIES] == list(FAMILIES)

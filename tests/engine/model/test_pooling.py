@@ -1,4 +1,4 @@
-"""Embeddings against transformers: whole prompts, chunks, batches with requests that generate, preemption, failures."""
+"""Embeddings equal transformers': whole prompts, chunks, batches with requests that generate, preemption, failures."""
 
 from __future__ import annotations
 
@@ -70,15 +70,15 @@ def test_vectors_are_those_of_transformers(family: str, pooling: Pooling, fuse: 
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_chunks_make_the_same_vectors(loaded: LoadedModel, pooling: Pooling) -> None:
+def test_chunked_prompts_get_the_same_vectors(loaded: LoadedModel, pooling: Pooling) -> None:
     prompts = prompts_of(5, seed=3)
     llm = LLM(loaded, **{**KNOBS, "max_num_batched_tokens": 8, "long_prefill_token_threshold": 3})
     assert np.abs(embedded(llm, prompts, pooling) - expected("qwen3", prompts, pooling)).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_a_preempted_prompt_is_pooled_anew(loaded: LoadedModel, pooling: Pooling) -> None:
-    """Requests that decode take the blocks of prompts that are half computed; and then everything is reset."""
+def test_a_preempted_prompt_is_pooled_again(loaded: LoadedModel, pooling: Pooling) -> None:
+    """Decoding requests preempt half computed prompts; then all requests are reset."""
     prompts = prompts_of(4, seed=4, longest=30)
     prompts = [prompt + prompt[:1] * (24 - len(prompt)) for prompt in prompts]
     engine = Engine(
@@ -115,7 +115,7 @@ def test_a_chunk_that_failed_is_not_counted_twice(
     take, calls = engine.runner.pooler.take, 0
 
     def failing(*args: Any) -> Any:
-        """Every second step fails after its hidden states were taken in."""
+        """Every second step fails after its hidden states were added."""
         nonlocal calls
         vectors, calls = take(*args), calls + 1
         if calls % 2 == 0:
@@ -133,7 +133,7 @@ def test_a_chunk_that_failed_is_not_counted_twice(
     assert np.abs(outputs[-1].embedding - expected("qwen3", [prompt[:30]], pooling)[0]).max() < TOLERANCE
 
 
-def test_texts_and_vectors_share_steps_and_do_not_change_each_other(loaded: LoadedModel) -> None:
+def test_generation_and_pooling_share_steps(loaded: LoadedModel) -> None:
     prompts, params = prompts_of(4, seed=6), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
     asks_all = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, prompt_logprobs=1)
     llm = LLM(loaded, **KNOBS)
@@ -161,7 +161,7 @@ def test_texts_and_vectors_share_steps_and_do_not_change_each_other(loaded: Load
     assert ended["text-0"].embedding is None
 
 
-def test_prefixes_are_reused_for_the_last_token_and_not_for_the_mean(loaded: LoadedModel) -> None:
+def test_only_last_token_pooling_uses_the_prefix_cache(loaded: LoadedModel) -> None:
     prompt = prompts_of(1, seed=7, longest=40)[0] + [9] * 20
     llm = LLM(loaded, **KNOBS)
     cached = {}
@@ -173,7 +173,7 @@ def test_prefixes_are_reused_for_the_last_token_and_not_for_the_mean(loaded: Loa
     assert cached["last"] == (len(prompt) - 1) // 4 * 4 and cached["mean"] == 0
 
 
-def test_what_cannot_be_embedded_is_refused(loaded: LoadedModel) -> None:
+def test_invalid_embedding_requests_are_refused(loaded: LoadedModel) -> None:
     llm = LLM(loaded, **KNOBS)
     with pytest.raises(ValueError, match=r'"last" or "mean"'):
         llm.embed({"prompt_token_ids": [1]}, "first", use_tqdm=False)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The settings in a model's directory: what ends a text, what requests get by default, and what is refused by name."""
+"""The settings in a model's directory: ends of texts, defaults of requests, and errors that name a wrong field."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.engine.text_tokenizers import byte_level
 from tests.engine.tiny_models import COMMON, build
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9, logit_bias={1: 100})
-"""Samples token 1 and nothing else."""
+"""Samples only token 1."""
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 ABSENT = object()
 
@@ -70,7 +70,7 @@ def refused(path: Path) -> str:
         ([2, 7], None, (1, 2, 7)),
     ],
 )
-def test_a_text_ends_at_the_tokenizers_eos_and_at_the_settings(
+def test_texts_end_at_the_eos_of_tokenizer_and_settings(
     copy: Path, config: Any, generation: Any, expected: tuple[int, ...]
 ) -> None:
     change(copy, "config", eos_token_id=config)
@@ -86,7 +86,7 @@ def test_a_tokenizers_eos_beyond_the_vocabulary_ends_nothing() -> None:
     assert wrap_model(build(LlamaConfig(**COMMON)), tokenizer=tokenizer).eos_token_ids == (2,)
 
 
-def test_eos_of_the_tokenizer_has_no_stop_reason_and_a_further_one_has(copy: Path) -> None:
+def test_only_further_eos_tokens_have_a_stop_reason(copy: Path) -> None:
     change(copy, "config", eos_token_id=None)
     change(copy, "generation_config", eos_token_id=[5, 9])
     llm = LLM(copy, num_blocks=64, block_size=4, log_stats_interval=None)
@@ -102,7 +102,7 @@ def test_eos_of_the_tokenizer_has_no_stop_reason_and_a_further_one_has(copy: Pat
     for token in (1, 5):
         assert run(token, ignore_eos=True) == ([token] * 9, "length", None)
         assert run(token, ignore_eos=True, stop_token_ids=[token]) == ([token], "stop", token)
-        for ignores in (False, True):  # as in vLLM: EOS is held off, also where it would not end the text
+        for ignores in (False, True):  # as in vLLM: min_tokens excludes EOS, also if EOS would not end the text
             tokens, _, _ = run(token, min_tokens=3, ignore_eos=ignores)
             assert token not in tokens[:3] and tokens[3] == token
     (vector,) = llm.embed("a", use_tqdm=False)
@@ -112,7 +112,7 @@ def test_eos_of_the_tokenizer_has_no_stop_reason_and_a_further_one_has(copy: Pat
 # ------------------------------------------------------------------------------------------------- defaults
 
 
-def test_every_recommended_value_counts_without_do_sample(copy: Path) -> None:
+def test_recommended_values_apply_without_do_sample(copy: Path) -> None:
     values = {
         "temperature": 0.01,
         "top_k": 1,
@@ -132,7 +132,7 @@ def test_every_recommended_value_counts_without_do_sample(copy: Path) -> None:
     assert len(llm.generate(prompts[0], given, use_tqdm=False)[0].token_ids) == 7
 
 
-def test_without_recommendations_the_defaults_are_those_of_sampling_params(saved: Path) -> None:
+def test_defaults_without_recommendations_are_sampling_params(saved: Path) -> None:
     assert LLM(saved, num_blocks=64, log_stats_interval=None).get_default_sampling_params() == SamplingParams()
 
 
@@ -215,7 +215,7 @@ def test_eos_of_the_configuration_beyond_the_vocabulary_is_named(copy: Path) -> 
     assert refused(copy).startswith("DIR/config.json: eos_token_id is 300; it must be a token id from 0 to 299")
 
 
-def test_an_unknown_activation_is_not_called_a_kind_of_attention(copy: Path) -> None:
+def test_an_unknown_activation_is_named_in_the_error(copy: Path) -> None:
     change(copy, "config", hidden_act="hal")
     assert "DIR/config.json: transformers knows nothing named 'hal'" in refused(copy)
 

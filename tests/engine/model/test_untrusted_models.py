@@ -1,4 +1,4 @@
-"""Directories of models that bring code, pipes instead of files, or a configuration that would fill the memory."""
+"""Model directories with code, with pipes instead of files, or with a configuration that would fill the memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def change(file: Path, **fields: object) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("part", ["model", "tokenizer"])
-def test_a_models_own_code_is_not_run_whatever_stdin_answers(copy: Path, tmp_path: Path, part: str) -> None:
+def test_a_models_own_code_is_never_run(copy: Path, tmp_path: Path, part: str) -> None:
     trace = tmp_path / "trace"
     base = "PretrainedConfig" if part == "model" else "PreTrainedTokenizerFast"
     (copy / "own.py").write_text(OWN_CODE.format(trace=str(trace), base=base))
@@ -71,7 +71,7 @@ def test_a_models_own_code_is_not_run_whatever_stdin_answers(copy: Path, tmp_pat
     ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
      "chat_template.jinja", "added_tokens.json"],
 )  # fmt: skip
-def test_a_pipe_in_place_of_a_file_is_named_and_not_waited_for(copy: Path, name: str) -> None:
+def test_a_named_pipe_is_refused_without_waiting(copy: Path, name: str) -> None:
     (copy / name).unlink(missing_ok=True)
     os.mkfifo(copy / name)
     with pytest.raises(ModelLoadError, match=f"{name} cannot be read: it is a named pipe"):
@@ -80,7 +80,7 @@ def test_a_pipe_in_place_of_a_file_is_named_and_not_waited_for(copy: Path, name:
         read_tokenizer(copy)
 
 
-def test_links_that_lead_nowhere_sockets_and_devices_are_named(copy: Path) -> None:
+def test_broken_links_sockets_and_devices_are_refused(copy: Path) -> None:
     weights = copy / "model.safetensors"
     weights.unlink()
     weights.symlink_to("blobs/none")
@@ -123,8 +123,8 @@ def test_a_configuration_larger_than_its_weights_takes_no_memory(copy: Path, fie
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_weights_of_every_family_belong_to_their_configuration(tmp_path: Path, name: str) -> None:
-    """The estimate of a model's size is never twice that of its files."""
+def test_weights_of_every_family_pass_the_size_check(tmp_path: Path, name: str) -> None:
+    """The estimated size of a model is less than twice the size of its files."""
     from pointsman.engine.model.loader import _check_size, _check_weights
 
     torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """Fifty prompts in eight languages and code, from a few tokens to about two hundred.
 
-The first of each language is short, the last one is long. Some of the code repeats itself, so that drafts are accepted.
+The first prompt of each language is short, the last one is long. Some of the code is repetitive, so that drafts are
+accepted.
 """
 
 # ruff: noqa: RUF001 - letters of other scripts look like Latin ones
@@ -120,4 +121,4 @@ PROMPTS = tuple(prompt for prompts in BY_LANGUAGE.values() for prompt in prompts
 SOME_PROMPTS = tuple(
     prompts[place] for prompts in BY_LANGUAGE.values() for place in ((0, -1) if len(prompts) > 5 else (0,))
 )
-"""The first of each language, and a long one."""
+"""The first prompt of each language, and a long one."""

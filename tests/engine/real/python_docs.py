@@ -1,4 +1,4 @@
-"""A long text of others: Python's tutorial, from what Debian's package `python3-doc` depends on."""
+"""Provides a long published text: Python's tutorial, from a dependency of Debian's package `python3-doc`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMEOUT = 120.0
 
 
 def _downloaded(package: str, folder: Path) -> Path:
-    """A package's file in the folder; skips the test where Debian's archive is out of reach."""
+    """A package's file in the folder; skips the test if Debian's archive cannot be reached."""
     command = ["apt-get", "download", package]
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT)
@@ -30,7 +30,7 @@ def _downloaded(package: str, folder: Path) -> Path:
 
 @cache
 def tutorial() -> str:
-    """The sources of Python's tutorial, chapters by name; skips the test where apt or its archive is out of reach."""
+    """The sources of Python's tutorial, chapters by name; skips the test without apt or its archive."""
     if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
         pytest.skip("apt is not installed")
     with tempfile.TemporaryDirectory(prefix="pointsman-python-docs-") as name:

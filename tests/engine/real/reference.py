@@ -1,6 +1,6 @@
-"""Published models as transformers computes them: in float32, with eager attention, one sequence at a time.
+"""Runs published models in transformers, in float32, with eager attention, one sequence at a time.
 
-The same weights in the Hugging Face format are what vLLM reads, too.
+The exported weights, in the Hugging Face format, are also used for vLLM.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from pointsman.engine.model.loader import load_model
 from tests.engine.real.weights import weights_of
 
 CLOSEST = 1e-3
-"""Margin of the two likeliest tokens, in standard deviations of the logits, below which rounding may decide."""
+"""Margin of the two most likely tokens, in standard deviations of the logits, below which rounding may decide."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """A greedy token that is not the reference's, at a place where its two likeliest tokens are as good as equal."""
+    """A greedy token that differs from the reference's, where its two most likely tokens are nearly equal."""
 
     place: int
     """Number of output tokens before it."""
     token: int
     logit: float
-    """Of the token, in the reference."""
+    """The token's logit in the reference."""
     best_token: int
     best_logit: float
 
 
 class NearTie(UserWarning):
-    """Tokens differ from the reference's where rounding decides."""
+    """A token differs from the reference's because of rounding."""
 
 
 @cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """Where exported models are kept while the tests run."""
+    """A folder for exported models while the tests run."""
     return tempfile.TemporaryDirectory(prefix="pointsman-exported-")
 
 
 @cache
 def exported(name: str) -> Path:
-    """A directory with a named model in float32; skips the test where the model is not installed."""
+    """A directory with a named model in float32; skips the test if the model is not installed."""
     directory = Path(_folder().name) / name
     export_directory(weights_of(name), directory, "float32")
     return directory
@@ -58,12 +58,12 @@ def exported(name: str) -> Path:
 
 @lru_cache(maxsize=1)
 def loaded(name: str, dtype: str = "float32") -> LoadedModel:
-    """A named model as an engine runs it; skips the test where the model is not installed. The last one is kept."""
+    """A named model, loaded for an engine; skips the test if the model is not installed. The last model is cached."""
     return load_model(weights_of(name), dtype)
 
 
 def token_ids_of(name: str, text: str) -> list[int]:
-    """A prompt's tokens, with those that the tokenizer adds."""
+    """A prompt's tokens, including those that the tokenizer adds."""
     tokenizer = loaded(name).tokenizer
     assert tokenizer is not None
     token_ids: list[int] = tokenizer(text)["input_ids"]
@@ -71,7 +71,7 @@ def token_ids_of(name: str, text: str) -> list[int]:
 
 
 class Reference:
-    """A named model in transformers; skips the test where the model is not installed."""
+    """A named model in transformers; skips the test if the model is not installed."""
 
     def __init__(self, name: str, dtype: torch.dtype = torch.float32) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(
@@ -82,13 +82,13 @@ class Reference:
 
     @torch.no_grad()
     def logits(self, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
-        """Those from which each of `tokens` was chosen behind `prompt`, a row per token, in float32; in one pass."""
+        """Logits for each of `tokens` after `prompt`, a row per token, in float32, from one pass."""
         ids = torch.tensor([[*prompt, *tokens[:-1]]])
         logits: torch.Tensor = self.model(ids, logits_to_keep=len(tokens)).logits[0]
         return logits.float()
 
     def generate(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
-        """Greedy tokens, with the one that ends the text."""
+        """Greedy tokens, including the one that ends the text."""
         ids = torch.tensor([prompt])
         output = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
@@ -97,11 +97,12 @@ class Reference:
         return tokens
 
     def check_greedy(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[Tie]:
-        """Each token is the likeliest behind the prompt and those before it. Differences at near ties are returned, and
-        reported as warnings.
+        """Check that each token is the most likely one after the prompt and the tokens before it.
+
+        Differences at near ties are returned, and reported as warnings.
 
         Raises:
-            AssertionError: a token differs, and not at a near tie.
+            AssertionError: a token differs, and there is no near tie.
         """
         key = (tuple(prompt), tuple(tokens))
         if key not in self._ties:
@@ -125,5 +126,5 @@ class Reference:
 
 @lru_cache(maxsize=1)
 def reference(name: str) -> Reference:
-    """That of the tests of one model, which follow each other."""
+    """The reference of a model, cached because tests of one model follow each other."""
     return Reference(name)

@@ -1,4 +1,4 @@
-"""Published GGUF files: answers, and the time to load."""
+"""Published GGUF files give the right answers, and load quickly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.forms import short_of
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SECONDS = 15.0
-"""To load 135 million weights, with other tests beside; alone it takes two to five."""
+"""Limit for loading 135 million weights while other tests run; alone it takes two to five seconds."""
 
 pytestmark = pytest.mark.e2e
 

@@ -26,14 +26,14 @@ def prompt_of(document: str) -> list[int]:
     return token_ids[:LENGTH]
 
 
-def test_long_contexts_are_those_of_transformers() -> None:
-    """In chunks, two at a time; the second time with the prefix from the cache."""
+def test_long_contexts_equal_transformers() -> None:
+    """In chunks, two requests at a time; the second time with cache hits."""
     prompts = [prompt_of("design.md"), prompt_of("engine.md")]
     engine = Engine(loaded(NAME), max_model_len=LENGTH + 48, num_blocks=1000, max_num_batched_tokens=300)
-    assert len(engine.scheduler.config.kv_groups) > 1, "layers with a window keep the KV of the window alone"
+    assert len(engine.scheduler.config.kv_groups) > 1, "layers with a window keep only the KV of the window"
     seen = Seen()
     first, again = run(engine, prompts, GREEDY, seen), None
-    engine.step()  # reports the ends, which frees the ids
+    engine.step()  # reports finished requests, whose ids are then free
     again = run(engine, prompts, GREEDY)
     assert seen.chunks >= 2 * LENGTH // 300
     assert all(output.num_cached_tokens > LENGTH / 2 for output in again)
@@ -45,8 +45,8 @@ def test_long_contexts_are_those_of_transformers() -> None:
     assert len(ties) <= 1
 
 
-def test_without_its_window_the_model_gives_other_tokens() -> None:
-    """Else the test above would prove nothing about windows."""
+def test_the_tokens_depend_on_the_window() -> None:
+    """Otherwise the test above would not test windows."""
     prompt = prompt_of("design.md")
     options: dict[str, Any] = {
         "max_model_len": LENGTH + 48,

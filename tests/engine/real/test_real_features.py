@@ -49,7 +49,7 @@ PERSON = {
 }
 
 COMPILE_TIME = 120.0
-"""Seconds that a grammar may take, with other tests beside; alone it takes one to three."""
+"""Limit in seconds for compiling a grammar while other tests run; alone it takes one to three."""
 
 
 @pytest.fixture(scope="module", params=short_of(NAMES, ["smollm2"]))
@@ -67,7 +67,7 @@ def complete(llm: LLM, prompts: Any, **params: Any) -> list[RequestOutput]:
     return llm.generate(prompts, SamplingParams(**{"temperature": 0.0, **params}), use_tqdm=False)
 
 
-def test_the_likeliest_tokens_have_transformers_log_probabilities(name: str, llm: LLM) -> None:
+def test_log_probabilities_equal_transformers(name: str, llm: LLM) -> None:
     """Of outputs and prompts: the tokens, their order and their values."""
     texts = list(SOME_PROMPTS[:3])
     for text, output in zip(texts, complete(llm, texts, max_tokens=6, logprobs=5, prompt_logprobs=5), strict=True):
@@ -127,7 +127,7 @@ def test_outputs_under_a_schema_are_valid(llm: LLM, temperature: float) -> None:
 
 
 @pytest.mark.parametrize("chat", CHATS)
-def test_chats_are_rendered_as_transformers_does(chat: str) -> None:
+def test_chats_are_rendered_as_in_transformers(chat: str) -> None:
     """The template of a GGUF file, and its special tokens."""
     tokenizer = AutoTokenizer.from_pretrained(exported("smollm2"))
     expected = tokenizer.apply_chat_template(CHATS[chat], add_generation_prompt=True, return_dict=False)

@@ -1,4 +1,4 @@
-"""Perplexity of published models on Python's tutorial: that of transformers, by the log probabilities of prompts."""
+"""Perplexity of published models on Python's tutorial, from prompt log probabilities, equals transformers'."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PRECISION = {"float32": 0.001, "bfloat16": 0.01}
 
 
 def windows_of(name: str) -> list[list[int]]:
-    """The text in sequences of `WINDOW` tokens, each behind what the tokenizer begins a text with."""
+    """The text in sequences of `WINDOW` tokens, each after the tokens with which the tokenizer begins a text."""
     beginning = token_ids_of(name, "")
     token_ids = token_ids_of(name, tutorial())[len(beginning) :]
     assert len(token_ids) >= NUM_TOKENS
@@ -38,7 +38,7 @@ def perplexity(logprobs: list[float]) -> float:
 
 
 def theirs(name: str, dtype: str, windows: list[list[int]]) -> list[float]:
-    """transformers' log probability of each token but the first of each window."""
+    """transformers' log probability of each token except the first of each window."""
     reference = Reference(name, getattr(torch, dtype))
     found: list[float] = []
     for window in windows:
@@ -49,7 +49,7 @@ def theirs(name: str, dtype: str, windows: list[list[int]]) -> list[float]:
 
 
 def ours(model: LoadedModel, windows: list[list[int]], **options: Any) -> list[float]:
-    """The same from an engine, with all windows at once."""
+    """The same log probabilities from an engine, with all windows at once."""
     engine = Engine(model, max_model_len=WINDOW + 8, num_blocks=400, **options)
     found: list[float] = []
     for output in run(engine, windows, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)):
@@ -61,9 +61,7 @@ def ours(model: LoadedModel, windows: list[list[int]], **options: Any) -> list[f
 
 @pytest.mark.parametrize("dtype", PRECISION)
 @pytest.mark.parametrize("name", NAMES)
-def test_perplexity_is_that_of_transformers(
-    name: str, dtype: str, record_property: Callable[[str, object], None]
-) -> None:
+def test_perplexity_equals_transformers(name: str, dtype: str, record_property: Callable[[str, object], None]) -> None:
     windows = windows_of(name)
     own, reference = ours(loaded(name, dtype), windows), theirs(name, dtype, windows)
     assert len(own) == len(reference) == sum(len(window) - 1 for window in windows)

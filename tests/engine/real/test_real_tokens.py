@@ -1,7 +1,7 @@
-"""Published models: greedy tokens equal transformers', in eight languages and code, whatever the scheduler does.
+"""Greedy tokens of published models equal transformers', in eight languages and code, under all scheduling features.
 
-Each token must be the likeliest in transformers behind the prompt and the tokens before it. Where its two likeliest are
-as good as equal, rounding decides, and a warning shows both.
+Each token must be the most likely one in transformers after the prompt and the tokens before it. If its two most likely
+tokens are nearly equal, rounding decides, and a warning shows both.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ pytestmark = pytest.mark.e2e
 TEXTS = PROMPTS if is_long() else SOME_PROMPTS
 GREEDY = SamplingParams(temperature=0.0, max_tokens=short_or_long(8, 24))
 MAX_TIES = 2
-"""In all outputs of a run."""
+"""Limit of the near ties in all outputs of a run."""
 
 
 @dataclass
 class Run:
-    """What came of all prompts in an engine."""
+    """The results of all prompts in an engine."""
 
     engine: Engine
     outputs: list[RequestOutput]
@@ -43,13 +43,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Setting:
-    """How an engine is set up, and how often it then did what the setting is for."""
+    """The configuration of an engine, and a count of the feature that it tests."""
 
     knobs: dict[str, Any]
     count: Callable[[Run], int]
     rounds: int = 1
     num_spare_blocks: int | None = None
-    """Blocks of the pool besides those of the longest request; None: ample."""
+    """Blocks of the pool beyond those of the longest request; None: enough for all requests."""
 
 
 SETTINGS = {
@@ -72,7 +72,7 @@ BLOCK_SIZE = 8
 
 
 @pytest.mark.parametrize(("name", "setting"), short_of([*product(NAMES, SETTINGS)], [*product(["smollm2"], SETTINGS)]))
-def test_greedy_tokens_are_those_of_transformers(
+def test_greedy_tokens_equal_transformers(
     name: str, setting: str, record_property: Callable[[str, object], None]
 ) -> None:
     how = SETTINGS[setting]
@@ -86,7 +86,7 @@ def test_greedy_tokens_are_those_of_transformers(
     for _ in range(how.rounds):
         seen = Seen()
         outputs = run(engine, prompts, GREEDY, seen)
-        engine.step()  # reports the ends, which frees the ids
+        engine.step()  # reports finished requests, whose ids are then free
     count = how.count(Run(engine, outputs, seen))
     assert count, f"{setting} did not happen"
     ties = []
@@ -102,7 +102,7 @@ def test_greedy_tokens_are_those_of_transformers(
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_tokens_are_those_of_generate(name: str) -> None:
+def test_greedy_tokens_equal_generate(name: str) -> None:
     """transformers' own loop, with its own KV cache."""
     prompts = [token_ids_of(name, text) for text in PROMPTS]
     outputs = run(Engine(loaded(name), max_model_len=512, num_blocks=1000, block_size=16), prompts, GREEDY)

@@ -1,4 +1,4 @@
-"""Edits of logits against a slow reference for one row, in plain Python, and against transformers' processors."""
+"""Edits of logits equal a slow reference in plain Python, row by row, and transformers' processors."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_equals_the_slow_reference(
     seed: int,
     counted_before: int,
 ) -> None:
-    """Whether everything is counted at once, or part of it at an earlier step."""
+    """All tokens are counted at once, or some of them at an earlier step."""
     request = request_of(SamplingParams(max_tokens=500, **params), prompt, output, tuple(stop))
     logits = torch.randn(1, V, generator=torch.Generator().manual_seed(seed)) * 3
     row = EditedRow(request, 1, V, bad_words)
@@ -107,7 +107,7 @@ def test_equals_the_slow_reference(
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_repetition_penalty_is_that_of_transformers() -> None:
+def test_repetition_penalty_equals_transformers() -> None:
     logits = torch.randn(1, V, generator=torch.Generator().manual_seed(1))
     prompt, output = [3, 4, 4, 9], [9, 2, 2, 11]
     request = request_of(SamplingParams(repetition_penalty=1.7), prompt, output)
@@ -123,7 +123,7 @@ def test_repetition_penalty_is_that_of_transformers() -> None:
         ("top_p", 0.6, TopPLogitsWarper(0.6)),
     ],
 )
-def test_cuts_are_those_of_transformers(name: str, value: float, warper: Any) -> None:
+def test_cuts_equal_transformers(name: str, value: float, warper: Any) -> None:
     n = 40
     logits = torch.randn(n, V, generator=torch.Generator().manual_seed(2)) * 2
     off: dict[str, Any] = {"top_k": np.zeros(n, dtype=np.int64), "top_p": np.ones(n), "min_p": np.zeros(n)}
@@ -132,7 +132,7 @@ def test_cuts_are_those_of_transformers(name: str, value: float, warper: Any) ->
     assert torch.equal(kept, torch.isfinite(warper(None, logits / 0.7)))
 
 
-def test_a_step_that_is_repeated_counts_nothing_twice() -> None:
+def test_a_repeated_step_counts_tokens_once() -> None:
     params = SamplingParams(frequency_penalty=0.5)
     logits = torch.zeros(1, V)
     request = request_of(params, [1], [5, 5])
@@ -141,7 +141,7 @@ def test_a_step_that_is_repeated_counts_nothing_twice() -> None:
     assert torch.equal(edited(logits, row, 3), once) and once[0, 5] == -1.0
     request._state.append_output([5])
     assert edited(logits, row, 4)[0, 5] == -1.5
-    assert torch.equal(edited(logits, row, 3), once), "an earlier position counts what was there then"
+    assert torch.equal(edited(logits, row, 3), once), "an earlier position counts only the tokens before it"
 
 
 def test_counts_grow_with_many_different_tokens() -> None:
@@ -155,8 +155,8 @@ def test_counts_grow_with_many_different_tokens() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])
-def test_bad_words_look_at_no_more_than_the_end_of_the_output(length: int) -> None:
-    """Words of one token, two and five, in the right place and after a quarter of a million tokens."""
+def test_bad_words_read_only_the_end_of_the_output(length: int) -> None:
+    """Words of one, two and five tokens are found, and quickly after a quarter of a million tokens."""
     word = tuple(range(3, 3 + length))
     request = request_of(SamplingParams(bad_words=["x"]), [1], [1, 2] * 128_000 + list(word[:-1]))
     row = EditedRow(request, 1, V, [word])
@@ -167,11 +167,11 @@ def test_bad_words_look_at_no_more_than_the_end_of_the_output(length: int) -> No
         row.edit(0, request.num_tokens, edits)
         seconds.append(time.process_time() - started)
     assert torch.isinf(edits.apply(torch.zeros(1, V)))[0].nonzero().tolist() == [[word[-1]]]
-    assert min(seconds) < 1e-3, "milliseconds if the whole output became Python integers"
+    assert min(seconds) < 1e-3, "converting the whole output to Python integers would take milliseconds"
 
 
-def test_the_output_of_a_running_request_from_any_token_on() -> None:
-    """While it moves from the scheduler's ring, 256 tokens long, to the request's own array."""
+def test_output_since_returns_the_output_from_any_token() -> None:
+    """While the output moves from the scheduler's ring, 256 tokens long, to the request's own array."""
     config = SchedulerConfig(num_blocks=50, block_size=16, max_model_len=700, max_num_seqs=2, max_num_batched_tokens=32)
     scheduler = Scheduler(config)
     request = Request("r", [1, 2, 3], arrival_time=0.0, max_tokens=600)
@@ -187,7 +187,7 @@ def test_the_output_of_a_running_request_from_any_token_on() -> None:
     assert len(kinds) > 2 and request.is_finished
 
 
-def test_rows_are_edited_at_their_own_place_and_the_callers_logits_stay() -> None:
+def test_edits_change_only_their_rows_in_a_copy() -> None:
     logits = torch.zeros(3, V, dtype=torch.bfloat16)
     edits = LogitEdits()
     edits.bias(2, np.array([4]), np.array([1.5], dtype=np.float32))
@@ -200,7 +200,7 @@ def test_rows_are_edited_at_their_own_place_and_the_callers_logits_stay() -> Non
     assert torch.isfinite(found[1]).nonzero().flatten().tolist() == [2]
 
 
-def test_bad_words_are_known_with_and_without_a_space_before_them() -> None:
+def test_bad_words_match_with_and_without_a_leading_space() -> None:
     tokenizer = byte_tokenizer(259)
 
     def ids(text: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Log probabilities against log_softmax, one row at a time."""
+"""Log probabilities equal log_softmax of each row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The race in Triton against the two other forms of it, in Triton's interpreter on a CPU."""
+"""The race in Triton, interpreted on a CPU, gives the same tokens as its two other forms."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def batch_of(rows: list[dict[str, float]], seed: int = 0) -> SamplingBatch:
 
 
 def choose(logits: Tensor, batch: SamplingBatch, spare_rows: int = 0) -> tuple[list[int], list[bool]]:
-    """Tokens and ok of `DeviceRace.choose`, whose outputs and workspaces are poisoned before."""
+    """Tokens and ok of `DeviceRace.choose`, after its outputs and workspaces were poisoned."""
     race = DeviceRace(len(logits) + spare_rows, logits.shape[1], "cpu")
     for name, value in vars(race).items():
         if isinstance(value, Tensor):
@@ -65,12 +65,12 @@ def choose(logits: Tensor, batch: SamplingBatch, spare_rows: int = 0) -> tuple[l
     ok = torch.full((len(logits),), 77, dtype=torch.uint8)
     race.choose(logits, parameters, tokens, ok)
     assert set(ok.tolist()) <= {0, 1}
-    assert ((tokens >= 0) & (tokens < logits.shape[1])).all(), "also rows that are not ok name a token"
+    assert ((tokens >= 0) & (tokens < logits.shape[1])).all(), "rows that are not ok also have valid tokens"
     return tokens.tolist(), ok.bool().tolist()
 
 
 def check(logits: Tensor, rows: list[dict[str, float]], seed: int = 0) -> list[int]:
-    """Tokens of the rows that are ok, equal in all three forms; `None` in place of others."""
+    """Check that all three forms agree; returns the tokens of rows that are ok, and None for other rows."""
     batch = batch_of(rows, seed)
     tokens, ok = choose(logits, batch)
     whole = logits.float()
@@ -82,7 +82,7 @@ def check(logits: Tensor, rows: list[dict[str, float]], seed: int = 0) -> list[i
 
 
 def mixture(random: np.random.Generator, num_rows: int, vocab_size: int) -> list[dict[str, float]]:
-    """Every third row without top-k and top-p, some of those greedy."""
+    """Parameters of rows. Every third row has neither top-k nor top-p, and some of these rows are greedy."""
     rows: list[dict[str, float]] = []
     for at in range(num_rows):
         one: dict[str, float] = {
@@ -102,7 +102,7 @@ def mixture(random: np.random.Generator, num_rows: int, vocab_size: int) -> list
 
 
 @pytest.mark.parametrize(("spread", "dtype"), [(0.5, torch.float32), (3.0, torch.bfloat16), (12.0, torch.float16)])
-def test_mixed_rows_get_the_tokens_of_the_other_forms(spread: float, dtype: torch.dtype) -> None:
+def test_mixed_rows_get_the_same_tokens_in_all_forms(spread: float, dtype: torch.dtype) -> None:
     """Flat, usual and sharp logits, every fifth row mostly masked; bfloat16 has ties at every cut."""
     random = np.random.default_rng(int(spread))
     num_rows = short_or_long(45, 400)
@@ -119,8 +119,8 @@ def test_vocabularies_of_one_split_and_of_several(vocab_size: int) -> None:
     check(logits, mixture(random, 8, vocab_size), seed=vocab_size)
 
 
-def test_more_candidates_than_are_listed_are_searched_whole() -> None:
-    """Rows that top-k, top-p and both cut among 4,500 tokens of nearly equal weight."""
+def test_rows_with_too_many_candidates_are_searched_whole() -> None:
+    """Rows with top-k, top-p and both, over 4,500 tokens of nearly equal weight."""
     vocab_size = 4500
     assert race_triton.CAPACITY.value < vocab_size
     logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(2)) * 0.01
@@ -139,7 +139,7 @@ def test_rows_of_a_wider_tensor_and_spare_parameters() -> None:
     assert tokens == check(logits.contiguous(), rows)
 
 
-def test_a_row_is_drawn_alike_alone_and_in_any_company() -> None:
+def test_a_rows_token_does_not_depend_on_other_rows() -> None:
     rows = mixture(np.random.default_rng(5), 12, V)
     logits = torch.randn(12, V, generator=torch.Generator().manual_seed(5)) * 2
     batch = batch_of(rows)
@@ -171,7 +171,7 @@ def hard_rows(draw: Any) -> tuple[list[list[float]], list[dict[str, float]]]:
 
 @given(hard_rows(), st.integers(0, 1000))
 @settings(max_examples=short_or_long(20, 400))
-def test_any_row_gets_the_token_of_the_other_forms(
+def test_any_row_gets_the_same_token_in_all_forms(
     case: tuple[list[list[float]], list[dict[str, float]]], seed: int
 ) -> None:
     check(torch.tensor(case[0]), case[1], seed)
@@ -180,7 +180,7 @@ def test_any_row_gets_the_token_of_the_other_forms(
 # ------------------------------------------------------------------------------------------------------ special cases
 
 
-def test_rows_without_a_finite_maximum_are_not_ok_and_spoil_no_other() -> None:
+def test_rows_without_a_finite_maximum_are_not_ok() -> None:
     logits = torch.zeros(12, 30)
     logits[:, 17] = 5.0
     logits[0:3, 3] = math.nan
@@ -209,7 +209,7 @@ def test_masked_tokens_are_never_drawn() -> None:
     assert set(check(logits, kinds * 15)) == {7, 30}
 
 
-def test_the_extremes_of_temperature_neither_overflow_nor_lose_tokens() -> None:
+def test_extreme_temperatures_do_not_overflow() -> None:
     logits = torch.tensor([[-5e3, 4e4, 4e4 - 1.0, 3.3e38, 3.3e38, -3.3e38]]).repeat(40, 1)
     assert set(check(logits, [{"temperature": 2e-5}] * 20 + [{"temperature": 2e-5, "top_p": 0.9}] * 20)) == {3, 4}
     logits = torch.linspace(-50, 50, 8).repeat(60, 1)
@@ -226,8 +226,8 @@ def test_ties_with_the_last_token_kept_are_kept() -> None:
 
 
 def test_top_p_meets_its_limit_within_a_millionth() -> None:
-    """Ten tokens of nearly a tenth each. The seventh is kept if the limit is 1e-6 above the sum of six, and not if it
-    is 1e-6 below; the keys are those with which the seventh wins among seven.
+    """Ten tokens have nearly the same probability, 0.1. The seventh is kept if the limit is 1e-6 above the sum of six,
+    and cut if the limit is 1e-6 below. With the chosen keys the seventh wins among seven.
     """
     logits = (0.1 + torch.arange(10, dtype=torch.float64) * 1e-4).log().float()[None]
     six = float(torch.softmax(logits[0].double(), 0)[4:].sum())
@@ -242,8 +242,8 @@ def test_top_p_meets_its_limit_within_a_millionth() -> None:
         assert choose(logits, below)[0] == choose_anywhere(logits, below)[0].tolist() != [3]
 
 
-def test_tokens_come_with_their_probabilities() -> None:
-    """Of 6 tokens min-p keeps 4, with top-k and without; 3 degrees of freedom, 0.1 % point 16.3."""
+def test_tokens_are_drawn_with_their_probabilities() -> None:
+    """min-p keeps 4 of 6 tokens, with and without top-k; 3 degrees of freedom, 0.1 % point 16.3."""
     draws = short_or_long(100, 2000)
     logits = torch.tensor([0.9, -3.0, 1.5, 0.2, -0.4, 1.2])
     kept = [0, 2, 3, 5]
@@ -259,7 +259,7 @@ def test_tokens_come_with_their_probabilities() -> None:
 # ------------------------------------------------------------------------------------------------------- the interface
 
 
-def test_columns_put_rows_where_they_are_and_greedy_ones_around_them() -> None:
+def test_columns_scatter_rows_and_make_other_rows_greedy() -> None:
     batch = batch_of([{"temperature": 0.0}, {"temperature": 0.5, "top_k": 2**40, "top_p": 0.8, "min_p": 0.1}])
     columns = DeviceParameters.columns(batch, 3)
     assert {name: (str(column.dtype), column.tolist()) for name, column in columns.items()} == {
@@ -273,7 +273,7 @@ def test_columns_put_rows_where_they_are_and_greedy_ones_around_them() -> None:
         DeviceParameters.columns(batch, 1)
 
 
-def test_what_cannot_be_chosen_from_is_refused_with_the_remedy() -> None:
+def test_invalid_arguments_are_refused_with_the_remedy() -> None:
     race = DeviceRace(2, 8, "cpu")
     columns = DeviceParameters.columns(batch_of([{}, {}]), 2)
     parameters = DeviceParameters(**{name: torch.from_numpy(column) for name, column in columns.items()})
@@ -282,7 +282,7 @@ def test_what_cannot_be_chosen_from_is_refused_with_the_remedy() -> None:
     race.choose(logits[:0], parameters, tokens[:0], ok[:0])
     for message, arguments in (
         ("must be [n, 8]", (logits[:, :7], parameters, tokens, ok)),
-        ("at most 2; make one of more", (torch.zeros(3, 8), parameters, tokens, ok)),
+        ("at most 2; make a DeviceRace of more", (torch.zeros(3, 8), parameters, tokens, ok)),
         ("torch.float64 with strides", (logits.double(), parameters, tokens, ok)),
         ("strides (1, 2)", (torch.zeros(8, 2).T, parameters, tokens, ok)),
         ("parameters.top_p is [2] torch.float32", (logits, replace(parameters, top_p=torch.ones(2)), tokens, ok)),
@@ -298,8 +298,8 @@ def test_what_cannot_be_chosen_from_is_refused_with_the_remedy() -> None:
         DeviceRace(0, 8, "cpu")
 
 
-def test_the_sampler_of_a_gpu_draws_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device only chooses the form; the logits are on the CPU. A larger step gets larger workspaces."""
+def test_a_gpus_sampler_draws_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device only selects the form; the logits are on the CPU. A larger step gets larger workspaces."""
     drawn: list[int] = []
     draw = DeviceRace.draw
     monkeypatch.setattr(DeviceRace, "draw", lambda race, *args: drawn.append(race.max_rows) or draw(race, *args))

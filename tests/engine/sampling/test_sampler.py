@@ -1,4 +1,4 @@
-"""The sampler against a slow, obvious reference, against the distributions it claims, and against its own batch."""
+"""The sampler equals a slow, obvious reference, draws the right distributions, and does not depend on the batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BITS = (1 << 64) - 1
 
 @dataclass
 class SamplingRow:
-    """One row of a step: `banned` become stop tokens that `min_tokens` holds off."""
+    """One row of a step: `banned` become stop tokens that `min_tokens` excludes."""
 
     params: SamplingParams
     seed: int
@@ -34,7 +34,7 @@ def row(seed: int = 0, position: int = 0, banned: tuple[int, ...] = (), **params
 
 
 def step_of(rows: list[SamplingRow]) -> tuple[SchedulerOutput, np.ndarray, np.ndarray]:
-    """A step that admits all rows, with what `Sampler.sample` needs beside it."""
+    """A step that admits all rows, with the other arguments of `Sampler.sample`."""
     requests = []
     for index, one in enumerate(rows):
         least = one.position + 1 if one.banned else 0
@@ -82,7 +82,7 @@ def step_of(rows: list[SamplingRow]) -> tuple[SchedulerOutput, np.ndarray, np.nd
 
 
 def sample(logits: torch.Tensor, rows: list[SamplingRow]) -> Sampled:
-    """Both implementations of the race must agree; the sampler takes one of them."""
+    """Sample, and check that both implementations of the race agree."""
     sampler = Sampler(logits.shape[-1])
     batch = sampler.prepare(*step_of(rows))
     sampled = sampler.run(logits, batch)
@@ -161,7 +161,7 @@ def test_equals_the_slow_reference(params: dict[str, float]) -> None:
     assert len(set(expected)) > 20
 
 
-def test_rows_of_all_kinds_share_a_batch_without_touching_each_other() -> None:
+def test_rows_of_all_kinds_share_a_batch() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(40, 301, generator=generator) * 3
     kinds = [{"temperature": 0.0}, {"top_k": 7}, {"top_p": 0.6}, {"temperature": 0.5, "top_k": 20, "top_p": 0.9}, {}]
@@ -174,7 +174,7 @@ def test_rows_of_all_kinds_share_a_batch_without_touching_each_other() -> None:
 
 @pytest.mark.parametrize("spread", [0.5, 3.0, 12.0])
 def test_both_implementations_agree_on_many_mixtures_of_cuts(spread: float) -> None:
-    """`sample` compares them; here over flat, usual and sharp logits, with many masked tokens in some rows."""
+    """`sample` compares them. Logits are flat, usual and sharp, with many masked tokens in some rows."""
     random = np.random.default_rng(int(spread))
     logits = torch.randn(150, 900, generator=torch.Generator().manual_seed(5)) * spread
     logits[::5, random.permutation(900)[:880].copy()] = -math.inf
@@ -200,8 +200,8 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("by", ["position", "seed"])
-def test_tokens_come_with_their_probabilities(by: str) -> None:
-    """Over positions of one seed as over seeds at one position; 11 degrees of freedom, 0.1 % point 31.3."""
+def test_tokens_are_drawn_with_their_probabilities(by: str) -> None:
+    """Over positions with one seed, and over seeds at one position; 11 degrees of freedom, 0.1 % point 31.3."""
     draws = 20_000
     logits = torch.linspace(-2, 1.5, 12).expand(draws, -1)
     params = [SamplingParams(temperature=0.9, seed=99)] * draws
@@ -223,7 +223,7 @@ def test_consecutive_positions_are_independent() -> None:
     assert chi_square(pairs, np.full(16, pairs.sum() / 16)) < 37.7
 
 
-def test_cuts_keep_what_they_say() -> None:
+def test_cuts_keep_the_right_tokens() -> None:
     logits = torch.tensor([[4.0, 3.0, 2.0, 1.0, 0.0]]).repeat(4, 1)
     kept = cut_top_k(logits, [2, 0, 5, 1]).isfinite().sum(dim=-1).tolist()
     assert kept == [2, 5, 5, 1]
@@ -240,14 +240,14 @@ def test_cuts_keep_what_they_say() -> None:
     ]
 
 
-def test_a_tiny_temperature_is_nearly_greedy_and_does_not_overflow() -> None:
+def test_a_tiny_temperature_is_nearly_greedy() -> None:
     logits = torch.tensor([[-5e3, 4e4, 4e4 - 1.0]])
     probs = probabilities(logits, np.array([2e-5]), np.array([0]), np.array([1.0]), np.array([0.0]))
     assert torch.isfinite(probs).all() and probs.argmax() == 1
     assert tokens_of(logits, [row(temperature=2e-5)]) == [1]
 
 
-def test_the_hottest_temperature_draws_from_all_that_is_allowed() -> None:
+def test_the_highest_temperature_draws_all_allowed_tokens() -> None:
     rows = [row(1, p, (2, 5), temperature=1e300) for p in range(300)]
     assert set(tokens_of(torch.linspace(-50, 50, 8).expand(300, -1), rows)) == {0, 1, 3, 4, 6, 7}
 
@@ -255,7 +255,7 @@ def test_the_hottest_temperature_draws_from_all_that_is_allowed() -> None:
 # ------------------------------------------------------------------------------------------------- special cases
 
 
-def test_banned_tokens_never_come_and_ids_beyond_the_vocabulary_do_no_harm() -> None:
+def test_banned_tokens_are_never_sampled() -> None:
     logits = torch.zeros(500, 6)
     logits[:, 2] = 9.0
     rows = [row(1, p, (2, 4, 50_000), temperature=1.0 if p % 2 else 0.0) for p in range(500)]
@@ -263,7 +263,7 @@ def test_banned_tokens_never_come_and_ids_beyond_the_vocabulary_do_no_harm() -> 
     assert logits[0, 2] == 9.0, "the caller's logits were changed"
 
 
-def test_a_row_without_a_finite_maximum_is_reported_and_the_others_are_drawn() -> None:
+def test_a_row_without_a_finite_maximum_fails_alone() -> None:
     logits = torch.zeros(5, 8)
     logits[:, 6] = 5.0
     logits[1, 3] = math.nan
@@ -275,7 +275,7 @@ def test_a_row_without_a_finite_maximum_is_reported_and_the_others_are_drawn() -
     assert sampled.token_ids[[0, 4]].tolist() == [6, 6]
 
 
-def test_half_precision_logits_are_drawn_in_full() -> None:
+def test_half_precision_logits_are_sampled_in_float32() -> None:
     logits = torch.randn(8, 64).bfloat16()
     rows = [row(p, p) for p in range(8)]
     assert tokens_of(logits, rows) == tokens_of(logits.float(), rows)

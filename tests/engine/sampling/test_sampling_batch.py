@@ -1,6 +1,6 @@
-"""A request's tokens must not depend on what runs beside it, on preemption, on failed steps or on which row it has.
+"""A request's tokens do not depend on other requests, on preemption, on failed steps or on its row.
 
-The real scheduler and the real sampler, and in place of a model a function from a sequence to logits.
+The scheduler and the sampler are real; a function from a sequence to logits replaces the model.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ TOKENIZER = byte_tokenizer(V)
 
 
 def logits_after(sequence: np.ndarray) -> torch.Tensor:
-    """[V], a function of the last tokens and the length; a few tokens are likely, so that penalties and cuts bite."""
+    """[V], a function of the last tokens and the length. A few tokens are likely, so penalties and cuts matter."""
     generator = torch.Generator().manual_seed(int(sequence[-3:] @ [1, 97, 9409][: len(sequence[-3:])]) % 50)
     return torch.randn(V, generator=generator) * 3
 
 
 class Host:
-    """Runs requests to their end, and keeps everybody's log probabilities."""
+    """Runs requests to their end, and keeps the log probabilities of all requests."""
 
     def __init__(self, num_blocks: int = 400, fail: tuple[int, ...] = (), budget: int = 64) -> None:
         config = SchedulerConfig(
@@ -68,7 +68,7 @@ class Host:
             for index, entries in result[1].items():
                 self.logprobs.setdefault(output.requests[index].request_id, []).extend(entries)
             self.scheduler.update(output, result[0], float(step))
-        last = self.scheduler.schedule(0.0)  # says who ended, after which ids are free
+        last = self.scheduler.schedule(0.0)  # reports finished requests, whose ids are then free
         self.scheduler.update(last, self.sample(last)[0], 0.0)
         self.scheduler.check_invariants()
         return {name: request.output_token_ids.tolist() for name, request in added.items()}
@@ -99,7 +99,7 @@ def requests_of(features: list[dict[str, Any]]) -> dict[str, tuple[list[int], Sa
 
 
 @pytest.mark.parametrize("fail", [(), (2, 5)])
-def test_alone_batched_preempted_and_resumed(fail: tuple[int, ...]) -> None:
+def test_tokens_are_the_same_alone_batched_and_preempted(fail: tuple[int, ...]) -> None:
     """Every feature, with a pool so small that requests are preempted, and with steps that fail."""
     requests = requests_of(FEATURES)
     alone, alone_logprobs = {}, {}
@@ -128,7 +128,7 @@ def test_alone_batched_preempted_and_resumed(fail: tuple[int, ...]) -> None:
     st.sets(st.integers(0, 6), max_size=2),
     st.permutations(range(9)),
 )
-def test_any_mix_under_any_pressure(
+def test_any_mix_of_requests_gets_the_same_tokens(
     features: list[dict[str, Any]], num_blocks: int, fail: set[int], order: list[int]
 ) -> None:
     requests = requests_of(features)
@@ -137,8 +137,8 @@ def test_any_mix_under_any_pressure(
     assert Host(max(num_blocks, 11), tuple(fail), 24).run(shuffled) == expected
 
 
-def test_rows_that_are_used_again_start_afresh() -> None:
-    """Waves of different requests over the same rows: nobody inherits parameters or counts."""
+def test_reused_rows_start_with_fresh_state() -> None:
+    """Waves of different requests use the same rows: no request inherits parameters or counts."""
     host = Host()
     for wave in range(3):
         features = FEATURES[wave:] + FEATURES[:wave]
@@ -146,7 +146,7 @@ def test_rows_that_are_used_again_start_afresh() -> None:
         assert host.run(requests) == Host().run(requests)
 
 
-def test_nothing_is_kept_of_requests_that_ended() -> None:
+def test_state_of_finished_requests_is_freed() -> None:
     host = Host(num_blocks=30)
     host.run(requests_of(FEATURES))
     assert host.scheduler.stats().num_preemptions > 0
@@ -163,8 +163,8 @@ def test_requests_without_a_seed_derive_theirs() -> None:
     assert named["x"] == free["a"]
 
 
-def test_what_a_request_asks_for_is_what_it_gets() -> None:
-    """Over whole outputs: no token that is not allowed, no bad word, no early end."""
+def test_outputs_obey_all_parameters() -> None:
+    """Whole outputs have no token that is not allowed, no bad word, and no early end."""
     requests = requests_of(FEATURES)
     found = Host().run(requests)
     assert set(found["r9"]) <= set(range(3, 40)) and 60 not in found["r8"]
@@ -172,8 +172,8 @@ def test_what_a_request_asks_for_is_what_it_gets() -> None:
     assert len(set(found["r5"])) > len(set(found["r0"]))
 
 
-def test_a_bad_word_is_not_said() -> None:
-    """A word of two tokens that greedy sampling would say; each of the two may still be said."""
+def test_a_bad_word_is_not_sampled() -> None:
+    """A word of two tokens that greedy sampling would produce; each of its tokens alone is still allowed."""
     prompt, free = [3, 4, 5], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     tokens = Host().run({"r": (prompt, free)})["r"]
     pairs = [tokens[i : i + 2] for i in range(5, 28)]

@@ -1,4 +1,4 @@
-"""A model hub on 127.0.0.1 that answers what `huggingface_hub` asks: repositories in memory, and their faults."""
+"""A model hub on 127.0.0.1 for `huggingface_hub`, with repositories in memory, and with faults."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _FILE = re.compile(r"/(?P<name>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file
 
 @dataclass(slots=True)
 class Repository:
-    """The files of a repository at one commit, and what is wrong with it."""
+    """The files of a repository at one commit, and its faults."""
 
     files: Mapping[str, bytes]
     revisions: tuple[str, ...] = ("main",)
     gated: bool = False
     token: str | None = None
-    """What a private or gated one is read with."""
+    """The token that reads a private or gated repository."""
     claimed_sizes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that the hub reports of a file, where they are not its own."""
+    """File -> wrong size in bytes that the hub reports."""
     cuts: dict[str, list[int]] = field(default_factory=dict)
-    """By file: bytes after which the connections to it break, one after the other."""
+    """File -> numbers of bytes after which its connections break, one after the other."""
     stalled: str | None = None
-    """A file of which only the first half arrives, until the hub ends."""
+    """A file that the hub sends only the first half of, until the hub ends."""
 
     @property
     def commit(self) -> str:
-        """Of these files."""
+        """The commit of these files."""
         text = json.dumps({name: hashlib.sha1(content).hexdigest() for name, content in self.files.items()})
         return hashlib.sha1(text.encode()).hexdigest()
 
@@ -48,22 +48,22 @@ class Repository:
 
 @dataclass(slots=True)
 class Hub:
-    """Repositories by OWNER/NAME, and the requests so far as (method, path, range)."""
+    """Repositories by OWNER/NAME, and the HTTP requests so far as (method, path, range)."""
 
     url: str
     repositories: dict[str, Repository] = field(default_factory=dict)
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     failure: int | None = None
-    """A status that answers every request."""
+    """The status of every response; None: the hub works."""
     ended: Event = field(default_factory=Event)
 
     def downloads(self) -> list[str]:
-        """The names of the files that were asked for, in order."""
+        """The names of the requested files, in order."""
         found = (_FILE.fullmatch(unquote(path)) for method, path, _ in self.requests if method == "GET")
         return [one["file"] for one in found if one is not None]
 
     def ranges(self) -> list[str]:
-        """The ranges that were asked for."""
+        """The requested ranges."""
         return [value for _, _, value in self.requests if value is not None]
 
 
@@ -89,7 +89,7 @@ def serving() -> Iterator[Hub]:
 
 @contextmanager
 def only_hub(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[Hub]:
-    """A hub that huggingface_hub asks in this process and in its children, with an empty cache in `home`."""
+    """A hub that huggingface_hub uses in this process and in its children, with an empty cache in `home`."""
     constants = pytest.importorskip("huggingface_hub.constants")
     with serving() as hub:
         template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
@@ -133,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
         if repository.token not in (None, token):
             if not repository.gated:
                 return self._refuse(404, "RepoNotFound")
-            if is_file:  # everybody may read what there is
+            if is_file:  # the list of files is public
                 return self._refuse(401 if token is None else 403, "GatedRepo")
         revision = unquote(found["revision"] or "main")
         if revision not in (*repository.revisions, repository.commit):

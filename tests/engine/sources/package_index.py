@@ -1,4 +1,4 @@
-"""A folder of wheels in the place of the package index, with a model of two parts in three packages."""
+"""A folder of wheels that replaces the package index, with a model of two parts in three packages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pointsman.engine.sources.named import NamedModel, Wheel
 
 NAME = "tiny"
 PARTS = (random.Random(1).randbytes(2**20), random.Random(2).randbytes(2**20 - 7))
-"""Which no compression makes smaller."""
+"""Random bytes, which cannot be compressed."""
 
 
 def make_wheel(folder: Path, package: str, files: dict[str, bytes]) -> Path:
-    """A wheel of version 1.0 that pip takes."""
+    """A wheel of version 1.0 that pip accepts."""
     stem = f"{package.replace('-', '_')}-1.0"
     path = folder / f"{stem}-py3-none-any.whl"
     metadata = f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n"
@@ -40,7 +40,7 @@ def sha256_of(path: Path) -> str:
 
 
 class PackageIndex:
-    """Where pip looks, and the only model that has a name."""
+    """The folder that pip uses as index, and the only named model."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder / "wheels"
@@ -85,24 +85,24 @@ class PackageIndex:
         self.has(self.model)
 
     def has(self, model: NamedModel) -> None:
-        """Let `model` be the only named one, and what is served by default."""
+        """Let `model` be the only named model, and the default of `pointsman serve`."""
         self.model = model
         for module in (named, models):
             self._monkeypatch.setattr(module, "NAMED", {NAME: model})
         self._monkeypatch.setattr(named, "SERVED", NAME)
 
     def replace_wheel(self, number: int, path: Path) -> None:
-        """Pin the file that now is at the place of a wheel."""
+        """Pin the file at `path` as a wheel's content."""
         wheels = list(self.model.wheels)
         wheels[number] = replace(wheels[number], sha256=sha256_of(path))
         self.has(replace(self.model, wheels=tuple(wheels)))
 
     def must_accept(self) -> None:
-        """Let the licence be one that must be accepted."""
+        """Require that the licence is accepted."""
         self.has(replace(self.model, must_accept=True))
 
     @property
     def left(self) -> set[str]:
-        """Files and folders among the models, but for the lock."""
+        """Files and folders in the models folder, without the lock."""
         found = (path.relative_to(self.models).as_posix() for path in self.models.rglob("*"))
         return {name for name in found if name != ".lock"}

@@ -1,4 +1,4 @@
-"""From what a user types to a path, and one line with the remedy for what is wrong."""
+"""A user's name of a model is resolved to a path; errors are one line with the remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Installed = Callable[[str], Path | None]
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory, which is the home directory as well."""
+    """An empty working directory, which is also the home directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path
@@ -27,7 +27,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def named(monkeypatch: pytest.MonkeyPatch) -> Callable[[Installed], None]:
-    """Two named models, and where they are installed."""
+    """Defines two named models, with a function that says where they are installed."""
 
     def name(installed: Installed) -> None:
         monkeypatch.setattr(find, "NAMED", {"small": None, "large": None})
@@ -47,12 +47,12 @@ def test_the_packaged_model(model: str | Path | None) -> None:
     assert find_model(model) == DEMO_MODEL
 
 
-def test_a_directory_stays_as_it_is(here: Path) -> None:
+def test_a_directory_is_returned_unchanged(here: Path) -> None:
     touch(here / "a" / "config.json", here / "a" / "a.gguf")
     (here / "empty").mkdir()
     assert find_model("a") == Path("a") and find_model(here / "a") == here / "a"
     assert find_model("~/a") == here / "a"
-    assert find_model("empty") == Path("empty")  # `check_model_directory` says what it lacks
+    assert find_model("empty") == Path("empty")  # `check_model_directory` reports missing files
 
 
 def test_a_gguf_file_or_the_only_one_of_a_directory(here: Path) -> None:
@@ -66,7 +66,7 @@ def test_parts_of_a_gguf_model_are_found_by_the_first(here: Path) -> None:
     assert find_model(here / "parts") == find_model(parts[0]) == find_model(parts[1]) == parts[0]
 
 
-def test_a_named_model_is_where_it_is_installed(here: Path, named: Callable[[Installed], None]) -> None:
+def test_a_named_model_is_found_where_it_is_installed(here: Path, named: Callable[[Installed], None]) -> None:
     named(lambda name: here / f"{name}.gguf")
     touch(here / "small.gguf")
     assert find_model("small") == here / "small.gguf"
@@ -85,19 +85,19 @@ WRONG: list[tuple[str, Any, dict[str, str], tuple[str, ...]]] = [
     ("URL", "https://huggingface.co/owner/name", {}, ("is a URL", "OWNER/NAME")),
     ("unknown name", "gpt2", {}, ("no model is called gpt2", "demo, small, large", "OWNER/NAME")),
     ("not installed", "small", {}, ("small is not installed", "pointsman models get small")),
-    ("other file", "file.bin", {}, ("file.bin is a file and not GGUF", "give a .gguf file")),
-    ("later part alone", "a-00002-of-00003.gguf", {}, ("is part 2 of a model", "a-00001-of-00003.gguf is not there")),
+    ("other file", "file.bin", {}, ("file.bin is no GGUF file", "give a .gguf file")),
+    ("later part alone", "a-00002-of-00003.gguf", {}, ("is part 2 of a model", "a-00001-of-00003.gguf is missing")),
     ("several GGUF models", "several", {}, ("holds 2 GGUF models (a.gguf, b-00001-of-00002.gguf)", "one of these")),
     ("too long", "x" * 5000, {}, ("cannot be looked up: File name too long",)),
     ("null byte", "a\0b", {}, ("cannot be looked up", "null")),
     ("revision of a directory", "demo", {"revision": "v1"}, ("revision is 'v1'", "leave revision out")),
     ("cache of a directory", "several/a.gguf", {"download_dir": "/x"}, ("download_dir is '/x'", "leave download_dir")),
 ]
-"""What is typed, options, and words of the error."""
+"""Test id, name of the model, options, and words of the error."""
 
 
 @pytest.mark.parametrize(("model", "options", "words"), [row[1:] for row in WRONG], ids=[row[0] for row in WRONG])
-def test_what_is_no_model_is_one_line_with_the_remedy(
+def test_invalid_names_give_one_line_with_the_remedy(
     here: Path,
     named: Callable[[Installed], None],
     model: str | Path,
@@ -115,7 +115,7 @@ def test_what_is_no_model_is_one_line_with_the_remedy(
         assert word in error
 
 
-def test_a_loaded_model_takes_no_source(tmp_path: Path) -> None:
+def test_a_loaded_model_takes_no_revision(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     from pointsman.engine import LLM
     from pointsman.engine.model.loader import load_model

@@ -1,4 +1,4 @@
-"""Downloads through the real client of a hub, from a hub of this machine."""
+"""Downloads with the real client, from a hub on this machine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
-def test_only_the_files_that_are_read_are_downloaded(hub: Hub) -> None:
+def test_only_needed_files_are_downloaded(hub: Hub) -> None:
     path = find_model(NAME)
     assert {file.name for file in path.iterdir()} == READ
     assert set(hub.downloads()) == READ
@@ -47,7 +47,7 @@ def test_only_the_files_that_are_read_are_downloaded(hub: Hub) -> None:
         assert (path / name).read_bytes() == (DEMO_MODEL / name).read_bytes()
 
 
-def test_a_model_from_the_hub_computes_as_from_a_directory(hub: Hub) -> None:
+def test_a_downloaded_model_computes_like_a_local_one(hub: Hub) -> None:
     pytest.importorskip("torch")
     from pointsman.engine import LLM, SamplingParams
 
@@ -79,7 +79,7 @@ def test_a_revision_is_a_branch_or_a_commit(hub: Hub) -> None:
     assert find_model(NAME, revision="v1").name == find_model(NAME, revision=old.commit).name == old.commit
 
 
-def test_an_index_names_the_weights(hub: Hub, demo_files: dict[str, bytes]) -> None:
+def test_the_index_lists_the_weight_files(hub: Hub, demo_files: dict[str, bytes]) -> None:
     names = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
     index = json.dumps({"weight_map": dict(zip("ab", names, strict=True))}).encode()
     files = {name: content for name, content in demo_files.items() if name != "model.safetensors"}
@@ -106,14 +106,14 @@ def test_a_model_that_cannot_run_is_refused_before_its_weights(hub: Hub) -> None
     assert "config.json" in hub.downloads() and "model.safetensors" not in hub.downloads()
 
 
-def test_the_check_gets_all_but_the_weights_once(hub: Hub) -> None:
+def test_the_check_runs_once_before_the_weights(hub: Hub) -> None:
     seen: list[set[str]] = []
     for _ in range(2):
         find_model(NAME, check=lambda path: seen.append({file.name for file in path.iterdir()}))
     assert seen == [READ - {"model.safetensors"}]
 
 
-def test_weights_larger_than_the_disk(hub: Hub) -> None:
+def test_weights_larger_than_the_disk_are_not_downloaded(hub: Hub) -> None:
     hub.repositories[NAME].claimed_sizes = {"model.safetensors": 10**18}
     error = error_of()
     assert "takes 1,000,000.0 TB" in error and "free; free some" in error and "--download-dir" in error
@@ -124,7 +124,7 @@ def test_weights_larger_than_the_disk(hub: Hub) -> None:
 
 
 def test_a_broken_connection_continues_where_it_broke(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 200_000)  # pieces that are kept; else 10 MiB
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 200_000)  # size of kept pieces, not 10 MiB
     hub.repositories[NAME].cuts["model.safetensors"] = [1_000_000, 500_000]
     path = find_model(NAME)
     assert (path / "model.safetensors").read_bytes() == (DEMO_MODEL / "model.safetensors").read_bytes()
@@ -145,7 +145,7 @@ def test_after_a_failed_download_complete_files_are_kept(hub: Hub) -> None:
 # ------------------------------------------------------------------------------------------------ without a hub
 
 
-def test_offline_the_cache_is_used_without_a_request(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_used_offline_without_a_request(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     path = find_model(NAME)
     hub.requests.clear()
     go_offline(monkeypatch)
@@ -153,7 +153,7 @@ def test_offline_the_cache_is_used_without_a_request(hub: Hub, monkeypatch: pyte
     assert hub.requests == []
 
 
-def test_offline_an_incomplete_model_is_an_error(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_model_is_an_error_offline(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     path = find_model(NAME)
     go_offline(monkeypatch)
     for name in ("owner/other", NAME):
@@ -165,7 +165,7 @@ def test_offline_an_incomplete_model_is_an_error(hub: Hub, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("failure", ["down", "status"])
-def test_without_an_answer_the_cache_is_used_with_a_warning(
+def test_the_cache_is_used_with_a_warning_if_the_hub_fails(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: str
 ) -> None:
     path = find_model(NAME)
@@ -180,7 +180,7 @@ def test_without_an_answer_the_cache_is_used_with_a_warning(
     assert ("answered 503" if failure == "status" else "cannot be reached") in warning
 
 
-def test_without_an_answer_and_a_cache_it_is_an_error(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_hub_without_a_cache_is_an_error(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.failure = 503
     assert "answered 503" in error_of() and "try again later" in error_of()
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
@@ -209,7 +209,7 @@ def test_a_private_repository_is_read_with_its_token(hub: Hub, monkeypatch: pyte
     assert find_model(NAME).is_dir()
 
 
-def test_repositories_and_revisions_that_are_not_there(hub: Hub) -> None:
+def test_missing_repositories_and_revisions_are_errors(hub: Hub) -> None:
     error = error_of("owner/nothing")
     assert f"there is no repository owner/nothing at {hub.url}, and no directory of that name" in error
     error = error_of(revision="v9")
@@ -226,7 +226,7 @@ def test_repositories_and_revisions_that_are_not_there(hub: Hub) -> None:
         ({"config.json"}, "no model.safetensors and no model.safetensors.index.json"),
     ],
 )
-def test_repositories_in_another_format(hub: Hub, files: set[str], words: str) -> None:
+def test_repositories_in_another_format_are_refused(hub: Hub, files: set[str], words: str) -> None:
     hub.repositories[NAME] = Repository(dict.fromkeys(sorted(files), b"{}"))
     assert words in error_of()
     assert hub.downloads() == []
@@ -242,21 +242,21 @@ def test_a_download_directory_that_cannot_be_written(hub: Hub, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["owner/na me", "owner/", "owner/name@x", "owner/--x", "owner/" + "x" * 100])
-def test_names_that_no_hub_has(hub: Hub, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_hub_names_are_refused(hub: Hub, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "is no hub name" in error_of(name)
     go_offline(monkeypatch)
     assert "is no hub name" in error_of(name)
     assert hub.requests == []
 
 
-def test_a_directory_of_the_same_name_is_taken(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_has_priority_over_a_hub_name(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(DEMO_MODEL, tmp_path / "owner" / "tiny")
     monkeypatch.chdir(tmp_path)
     assert find_model(NAME) == Path(NAME)
     assert hub.requests == []
 
 
-def test_each_node_of_a_cluster_downloads_for_itself(hub: Hub) -> None:
+def test_each_node_of_a_cluster_downloads_the_model(hub: Hub) -> None:
     pytest.importorskip("fastapi")
     from pointsman.integrations.ray.arguments import read_arguments
     from pointsman.integrations.ray.deployments import EngineHost

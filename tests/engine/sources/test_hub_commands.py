@@ -1,4 +1,4 @@
-"""`pointsman generate` and `pointsman serve` with the name of a model on a hub, each in processes of its own."""
+"""`pointsman generate` and `pointsman serve`, in their own processes, with a model on a hub."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_generate_downloads_a_model_once(hub: Hub, monkeypatch: pytest.MonkeyPat
     first = generate("--model", NAME)
     assert first.returncode == 0, first.stderr
     assert f"downloading the weights of {NAME}, 5.7 MB, to " in first.stderr
-    assert "%|" not in first.stderr  # no progress bar where there is no terminal
+    assert "%|" not in first.stderr  # no progress bar without a terminal
     hub.requests.clear()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     second = generate("--model", NAME)
@@ -68,7 +68,7 @@ ENDED = {
 
 
 @pytest.mark.parametrize("ended", short_of([*ENDED], ["python-sigint", "generate-sigterm"]))
-def test_a_signal_ends_a_download_and_leaves_no_part_of_a_file(hub: Hub, tmp_path: Path, ended: str) -> None:
+def test_a_signal_ends_a_download_without_partial_files(hub: Hub, tmp_path: Path, ended: str) -> None:
     pytest.importorskip("fastapi")
     program, number, code = ENDED[ended]
     hub.repositories[NAME].stalled = "model.safetensors"

