@@ -1,16 +1,16 @@
-"""How long, how many, how far apart? Distributions of lengths and times, arrival processes, and their short names.
+"""Distributions of lengths and times, arrival processes, and their short names.
 
-constant:512               always 512; a plain number says the same
+constant:512               always 512; a plain number means the same
 uniform:100,200            evenly between the two
 exponential:5              mean 5
 lognormal:150,0.8          median 150; the logarithm's standard deviation is 0.8
-values:10,20,500           one of these, each as likely
+values:10,20,500           one of these, with equal probability
 mix:0.7*lognormal:150,0.6+0.3*constant:3000
 
 constant:4                 4 arrivals a second, evenly spaced
 poisson:4                  4 a second on average, independent of each other
-gamma:4,2                  as many, with gaps whose coefficient of variation is 2 (1 is poisson:4)
-bursts:4,10                as many, ten at a time
+gamma:4,2                  4 a second, with gaps whose coefficient of variation is 2 (1 is poisson:4)
+bursts:4,10                4 a second, in bursts of ten
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class WorkloadError(PointsmanError, ValueError):
 
 
 class Distribution(Protocol):
-    """Numbers at random, at least 0."""
+    """A distribution of numbers that are at least 0."""
 
     def sample(self, rng: np.random.Generator, n: int) -> Floats:
         """[n] independent draws."""
@@ -44,7 +44,7 @@ class Distribution(Protocol):
 
 
 class Arrivals(Protocol):
-    """When does the next request come?"""
+    """An arrival process."""
 
     @property
     def rate(self) -> float:
@@ -121,7 +121,7 @@ class LogNormal:
 @dataclass(frozen=True, slots=True)
 class Empirical:
     values: tuple[float, ...]
-    """Each as likely."""
+    """All have the same probability."""
 
     def __post_init__(self) -> None:
         if not self.values or not all(math.isfinite(value) and value >= 0 for value in self.values):
@@ -192,7 +192,7 @@ class PoissonArrivals:
 class GammaArrivals:
     rate: float
     cv: float
-    """Coefficient of variation of the gaps: 1 as Poisson, more is more uneven."""
+    """Coefficient of variation of the gaps: 1 is Poisson; above 1, arrivals are less regular."""
 
     def __post_init__(self) -> None:
         _check(self, "rate", above=0)
@@ -207,7 +207,7 @@ class GammaArrivals:
 class BurstArrivals:
     rate: float
     size: int
-    """Requests that arrive at one moment; bursts are independent of each other."""
+    """Requests that arrive at one time; bursts are independent of each other."""
 
     def __post_init__(self) -> None:
         _check(self, "rate", above=0)
@@ -240,10 +240,10 @@ _MIX_EXAMPLE = "mix:0.7*lognormal:150,0.6+0.3*constant:3000"
 
 
 def parse_distribution(text: str) -> Distribution:
-    """The distribution that a short name stands for: see the top of this file.
+    """The distribution that a short name stands for; the names are in the module docstring.
 
     Raises:
-        WorkloadError: it stands for none.
+        WorkloadError: it is not the name of a distribution.
     """
     name, colon, rest = text.strip().partition(":")
     name = name.strip().lower()
@@ -257,10 +257,10 @@ def parse_distribution(text: str) -> Distribution:
 
 
 def parse_arrivals(text: str) -> Arrivals:
-    """The arrival process that a short name stands for: see the top of this file.
+    """The arrival process that a short name stands for; the names are in the module docstring.
 
     Raises:
-        WorkloadError: it stands for none.
+        WorkloadError: it is not the name of an arrival process.
     """
     name, _, rest = text.strip().partition(":")
     return _named(_ARRIVALS, name.strip().lower(), rest, text, "")
