@@ -129,7 +129,7 @@ def test_errors_are_one_line(pointsman: Callable[..., Any], log: Path, tmp_path:
         (["calibrate", log, "--device", "h100"], "--device has no effect without --model; give both"),
         (["calibrate", log, "--model", "Llama-3.1-70B", "--device", "h100"], "Llama-3.1-70B needs"),
         (["calibrate", log, "--tensor-parallel", 2], "--tensor-parallel has no effect without --model"),
-        (["calibrate", log, "--gpu-memory-utilization", 0.5], "has no effect but to estimate --num-blocks"),
+        (["calibrate", log, "--gpu-memory-utilization", 0.5], "only serves to estimate --num-blocks"),
     ):
         ended = pointsman(*words)
         assert ended.code == 2

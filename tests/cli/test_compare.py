@@ -123,7 +123,7 @@ def test_a_broken_line_is_named(tmp_path: Path, name: str) -> None:
 
 def test_wrong_options_are_refused(pointsman: Run, recording: Path, tmp_path: Path) -> None:
     for given, message in {
-        ("--setting", "no_such=1"): "'no_such', which is no knob",
+        ("--setting", "no_such=1"): "'no_such', which is not a knob",
         ("--setting", "preset=other"): "no preset is called 'other'",
         ("--limit", "0"): "--limit is 0",
         ("--ttft-target", "soon"): "--ttft-target is 'soon'",

@@ -119,7 +119,7 @@ def test_what_is_refused(pointsman: Run, recording: Path, tmp_path: Path) -> Non
     for command in ("film", "plot", "play"):  # what is read is not replaced
         before = recording.read_bytes()
         again = recording.rename(recording.with_suffix(".json"))
-        check_refused(pointsman(command, again, "-o", again), "is what is read")
+        check_refused(pointsman(command, again, "-o", again), "is the input file")
         assert again.rename(recording).read_bytes() == before
     data = film.read_bytes()
     cut = tmp_path / "cut.film"

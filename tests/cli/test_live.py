@@ -48,8 +48,8 @@ def test_the_page_and_its_film(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["--socket", "nowhere"], "there is no socket nowhere"),
-        (["run.film", "--socket", "s"], "--socket shows what is decided now, and has no use for FILE"),
-        (["--out", "a.html", "--socket", "s"], "has no use for --out"),
+        (["run.film", "--socket", "s"], "--socket shows live decisions, so FILE has no effect"),
+        (["--out", "a.html", "--socket", "s"], "--out has no effect"),
         ([], "there is nothing to play"),
     ],
 )

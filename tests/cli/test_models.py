@@ -115,7 +115,7 @@ def test_a_gguf_file_is_exported_as_a_directory(pointsman: Run, tmp_path: Path) 
     assert load_model(exported).num_parameters == load_model(file).num_parameters
     for model, directory, said in (
         (file, exported, "not empty; give a new directory"),
-        ("demo", tmp_path / "new", "demo is no GGUF file"),
+        ("demo", tmp_path / "new", "demo is not a GGUF file"),
         ("smollm2", tmp_path / "new", "run: pointsman models get smollm2"),
     ):
         refused = pointsman("models", "export", model, directory)

@@ -71,7 +71,7 @@ def lines_of(text: str) -> list[str]:
 def test_what_is_copied_of_a_change_is_the_change() -> None:
     """To put into one's own command; a setting that becomes the default again is in it, too."""
     base = SchedulerConfig(num_blocks=1200, max_model_len=40960, watermark=0.04, reserves=("growth",))
-    assert commands(base, base)["change"].startswith("# no setting that a server has differs")
+    assert commands(base, base)["change"].startswith("# no setting of a server differs")
     now = base.replace(watermark=0.0, reserves=("growth", "bypass:bound=4"), enable_chunked_prefill=False)
     vllm, ours = lines_of(commands(now, base)["change"])
     assert shlex.split(vllm) == [

@@ -357,11 +357,11 @@ def test_every_preset_can_be_served(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("file", "words"),
     [
-        ("port: 1\nmax_num_seq: 4\n", ["line 2", "'max_num_seq' is no option", "did you mean max_num_seqs?"]),
+        ("port: 1\nmax_num_seq: 4\n", ["line 2", "'max_num_seq' is not an option", "did you mean max_num_seqs?"]),
         ("max-waiting-request: 4\n", ["line 1", "did you mean max_waiting_requests?"]),
         ("num_threads: 4\n", ["line 1", "did you mean threads?"]),
-        ("zzz: 1\n", ["'zzz' is no option", "--help"]),
-        ("1: 2\n", ["1 is no option"]),
+        ("zzz: 1\n", ["'zzz' is not an option", "--help"]),
+        ("1: 2\n", ["1 is not an option"]),
         ("port: 1\nport: 2\n", ["line 2", "port was set in line 1 already"]),
         ("max_num_seqs: 1\nmax-num-seqs: 2\n", ["line 2", "max-num-seqs was set in line 1 already"]),
         ("api_key: hidden\n", ["line 1", "secret", "api_key_file", "POINTSMAN_API_KEY"]),
