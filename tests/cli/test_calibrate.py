@@ -72,7 +72,7 @@ def test_the_last_line_is_json(pointsman: Callable[..., Any], log: Path, known: 
     assert known[0].config.max_steps_in_flight == 1 and known[0].config.num_blocks == 5000
 
 
-def test_a_log_that_is_none_leaves_no_profile(pointsman: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_log_leaves_no_profile(pointsman: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("when,how long\n1,2\n")
     for profile, before in ((tmp_path / "new.json", None), (tmp_path / "old.json", "{}")):
         if before is not None:
@@ -82,9 +82,7 @@ def test_a_log_that_is_none_leaves_no_profile(pointsman: Callable[..., Any], tmp
         assert (profile.read_text() if profile.exists() else None) == before
 
 
-def test_settings_beside_a_recording_have_no_effect_and_it_says_so(
-    pointsman: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_ignored_settings_beside_a_recording_are_reported(pointsman: Callable[..., Any], tmp_path: Path) -> None:
     write_observed(tmp_path / "recording.jsonl")
     plain = pointsman("calibrate", tmp_path / "recording.jsonl", "--json").json_lines[-1]
     assert not any("has no effect" in note for note in plain["notes"])
@@ -94,7 +92,7 @@ def test_settings_beside_a_recording_have_no_effect_and_it_says_so(
     assert {**found, "notes": [], "seconds": 0} == {**plain, "notes": [], "seconds": 0}
 
 
-def test_model_and_device_size_the_pool_and_begin_the_search(
+def test_model_and_device_size_the_pool_and_start_the_search(
     pointsman: Callable[..., Any], log: Path, known: list[fit.Problem], estimates: list[LinearStepTime | None]
 ) -> None:
     on = ("--model", "Llama-3.1-8B", "--device", "rtx-4090")

@@ -30,7 +30,7 @@ def recording(tmp_path: Path, lines: list[dict[str, Any]]) -> Path:
     return write_observed(tmp_path / "recording.jsonl", lines)
 
 
-def test_the_simulation_of_vllms_own_settings_is_what_happened(pointsman: Run, recording: Path) -> None:
+def test_a_simulation_with_vllms_settings_matches_the_recording(pointsman: Run, recording: Path) -> None:
     finished = pointsman("vllm", "compare", recording, "--json", "--ttft-target", "300ms", "--itl-target", "60ms")
     assert finished.code == 0, finished.err
     (found,) = finished.json_lines
@@ -46,7 +46,7 @@ def test_the_simulation_of_vllms_own_settings_is_what_happened(pointsman: Run, r
     assert any(found["rows"][name]["preemptions"] < measured["preemptions"] for name in others)
 
 
-def test_other_settings_can_be_added_and_the_table_says_what_it_means(pointsman: Run, recording: Path) -> None:
+def test_other_settings_can_be_added_and_the_table_is_explained(pointsman: Run, recording: Path) -> None:
     given = ("--setting", "max_num_seqs=2", "--setting", "preset=textbook", "--limit", 30)
     finished = pointsman("vllm", "compare", recording, *given)
     assert finished.code == 0, finished.err
@@ -86,7 +86,7 @@ def test_a_cut_recording_is_read_to_its_end(tmp_path: Path, lines: list[dict[str
 
 
 @pytest.mark.parametrize("command", [("vllm", "compare"), ("calibrate",)])
-def test_what_the_simulator_lacks_is_refused_by_name(pointsman: Run, tmp_path: Path, command: tuple[str, ...]) -> None:
+def test_features_the_simulator_lacks_are_refused(pointsman: Run, tmp_path: Path, command: tuple[str, ...]) -> None:
     lacking = ("2 KV groups (FullAttentionSpec, SlidingWindowSpec)", "speculative decoding (ngram)")
     finished = pointsman(*command, write_observed(tmp_path / "r.jsonl", observed_lines(3, lacking=lacking)))
     assert finished.code == 2
@@ -96,7 +96,7 @@ def test_what_the_simulator_lacks_is_refused_by_name(pointsman: Run, tmp_path: P
     )
 
 
-def test_it_is_not_replayed(recording: Path) -> None:
+def test_an_observed_recording_is_not_replayed(recording: Path) -> None:
     with pytest.raises(RecordingError, match=r"it was observed: vLLM 0\.32\.0 decided"):
         replay(recording.read_text().splitlines())
 

@@ -25,7 +25,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     return found
 
 
-def test_it_is_made_here_and_opened(pointsman: Run, opened: list[str], tmp_path: Path) -> None:
+def test_the_course_is_written_and_opened(pointsman: Run, opened: list[str], tmp_path: Path) -> None:
     made = pointsman("learn")
     page = tmp_path / "pointsman-course.html"
     assert (made.code, made.out) == (0, "pointsman-course.html\n")
@@ -42,7 +42,7 @@ def test_an_export_is_not_opened(pointsman: Run, opened: list[str], tmp_path: Pa
     assert opened == [(tmp_path / "course.html").as_uri()]
 
 
-def test_what_cannot_be_written(pointsman: Run, opened: list[str], tmp_path: Path) -> None:
+def test_an_unwritable_path_is_refused(pointsman: Run, opened: list[str], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     check_refused(pointsman("learn", "--out", "file/course.html"), "cannot write file/course.html: ")
     assert opened == []

@@ -53,7 +53,7 @@ def test_the_page_and_its_film(tmp_path: Path) -> None:
         ([], "there is nothing to play"),
     ],
 )
-def test_what_cannot_be_shown(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["play", *words])
     assert ended.value.code

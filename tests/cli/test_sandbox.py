@@ -50,7 +50,7 @@ def test_it_serves_until_ctrl_c(pointsman: Run, tmp_path: Path) -> None:
     assert (process.returncode, error) == (0, "")
 
 
-def test_what_is_refused(pointsman: Run, tmp_path: Path) -> None:
+def test_wrong_options_are_refused(pointsman: Run, tmp_path: Path) -> None:
     check_refused(pointsman("play"), "nothing to play", "--sandbox")
     check_refused(pointsman("play", "run.film", "--port", 8000), "--port is 8000", "--sandbox")
     check_refused(pointsman("play", "--sandbox", "--out", "x.html"), "--out", "leave one of them out")
@@ -68,7 +68,7 @@ def lines_of(text: str) -> list[str]:
     return [line for line in text.splitlines() if line and not line.startswith("#")]
 
 
-def test_what_is_copied_of_a_change_is_the_change() -> None:
+def test_copied_commands_contain_only_the_change() -> None:
     """To put into one's own command; a setting that becomes the default again is in it, too."""
     base = SchedulerConfig(num_blocks=1200, max_model_len=40960, watermark=0.04, reserves=("growth",))
     assert commands(base, base)["change"].startswith("# no setting of a server differs")
@@ -89,7 +89,7 @@ def test_what_is_copied_of_a_change_is_the_change() -> None:
     assert "# the pool" not in commands(base.replace(num_blocks=2560), base)["all"]
 
 
-def test_what_is_said_of_a_film(pointsman: Run, tmp_path: Path) -> None:
+def test_the_text_about_a_film(pointsman: Run, tmp_path: Path) -> None:
     film = tmp_path / "run.film"
     assert pointsman("simulate", "--requests", 20, "--seed", 1, "--film", film).code == 0
     scene, about = scene_of(film)
@@ -99,7 +99,7 @@ def test_what_is_said_of_a_film(pointsman: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [each.name for each in SITUATIONS])
-def test_the_servers_take_the_settings_that_are_copied(name: str) -> None:
+def test_servers_accept_the_copied_settings(name: str) -> None:
     """Before and after the change that a situation proposes; further policies with it."""
     sandbox = Sandbox()
     policies = {"victim": "least-cost:max_preemptions=3", "reserves": ["growth", "bypass:bound=4"]}

@@ -128,7 +128,7 @@ def test_no_gain_where_the_defaults_meet_the_targets(pointsman: Run) -> None:
     assert "--max-num-batched-tokens 8192 --max-num-seqs 1024" in printed
 
 
-def test_targets_that_nothing_meets(pointsman: Run) -> None:
+def test_impossible_targets(pointsman: Run) -> None:
     finished = pointsman("tune", *SMALL, "--ttft-p99", "1ms")
     printed = words(finished)
     assert "Nothing meets the targets" in printed and "The lowest TTFT p99 of any is" in printed

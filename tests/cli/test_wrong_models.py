@@ -97,7 +97,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("typed", "words"), TYPED, ids=[typed for typed, _ in TYPED])
-def test_what_is_no_model_is_refused(pointsman: Run, hub: Hub, files: None, typed: str, words: tuple[str, ...]) -> None:
+def test_wrong_models_are_refused(pointsman: Run, hub: Hub, files: None, typed: str, words: tuple[str, ...]) -> None:
     if typed.startswith("serve"):
         pytest.importorskip("fastapi")
         typed += " --port 0"

@@ -67,7 +67,7 @@ def test_a_small_log_is_predicted(small: Calibration) -> None:
     assert small.profile.training_errors["num_requests"] == 20
 
 
-def test_settings_that_the_engine_did_not_have_are_suspected(small: Calibration) -> None:
+def test_a_poor_fit_suspects_the_settings(small: Calibration) -> None:
     assert not any("the fit misses" in note for note in small.profile.notes)
     log = measured_log(40, np.inf, settings=replace(SETTINGS, max_num_seqs=4), output=20)
     found = short_fit(log, replace(SETTINGS, max_num_seqs=64))
@@ -212,12 +212,12 @@ def test_outputs_of_one_token_have_no_tpot() -> None:
         (30, 3, "train is 3; a fit needs at least 10 requests"),
     ],
 )
-def test_too_few_requests(count: int, train: int | None, wrong: str) -> None:
+def test_too_few_requests_are_refused(count: int, train: int | None, wrong: str) -> None:
     with pytest.raises(CalibrationError, match=wrong):
         from_requests(measured_log(count), SETTINGS, train=train)
 
 
-def test_times_that_contradict_themselves() -> None:
+def test_contradictory_times_are_refused() -> None:
     log = measured_log(30)
     early = [*log[:-1], replace(log[-1], first_token=log[-1].queued)]
     with pytest.raises(CalibrationError, match=r"log, request r29: its first token came 0 s after it was queued"):
@@ -238,7 +238,7 @@ def test_times_that_contradict_themselves() -> None:
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
     ],
 )
-def test_settings_that_the_log_contradicts(changes: dict[str, Any], wrong: str) -> None:
+def test_settings_that_contradict_the_log_are_refused(changes: dict[str, Any], wrong: str) -> None:
     with pytest.raises(CalibrationError, match=wrong):
         from_requests(measured_log(30), replace(SETTINGS, **changes))
 
@@ -299,7 +299,7 @@ def attention_steps(truth: LinearStepTime, count: int, prompt: int, seed: int, s
     return np.array(loads, dtype=float), seconds * np.exp(scatter * rng.standard_normal(count))
 
 
-def test_short_prompts_that_scatter_do_not_make_long_ones_slow() -> None:
+def test_scatter_of_short_prompts_does_not_slow_long_ones() -> None:
     """Coefficients cannot be negative, so a square term that is fitted to noise only ever makes long prompts slower."""
     pytest.importorskip("scipy")
     truth = LinearStepTime(per_step=5e-3, per_row=2e-4, per_token=1e-4, per_attended=1e-8)
@@ -311,7 +311,7 @@ def test_short_prompts_that_scatter_do_not_make_long_ones_slow() -> None:
     assert abs(np.mean(errors)) < 0.1 and np.std(errors) < 0.25
 
 
-def test_attention_that_a_log_shows_is_believed() -> None:
+def test_attention_in_a_log_overrides_the_prior() -> None:
     """However far it is from what models usually need."""
     pytest.importorskip("scipy")
     truth = LinearStepTime(per_step=5e-3, per_row=2e-4, per_token=1e-5, per_attended=5e-8)
@@ -386,7 +386,7 @@ def test_steps_that_become_slower_are_noted(tmp_path: Path) -> None:
     assert "together by -6" in note and "Record longer" in note
 
 
-def test_loads_that_come_late_in_a_recording_are_part_of_its_profile(tmp_path: Path) -> None:
+def test_a_profile_includes_late_loads_of_its_recording(tmp_path: Path) -> None:
     """A server is measured from idle to busy; a profile of its first half alone would not know the busy steps."""
     pytest.importorskip("scipy")
     rng = np.random.default_rng(5)
@@ -414,7 +414,7 @@ def test_loads_that_come_late_in_a_recording_are_part_of_its_profile(tmp_path: P
     assert first_half.profile.step_time.of_step(busy) < 0.6 * seconds_of(busy)
 
 
-def test_what_the_host_does_between_steps_counts(tmp_path: Path) -> None:
+def test_host_time_between_steps_counts(tmp_path: Path) -> None:
     """Where it was busy: a fifth of each step here. A pause between two steps does not count."""
     pytest.importorskip("scipy")
     plain = calibrate(recording(tmp_path, is_timed=True))
@@ -483,7 +483,7 @@ def test_a_broken_profile_is_named(tmp_path: Path, changes: dict[str, Any], wron
     assert wrong in str(caught.value)
 
 
-def test_what_is_no_profile_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_profile_is_named(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     for text in ("[1]", "{", ""):
         path.write_text(text)
@@ -506,7 +506,7 @@ def profile() -> Profile:
     )
 
 
-def test_extrapolation_is_warned_of() -> None:
+def test_extrapolation_gives_a_warning() -> None:
     def warnings(*load: int) -> list[str]:
         hull = Hull()
         hull.add(StepLoad(*load))

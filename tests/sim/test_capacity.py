@@ -83,7 +83,7 @@ def test_a_rate_far_below_the_throughput() -> None:
     assert len(found.probes) < 20
 
 
-def test_equal_questions_have_equal_answers() -> None:
+def test_equal_questions_have_equal_results() -> None:
     first, second = (highest_rate(question(0.3, arriving=at_random, count=50)) for _ in range(2))
     assert first.probes == second.probes
 
@@ -117,7 +117,7 @@ def test_refused_requests_are_misses() -> None:
     assert 0 < probe.num_refused < 10 and probe.share == 1 - probe.num_refused / 10
 
 
-def test_requests_that_are_all_refused_say_why() -> None:
+def test_an_error_says_why_all_requests_are_refused() -> None:
     with pytest.raises(SimulationError, match=r"all 10 requests are refused.* 100 tokens and max_model_len is 64"):
         highest_rate(of_prompts(100))
 
@@ -140,14 +140,14 @@ def test_ranges_that_are_too_low_or_too_high() -> None:
     assert enough.meets.num_replicas == 6
 
 
-def test_a_short_probe_is_known_as_one() -> None:
+def test_a_short_probe_is_recognised() -> None:
     targets = Targets(ttft=0.15)
     assert not highest_rate(question(0.15)).is_short(targets)
     assert highest_rate(question(0.15, count=20)).is_short(targets)
 
 
 @pytest.mark.parametrize(("e2e_mean", "is_short"), [(28.0, True), (5.0, False)])
-def test_a_probe_that_its_requests_outlast_is_short(e2e_mean: float, is_short: bool) -> None:
+def test_a_probe_shorter_than_its_requests_is_short(e2e_mean: float, is_short: bool) -> None:
     """300 requests arrive in a minute."""
     best = Probe(5.0, 1, 1.0, 0.1, 0.02, e2e_mean, 0.05, 4.0, 300, 0, meets=True)
     assert Capacity(meets=best).is_short(Targets(ttft=0.5)) is is_short
@@ -168,7 +168,7 @@ def test_each_probe_is_reported_as_it_is_made() -> None:
     assert seen == found.probes
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_arguments_out_of_range_are_refused() -> None:
     with pytest.raises(SimulationError, match="share is 0"):
         question(1, share=0)
     with pytest.raises(SimulationError, match="no target"):
@@ -210,7 +210,7 @@ def of_users(ttft: float, *, most_requests: int | None = None) -> Question:
 
 
 @pytest.mark.parametrize(("ttft", "num_replicas"), short_of([(0.35, 1), (0.8, 1), (0.35, 2)], [(0.35, 2)]))
-def test_the_most_users_are_those_that_a_count_finds(ttft: float, num_replicas: int) -> None:
+def test_the_maximum_number_of_users_equals_a_linear_search(ttft: float, num_replicas: int) -> None:
     asked = of_users(ttft)
     found = most_users(asked, num_replicas, tolerance=0.001)
     assert found.meets is not None and found.misses is not None
@@ -221,20 +221,20 @@ def test_the_most_users_are_those_that_a_count_finds(ttft: float, num_replicas: 
     assert all(meets[: most - 2]) and not any(meets[most + 2 :]), "but for noise at the edge"
 
 
-def test_users_send_what_their_thinking_and_the_answers_leave_time_for() -> None:
+def test_the_rate_of_users_follows_from_thinking_and_latency() -> None:
     probe = of_users(10.0).probe(4, 1)
     cycle = THINKING + SECONDS + 0.03  # now and then one waits for another
     assert probe.num_users == 4
     assert probe.rate == pytest.approx(4 / cycle, rel=0.25)
 
 
-def test_as_many_users_as_there_are_requests_are_the_most_that_can_be_asked_for() -> None:
+def test_the_search_ends_at_one_user_for_each_request() -> None:
     found = most_users(of_users(100.0, most_requests=40))
     assert found.misses is None and found.meets is not None
     assert found.meets.num_users == 64 and found.meets.num_requests == 40
 
 
-def test_one_user_may_be_too_many() -> None:
+def test_even_one_user_may_miss_the_targets() -> None:
     found = most_users(of_users(0.01))
     assert found.meets is None and len(found.probes) == 1
 

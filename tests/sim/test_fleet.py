@@ -77,7 +77,7 @@ def test_two_replicas_have_the_hit_rate_that_two_engines_have(per_step: float) -
     assert abs(rate - 0.825) <= 0.03
 
 
-def test_other_rules_lose_what_the_pools_cannot_hold_twice() -> None:
+def test_other_rules_have_lower_hit_rates() -> None:
     """Measured with a real router in turns: 0.57."""
     assert abs(simulated_hit_rate(2, POOL, 96, "round-robin") - 0.57) <= 0.03
     assert simulated_hit_rate(1, 2 * POOL, 96) > 0.8

@@ -64,7 +64,7 @@ def with_prefixes(seed: int) -> Stretch:
     return Stretch(tuple(arrivals), time)
 
 
-def test_what_a_finished_request_had_swapped_is_gone_for_the_next_one_in_either_way() -> None:
+def test_swapped_blocks_of_finished_requests_are_not_reused() -> None:
     """The host hears of an end by the next output: no steps are done at once before."""
     step_time, memory = LinearStepTime(per_step=0.01, per_row=1e-4, per_token=1e-4), HostMemory(12_800, 4.0, 1e6)
     settings = SchedulerConfig(
@@ -75,7 +75,7 @@ def test_what_a_finished_request_had_swapped_is_gone_for_the_next_one_in_either_
         same(fast, simulate(with_prefixes(4 + seed), settings, step_time, host_memory=memory, is_stepping=True))
 
 
-def test_a_step_takes_as_long_as_its_copies_more() -> None:
+def test_copies_add_to_the_time_of_a_step() -> None:
     settings = config(**SHORT, preemption_mode="swap")
     found = []
     for bandwidth in (1e8, 1e6):
@@ -120,7 +120,7 @@ def test_long_outputs_recompute_little_and_a_slow_link_costs_little() -> None:
     assert swapped.counts.copied_blocks["restored"] > swapped.counts.copied_blocks["offloaded"] / 2
 
 
-def test_the_size_of_kv_and_the_link_are_those_of_the_model_and_the_device() -> None:
+def test_kv_size_and_bandwidth_follow_from_model_and_device() -> None:
     memory = HostMemory.of(2**30, LLAMA, RTX_4090)
     assert memory.bytes_per_token == 2 * 32 * 8 * 128 * 2, "keys and values, layers, heads, elements, bytes"
     assert memory.bandwidth == 0.8 * 32e9
@@ -138,6 +138,6 @@ def test_the_size_of_kv_and_the_link_are_those_of_the_model_and_the_device() -> 
         (MEMORY, {"enable_prefix_caching": False}, "enable_prefix_caching is off; switch it on"),
     ],
 )
-def test_what_cannot_work_is_refused(memory: HostMemory | None, overrides: dict[str, Any], words: str) -> None:
+def test_impossible_settings_are_refused(memory: HostMemory | None, overrides: dict[str, Any], words: str) -> None:
     with pytest.raises(SimulationError, match=words):
         simulate(workload(1), config(**overrides), STEP_TIME, host_memory=memory)

@@ -140,7 +140,7 @@ def test_intervals_cover_the_true_value() -> None:
         assert one_by_one[name] / (num_runs / 4) <= 0.8, (name, one_by_one)
 
 
-def test_what_says_too_little_has_no_interval(outcome: Outcome) -> None:
+def test_too_few_values_have_no_interval(outcome: Outcome) -> None:
     report = figures(outcome, config())
     assert report.ttft.count < 500
     assert report.ttft.p50.low is not None
@@ -307,7 +307,7 @@ def test_combined_reports_have_the_interval_over_seeds() -> None:
     assert combine(reports[:1]) == reports[0]
 
 
-def test_only_what_is_alike_is_combined() -> None:
+def test_only_similar_reports_are_combined() -> None:
     with pytest.raises(ValueError, match="no reports"):
         combine([])
     with pytest.raises(ValueError, match="differ in their seed"):
@@ -386,7 +386,7 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [empty, single, all_refused, cut_short])
-def test_little_or_nothing_gives_a_report(make: Any, tmp_path: Path) -> None:
+def test_empty_and_tiny_runs_give_a_report(make: Any, tmp_path: Path) -> None:
     outcome = make()
     report = figures(outcome, config(), ttft_target=1.0, price_per_hour=1.0)
     json.dumps(report.to_dict(), allow_nan=False)
@@ -441,7 +441,7 @@ def test_slices_of_the_trace_nest(name: str, request: pytest.FixtureRequest, tmp
     assert "cut" not in trace["otherData"]
 
 
-def test_a_long_trace_is_cut_and_says_so(outcome: Outcome, tmp_path: Path) -> None:
+def test_a_long_trace_is_cut_with_a_note(outcome: Outcome, tmp_path: Path) -> None:
     write_trace(outcome, tmp_path / "trace.json", max_requests=7, max_points=50)
     trace = json.loads((tmp_path / "trace.json").read_text())
     requests = [event for event in trace["traceEvents"] if event.get("name", "").startswith("request ")]
