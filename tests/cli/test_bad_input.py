@@ -1,4 +1,4 @@
-"""Bad input, tried as a new user would: one clear line on stderr, exit code 2, nothing on stdout, no traceback."""
+"""Bad input as from a new user: one clear line on stderr, exit code 2, nothing on stdout, no traceback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Run = Callable[..., Finished]
 
 
 def check_refused(finished: Finished, *words: str) -> None:
-    """One line that says all of `words`, and nothing else went out."""
+    """The output is one line that contains all of `words`."""
     assert finished.code == 2
     assert finished.out == ""
     assert len(finished.errors) == 1, finished.err

@@ -28,13 +28,13 @@ def log(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def estimates() -> list[LinearStepTime | None]:
-    """Where the search was to begin, beside its own starts."""
+    """The estimates with which searches were called."""
     return []
 
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch, estimates: list[LinearStepTime | None]) -> list[fit.Problem]:
-    """The search finds the truth at once; what it was given."""
+    """Replaces the search by one that returns the true step times; yields its problems."""
     given: list[fit.Problem] = []
 
     def found(problem: fit.Problem, *, estimate: LinearStepTime | None, **_: Any) -> LinearStepTime:
@@ -137,7 +137,7 @@ def test_errors_are_one_line(pointsman: Callable[..., Any], log: Path, tmp_path:
 
 @pytest.mark.long
 def test_the_search_uses_processes_and_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes find what one does."""
+    """Two processes find the same as one."""
     monkeypatch.setattr(fit, "STARTS", dict(list(fit.STARTS.items())[:2]))
     monkeypatch.setattr(fit, "FIRST", fit.FIRST[:1])
     monkeypatch.setattr(fit, "MORE", fit.MORE[:1])

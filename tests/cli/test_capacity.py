@@ -1,4 +1,4 @@
-"""`pointsman capacity`: the answer, its bracket, and what has none."""
+"""`pointsman capacity`: the result, its bracket, and cases without one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL = ("--requests", 50, "--tolerance", 0.2)
 
 
 def profile(max_rows: int) -> Profile:
-    """Of a log with at most that many requests at a time."""
+    """A profile of a log with at most this number of requests at a time."""
     hull = Hull()
     hull.add(StepLoad(1, 1, 1, 1, 0))
     hull.add(StepLoad(3000, max_rows, 1000 * max_rows, 10**7, max_rows))
@@ -72,7 +72,7 @@ def test_json_has_the_bracket_and_the_probes(pointsman: Run) -> None:
 
 
 def test_extrapolation_at_the_result_gives_a_warning(pointsman: Run, tmp_path: Path) -> None:
-    """Of the probe that meets the targets, not of those under overload."""
+    """The warning is about the probe that meets the targets, not about those under overload."""
     saved = profile(max_rows=4)
     saved.save(tmp_path / "profile.json")
     given = ("capacity", *SMALL, "--ttft-target", "1s", "--profile", tmp_path / "profile.json")
@@ -136,7 +136,7 @@ def test_gaps_that_miss_the_target_have_a_remedy(pointsman: Run) -> None:
 
 
 def test_a_target_on_gaps_differs_from_the_p99_of_all_gaps(pointsman: Run) -> None:
-    """Long prompts delay one token of each of the others: most gaps are short, the longest of a request is not."""
+    """Long prompts delay one token of each other request: most gaps are short, but the longest of a request is not."""
     lengths = ("--prompt-tokens", 6000, "--output-tokens", 300, "--requests", 60, "--tolerance", 0.5)
     finished = pointsman("capacity", *lengths, "--itl-target", "30ms")
     printed = words(finished)

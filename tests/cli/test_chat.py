@@ -1,4 +1,4 @@
-"""`pointsman chat` against a real server; and against sockets that answer as no sound server would."""
+"""`pointsman chat` against a real server, and against sockets with broken responses."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_question_that_is_refused_does_not_end_the_conversation(server: Server
     assert complete(server, [{"role": "user", "content": "A list"}], 5) in finished.out
 
 
-# ---------------------------------------------------------------------- servers that are not sound
+# ---------------------------------------------------------------------- broken servers
 
 MODELS = json.dumps({"data": [{"id": "demo"}]})
 
@@ -130,7 +130,7 @@ class Canned(socketserver.ThreadingTCPServer):
         self.answer = answer
         self.asked: list[Any] = []
         self.num_cut_off = 0
-        """Answers whose reader went away."""
+        """Number of responses whose reader disconnected."""
         super().__init__(("127.0.0.1", 0), CannedHandler)
 
     @property
@@ -261,7 +261,7 @@ class Terminal:
         os.write(self._master, keys.encode())
 
     def wait_for(self, text: str, seconds: float = 60) -> None:
-        """Until `text` has been shown; what was shown before it is forgotten."""
+        """Wait until `text` is shown; earlier output is forgotten."""
         assert self.shows(text, seconds), f"not shown: {text!r}; but: {self._shown[-500:]!r}"
 
     def shows(self, text: str, seconds: float) -> bool:

@@ -1,4 +1,4 @@
-"""`pointsman vllm compare`: a recording of which everything is known, and recordings that cannot be compared."""
+"""`pointsman vllm compare`: a recording with known step times, and recordings that cannot be compared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Change = Callable[[list[dict[str, Any]]], object]
 
 @pytest.fixture(scope="module")
 def lines() -> list[dict[str, Any]]:
-    """Of a server whose pool is too small, so that requests are preempted."""
+    """Recorded from a server with a small pool, so that requests are preempted."""
     return observed_lines(60, num_blocks=90, rate=30.0)
 
 

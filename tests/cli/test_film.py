@@ -1,4 +1,4 @@
-"""`pointsman film`: from a recording to a film, and what it prints of one."""
+"""`pointsman film`: makes a film from a recording, and prints it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_life_of_one_request(pointsman: Run, recording: Path) -> None:
 
 
 def test_a_life_by_the_id_that_the_client_knows(pointsman: Run, tmp_path: Path) -> None:
-    """A server runs the answer cmpl-a as the request cmpl-a-1f, or cmpl-a-0-1f and cmpl-a-1-1f."""
+    """A server runs the completion cmpl-a as the request cmpl-a-1f, or cmpl-a-0-1f and cmpl-a-1-1f."""
     path = tmp_path / "run.jsonl"
     with path.open("w") as file:
         scheduler = Scheduler(SchedulerConfig(num_blocks=8, max_model_len=32), recorder=Recorder(file))

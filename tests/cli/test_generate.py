@@ -1,4 +1,4 @@
-"""`pointsman generate` and `pointsman replay` on a tiny model: what they print, and what they leave behind."""
+"""`pointsman generate` and `pointsman replay` on a tiny model: their output, and the files that they leave."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.forked_engines import start_command
 Run = Callable[..., Finished]
 ROOT = Path(__file__).parents[2]
 DEMO_MODEL = ROOT / "pointsman" / "engine" / "demo" / "model.safetensors"
-# Six requests of 40 + 60 tokens want 42 blocks of 16; with 18 they cannot all stay.
+# Six requests of 40 + 60 tokens need 42 blocks of 16; with 18 they cannot all stay.
 PRESSURE = ["--num-blocks", 18, "--max-tokens", 60, "--ignore-eos"]
 
 
@@ -309,7 +309,7 @@ def test_ctrl_c_aborts_and_prints_the_summary(model: str, tmp_path: Path) -> Non
 def test_ctrl_c_aborts_running_requests(pointsman: Run, model: str, tmp_path: Path) -> None:
     recording = tmp_path / "run.jsonl"
     prompts = tmp_path / "prompts.jsonl"
-    # One that ends at once tells that the others run; they go on for 500 steps each.
+    # A request that ends at once shows that the others run; these continue for 500 steps each.
     short = {"prompt": "a", "max_tokens": 1, "ignore_eos": True}
     prompts.write_text("\n".join(json.dumps(short | {"max_tokens": length}) for length in (1, 500, 500, 500)))
     command = ["generate", "--model", model, "--prompts", str(prompts), "--json", "--record", str(recording)]

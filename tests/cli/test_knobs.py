@@ -1,4 +1,4 @@
-"""From knobs to arguments of the engine: a preset underneath, sizes in bytes, complaints before a model is loaded."""
+"""From knobs to arguments of the engine: presets, sizes in bytes, errors before a model is loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Run = Callable[..., Finished]
 
 @pytest.fixture(autouse=True)
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the machine of the tests has."""
+    """Independent of the machine that runs the tests."""
     monkeypatch.setattr(knobs_module, "has_gpu_driver", lambda: False)
 
 

@@ -1,4 +1,4 @@
-"""Every command that reads requests from a file says how many rows it read, how many it left out, and why."""
+"""Every command that reads requests from a file reports how many rows it read, how many it left out, and why."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMMANDS = {
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """61 rows of BurstGPT: 12 requests failed, and one row is of no request."""
+    """61 rows of BurstGPT: 12 requests failed, and one row is not a request."""
     path = tmp_path / "trace.csv"
     rows = [f"{30 * at},ChatGPT,{100 if at else 0},{10 if at % 5 else 0},110,API log" for at in range(61)]
     path.write_text("\n".join(["Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type", *rows]))

@@ -1,4 +1,4 @@
-"""`pointsman play --socket`: what a running vLLM decides, in a page on this machine."""
+"""`pointsman play --socket`: the decisions of a running vLLM, in a page on this machine."""
 
 from __future__ import annotations
 

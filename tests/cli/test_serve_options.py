@@ -1,4 +1,4 @@
-"""`pointsman serve`: where each setting comes from, and what is refused before a model is loaded."""
+"""`pointsman serve`: the source of each setting, and errors before a model is loaded."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ NOT_OPTIONS = {
 
 
 def engine_defaults() -> dict[str, Any]:
-    """What `Engine` can be called with, and what holds if it is not."""
+    """The arguments of `Engine`, with their defaults."""
     pytest.importorskip("torch")
     from pointsman.engine import Engine
 
@@ -96,7 +96,7 @@ def test_both_commands_have_every_knob() -> None:
         for knob in KNOBS:
             option = "--" + knob.replace("_", "-")
             if options[knob].multiple:
-                option = option.removesuffix("s")  # repeated, one at a time
+                option = option.removesuffix("s")  # a repeatable option has a singular name
             assert option in options[knob].opts
 
 
@@ -114,7 +114,7 @@ def test_the_help_has_the_defaults() -> None:
     assert told >= 15
 
 
-# ---------------------------------------------------------------------- where a value comes from
+# ---------------------------------------------------------------------- the source of a value
 
 
 def test_the_default_is_the_demo_model_on_this_machine_only(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Operated]:
-    """Two run, two wait; the first of them for a seat."""
+    """Two requests run, two wait; the first waiting one needs a sequence slot."""
     with operated(tmp_path / "s") as host:
         for name in ("cmpl-a-0-x", "cmpl-a-1-y", "cmpl-b-0-z", "cmpl-c-0-w"):
             host.add(name)
@@ -141,7 +141,7 @@ def test_metrics_are_what_prometheus_reads(host: Operated, run: Run) -> None:
 
 
 def test_the_seconds_of_a_recording_count_from_its_first_step(tmp_path: Path, run: Run) -> None:
-    """A load may begin long after the moment without requests at which the recording began."""
+    """A load may begin long after the time without requests at which the recording began."""
     with operated(tmp_path / "s") as host:
 
         def send() -> None:

@@ -1,4 +1,4 @@
-"""Capacity: bisection finds the rate that is known, and says so where there is none."""
+"""Capacity: bisection finds the known rate, and reports if there is none."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.forms import short_of
 
 ONE_AT_A_TIME = SchedulerConfig(num_blocks=8, max_model_len=64, max_num_seqs=1, max_num_batched_tokens=32)
 SECONDS = 0.1
-"""Of a request: one step. So a replica serves ten a second, and evenly spaced requests do not wait for each other."""
+"""Seconds of a request: one step. A replica serves ten a second, and evenly spaced requests never wait."""
 
 
 def evenly(rate: float, count: int) -> Workload:
@@ -56,7 +56,7 @@ def question(
 
 
 def nested(found: Capacity) -> tuple[Probe, Probe]:
-    """Both sides of the bracket: no probe contradicts them."""
+    """Both sides of the bracket; no probe contradicts them."""
     assert found.meets is not None and found.misses is not None
     assert found.meets.rate < found.misses.rate
     for probe in found.probes:
@@ -69,14 +69,14 @@ def nested(found: Capacity) -> tuple[Probe, Probe]:
 def test_the_highest_rate_of_replicas_that_serve_ten_a_second_each(num_replicas: int) -> None:
     meets, misses = nested(highest_rate(question(0.15), num_replicas, tolerance=0.01))
     assert meets.rate <= misses.rate <= meets.rate * 1.01
-    # A queue that grows by less than half a request while 100 come does not show.
+    # A queue that grows by less than half a request in 100 arrivals does not show.
     assert 10 * num_replicas * 0.99 <= meets.rate <= 10 * num_replicas * 1.02
     assert meets.num_replicas == num_replicas
     assert meets.ttft_p99 == pytest.approx(SECONDS, abs=0.05)
 
 
 def test_a_rate_far_below_the_throughput() -> None:
-    """Random arrivals, and a target that leaves no time to wait: hardly two of a hundred requests may meet."""
+    """Random arrivals, and a target that leaves no time to wait: at most two of a hundred requests may meet."""
     found = highest_rate(question(0.1001, arriving=at_random))
     meets, _ = nested(found)
     assert 0.02 < meets.rate < 0.5
@@ -192,7 +192,7 @@ THINKING = 0.9
 
 
 def of_users(ttft: float, *, most_requests: int | None = None) -> Question:
-    """Users who think for 0.9 s, of servers that take 0.1 s for each request."""
+    """Users who think for 0.9 s, on servers that take 0.1 s for each request."""
 
     def workload(users: float) -> Workload:
         count = 20 * int(users) if most_requests is None else most_requests
@@ -218,12 +218,12 @@ def test_the_maximum_number_of_users_equals_a_linear_search(ttft: float, num_rep
     assert most is not None and too_many == most + 1
     meets = [asked.probe(users, num_replicas).meets for users in range(1, most + 5)]
     assert meets[most - 1] and not meets[most]
-    assert all(meets[: most - 2]) and not any(meets[most + 2 :]), "but for noise at the edge"
+    assert all(meets[: most - 2]) and not any(meets[most + 2 :]), "except for noise at the edge"
 
 
 def test_the_rate_of_users_follows_from_thinking_and_latency() -> None:
     probe = of_users(10.0).probe(4, 1)
-    cycle = THINKING + SECONDS + 0.03  # now and then one waits for another
+    cycle = THINKING + SECONDS + 0.03  # now and then a request waits for another
     assert probe.num_users == 4
     assert probe.rate == pytest.approx(4 / cycle, rel=0.25)
 

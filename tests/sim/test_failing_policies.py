@@ -1,4 +1,4 @@
-"""Policies of another package that fail in a simulation: it goes on with the default in their place."""
+"""Failing policies of another package: a simulation continues with the default policy in their place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host memory in the simulator: steps done at once change nothing; what copies cost, and what they save."""
+"""Host memory in the simulator: steps done at once change nothing; the cost and the savings of copies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHORT = {"num_blocks": 33, "full_sequence_must_fit": False}
     ids=["ample", "little", "slow"],
 )
 def test_decodes_at_once_change_nothing(mode: str, memory: HostMemory) -> None:
-    """With ample memory, with little, and over a link so slow that it is not clear what is cheaper."""
+    """With ample memory, with little, and over a slow link, where neither choice is clearly cheaper."""
     settings = config(**SHORT, preemption_mode=mode)
     for seed in seeds(2, 10):
         fast = simulate(workload(seed), settings, STEP_TIME, host_memory=memory)
@@ -47,7 +47,7 @@ def test_decodes_at_once_change_nothing(mode: str, memory: HostMemory) -> None:
 
 
 def with_prefixes(seed: int) -> Stretch:
-    """60 requests that share prefixes, so that what a finished one leaves is found by the next."""
+    """60 requests that share prefixes, so that requests find the blocks of finished ones."""
     draw, time, arrivals = random.Random(seed), 0.0, []
     for index in range(60):
         time += draw.expovariate(4)
@@ -65,7 +65,8 @@ def with_prefixes(seed: int) -> Stretch:
 
 
 def test_swapped_blocks_of_finished_requests_are_not_reused() -> None:
-    """The host hears of an end by the next output: no steps are done at once before."""
+    """In single steps and in steps at once. The host learns of an end from the next output, and no steps are done at
+    once before it."""
     step_time, memory = LinearStepTime(per_step=0.01, per_row=1e-4, per_token=1e-4), HostMemory(12_800, 4.0, 1e6)
     settings = SchedulerConfig(
         num_blocks=60, max_model_len=600, max_num_seqs=8, max_num_batched_tokens=256, preemption_mode="swap"
@@ -100,7 +101,7 @@ def long_outputs(memory: HostMemory | None, mode: str = "recompute") -> tuple[Ou
 
 
 def test_long_outputs_recompute_little_and_a_slow_link_costs_little() -> None:
-    """At most 5 % of all tokens are recomputed; with a hundredth of the bandwidth it is as without host memory."""
+    """At most 5 % of all tokens are recomputed. A hundredth of the bandwidth is like no host memory."""
     memory = HostMemory.of(64 * 2**30, LLAMA, RTX_4090)
     plain, swapped, slow = (
         figures(*long_outputs(given, mode), num_bootstrap=0)

@@ -1,4 +1,4 @@
-"""Reports: the figures are those of the simulation, the intervals cover, and what is written can be read."""
+"""Reports: the figures match the simulation, the intervals cover, and the files can be read."""
 
 from __future__ import annotations
 
@@ -117,9 +117,9 @@ def test_repeated_values_and_counts_have_the_same_intervals() -> None:
 
 
 def test_intervals_cover_the_true_value() -> None:
-    """Neighbours that are alike: an autoregressive process of known distribution, in 60 runs.
+    """Correlated neighbours: an autoregressive process of known distribution, in 60 runs.
 
-    95 % intervals cover in 57 of them; with blocks of one value, as if neighbours were independent, in far fewer.
+    95 % intervals cover in 57 of them. With blocks of one value, which assume independence, far fewer do.
     """
     truth = {"mean": 0.0, "p50": 0.0, "p90": 1.2816}
     num_runs, num_values = 60, 600
@@ -207,7 +207,7 @@ def test_one_request() -> None:
 
 
 def test_idle_time_counts() -> None:
-    """Two requests of two steps, four seconds apart: four seconds of six are busy."""
+    """Two requests of two steps, four seconds apart: four of six seconds are busy."""
     two = Listed([(1.0, SimRequest("a", 4, 2)), (5.0, SimRequest("b", 4, 2))], {})
     report = figures(simulate(two, config(), LinearStepTime(per_step=1.0)), config())
     assert report.seconds.value == 6.0
@@ -269,7 +269,7 @@ def test_preemptions_and_the_prefix_cache() -> None:
 
 @pytest.mark.parametrize("name", ["outcome", "fleet"])
 def test_blocks_of_gaps_hold_gaps_of_one_time(name: str, request: pytest.FixtureRequest) -> None:
-    """Each block has its share of the gaps, and runs of decodes count where they happened."""
+    """Each block has its share of the gaps, and runs of decodes count at the time when they happened."""
     outcome: Outcome = request.getfixturevalue(name)
     values, counts = outcome.timings.gaps()
     runs = courses(outcome)

@@ -1,4 +1,4 @@
-"""Scenarios: what holds of each claim, and that the documentation shows what is found."""
+"""Scenarios: the verdict on each claim, and that the documentation shows it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HOLDS = {
     "preemption-responses": [True, True, False, True, True, True, True, False],
     "recommended-settings": [True, False, False, True, False, True, False, False],
 }
-"""Which parts of each claim are true."""
+"""The verdict on each part of each claim."""
 CHEAP = ("static-batching", "chunk-size", "watermark", "prefix-reuse", "preemption-recovery", "priority-inversion")
 
 

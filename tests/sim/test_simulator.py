@@ -1,4 +1,4 @@
-"""The simulator: time passes as the step times say, and decodes that are done at once change nothing."""
+"""The simulator: time passes by the step times, and decodes done at once change nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEP_TIME = LinearStepTime(per_step=6e-3, per_row=2e-5, per_token=8e-5, per_cont
 
 
 class Listed:
-    """A workload given as (time, request); each request may have one that follows it after a while."""
+    """A workload given as (time, request). A request may have a follower that arrives some time after its end."""
 
     def __init__(
         self, arrivals: list[tuple[float, SimRequest]], followers: dict[str, tuple[float, SimRequest]]
@@ -44,7 +44,7 @@ class Listed:
 
 
 def workload(seed: int, count: int = 60, *, with_followers: bool = True) -> Listed:
-    """Requests of all sizes, in bursts, some with shared prefixes, some that another one follows."""
+    """Requests of all sizes, in bursts, some with shared prefixes, some with a follower."""
     rng = np.random.default_rng(seed)
     arrivals, followers, now = [], {}, 0.0
     for index in range(count):
@@ -105,7 +105,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "watermark": {"num_blocks": 40, "watermark": 0.2, "decode_reserve": "mean"},
     "growth": {"num_blocks": 40, "reserves": ("growth",), "victim": "least-cost:max_preemptions=1"},
     "least cost": {"num_blocks": 33, "enable_prefix_caching": False, "victim": "least-cost"},
-    "few seats": {"max_num_seqs": 3},
+    "few sequence slots": {"max_num_seqs": 3},
     "static": {"batching": "static"},
     **{name: {**SYSTEMS[name], "max_num_seqs": 12, "max_num_batched_tokens": 300} for name in SYSTEMS},
 }
@@ -156,7 +156,7 @@ def test_one_request_takes_the_time_of_its_steps() -> None:
 
 
 def test_asynchronous_steps_see_arrivals_one_step_later() -> None:
-    """The step that begins at 1.0 was scheduled at 0.0, so a request of 0.5 runs from 2.0 on."""
+    """The step that begins at 1.0 was scheduled at 0.0, so a request that arrives at 0.5 runs from 2.0 on."""
     two = Listed([(0.0, SimRequest("a", 4, 9)), (0.5, SimRequest("b", 4, 2))], {})
     second = LinearStepTime(per_step=1.0)
     assert simulate(two, config(), second).timings.first_token.tolist() == [1.0, 2.0]

@@ -1,4 +1,4 @@
-"""Step times and KV blocks: equal in both calls, growing with every part of a load, plausible against datasheets."""
+"""Step times and KV blocks: both calls agree, every part of a load adds time, figures match datasheets."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_a_decode_of_llama_8b_on_an_h100_is_bound_by_its_weights() -> None:
     model = RooflineStepTime(shape=LLAMA, device=H100)
     (alone,) = model.of_decodes(1, 500, 1)
     fastest = LLAMA.num_active_params * 2 / H100.bandwidth
-    assert fastest < alone < 2 * fastest  # 4.5 to 9 ms; engines are reported between 6 and 8
+    assert fastest < alone < 2 * fastest  # 4.5 to 9 ms; reported for engines: 6 to 8
     (batch,) = model.of_decodes(64, 64 * 500, 1)
     assert alone < batch < 2 * alone  # 64 times the tokens
 
@@ -228,7 +228,7 @@ def test_the_caveat_names_model_and_device() -> None:
 
 @pytest.mark.parametrize("shape", [LLAMA, QWEN_MOE, GPT_OSS], ids=lambda shape: shape.name)
 def test_the_fitted_form_is_near_the_roofline(shape: ModelShape) -> None:
-    """At the load that it is made for, and at others with as much context in windows."""
+    """At the load for which it is made, and at others with the same share of context in windows."""
     model = RooflineStepTime(shape=shape, device=H100)
     typical = StepLoad.of_rows([(500, 1)] * 20 + [(0, 100)])
     for load in (

@@ -1,4 +1,4 @@
-"""Searches of settings: a known optimum is found, judged on other requests, and the same by any number of workers."""
+"""Searches of settings: they find a known optimum, judge it on other requests, and do not depend on the workers."""
 
 from __future__ import annotations
 
@@ -234,10 +234,10 @@ def test_registered_policies_are_among_the_values() -> None:
     assert {spec.partition(":")[0] for spec in values["eviction"]} == set(known("eviction"))
     reserves = {spec.partition(":")[0] for specs in values["reserves"] for spec in specs}
     assert reserves == set(known("reserve")) - HAVE_KNOBS
-    assert ("bypass:bound=4",) in values["reserves"], "a value that the policy says to try"
+    assert ("bypass:bound=4",) in values["reserves"], "a value that the policy declares to try"
     (order,) = (each for each in Space(BASE).tunables if each.name == "order")
     assert {"fcfs", "fcfs-front"} <= set(order.values)
-    assert not {"priority", "fair"} & set(order.values), "they change nothing where all requests say the same"
+    assert not {"priority", "fair"} & set(order.values), "they change nothing if all requests are alike"
     (eviction,) = (each for each in Space(BASE).tunables if each.name == "eviction")
     assert eviction.values == ("lru", "reuse", "reuse:share=0.5")
     without = Space(BASE.replace(enable_prefix_caching=False))

@@ -1,4 +1,4 @@
-"""Workloads: what arrives when, with which lengths, and which tokens its prompt has."""
+"""Workloads: arrival times, lengths, and the tokens of prompts."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_a_closed_loop_has_at_most_n_in_flight(think: Distribution) -> None:
     assert [r.index for _, _, r in done[:8]] == list(range(8))
     assert sorted(r.index for _, _, r in done) == list(range(500))
     assert most_at_once(done) == 8
-    assert done == run(workload, by_length), "the same again"
+    assert done == run(workload, by_length), "the workload is reproducible"
 
 
 def test_thinking_takes_time() -> None:
