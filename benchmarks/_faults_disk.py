@@ -108,7 +108,7 @@ def _replayed(recording: Path) -> Any:
 
 
 async def _load(server: WatchedServer, folder: Path, when_full: str) -> dict[str, Any]:
-    """Send requests until the disk is full, and the same number again; then free space, if the recording waits for it."""
+    """Send requests until the disk is full, and the same number again; then free space, if the recording waits."""
 
     async def fill() -> list[Exchange]:
         done: list[Exchange] = []

@@ -36,7 +36,7 @@ from _server_probe import read_metrics, run_async
 from _server_process import ServerProcess, free_port, start_server
 
 DRAIN_CLIENTS, DRAIN_PROMPT, DRAIN_TOKENS = 8, 200, 60
-"""Clients while a server ends, and the tokens of their requests: with such prompts, some requests fail without the delay."""
+"""Clients while a server ends, and the tokens of their requests. With such prompts, some fail without the delay."""
 NUM_BEFORE, NUM_AFTER = 20, 20
 """Number of requests before it is ended, and minimum number after it has ended."""
 POLICIES = ("round_robin", "kv_aware", "cache_aware")
