@@ -78,7 +78,7 @@ TABLES = {
 }
 
 
-def least_ratio(ours: str, peer: str, load: int) -> float | None:
+def min_ratio(ours: str, peer: str, load: int) -> float | None:
     """The target for the peer's seconds / ours; None: there is none."""
     if peer in PEERS:
         return 1.0
@@ -210,7 +210,7 @@ def check_ratios(
     for ours in (name for name, one in contenders.items() if one.is_ours):
         for peer in (name for name, one in contenders.items() if not one.is_ours):
             for load in loads:
-                least = least_ratio(ours, peer, load)
+                least = min_ratio(ours, peer, load)
                 if least is None:
                     continue
                 text = f"{comparison}: {pair(peer, ours)}, seconds, {load} at once"

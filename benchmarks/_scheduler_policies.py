@@ -109,7 +109,7 @@ def chosen(found: Found) -> dict[str, Any]:
     return {field: [found.name] if isinstance(DEFAULTS[field], tuple) else found.name}
 
 
-def most_allowed(policy: type[Policy]) -> float:
+def max_allowed(policy: type[Policy]) -> float:
     """The target for a policy: maximum ratio to a step without it."""
     listens = any(getattr(policy, event) is not getattr(Policy, event) for event in EACH_STEP)
     return MAX_FOR_A_LISTENER if listens or hasattr(policy, "lets_pass") else MAX
@@ -157,7 +157,7 @@ def report_policies(worker: WorkerProcess, names: Sequence[str], rounds: int, ta
             ratios[each][situation.name] = round(median(values), 3)
     rows: list[list[object]] = []
     for each, row in ratios.items():
-        most = most_allowed(each.policy)
+        most = max_allowed(each.policy)
         for where, ratio in row.items():
             targets.at_most(f"a step under {each} / a plain one, {where},", ratio, most)
         rows.append([each.kind, each.name, *row.values(), most])

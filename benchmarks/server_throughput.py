@@ -174,9 +174,9 @@ def report(results: Results, num_requests: int, targets: Targets) -> dict[str, A
             if name != OURS:
                 entry[f"ratios to {name}"] = ratios = ratios_of(ours, results[name, rate])
                 note(f"  Pointsman / {name}: " + ", ".join(f"{column} {value:.2f}" for column, value in ratios.items()))
-                least_ratio = 1.0 if rate == float("inf") else RATE_BOUND
+                min_ratio = 1.0 if rate == float("inf") else RATE_BOUND
                 text = f"rate {rate:g}: output tokens/s, Pointsman / {name}"
-                targets.at_least(text, ratios["output_throughput"], least_ratio)
+                targets.at_least(text, ratios["output_throughput"], min_ratio)
                 targets.at_most(f"rate {rate:g}: p99 ITL, Pointsman / {name}", ratios["p99_itl_ms"], 1.0)
         figures[f"{rate:g}"] = entry
     return figures

@@ -351,7 +351,7 @@ def replay(
 def explain(
     socket: options.Socket,
     request: options.AskedRequest = None,
-    limit: options.MostRequests = 100,
+    limit: options.MaxRequests = 100,
     as_json: options.AsJsonLines = False,
 ) -> int:
     """Show the requests of a running vLLM and why they wait.

@@ -262,8 +262,8 @@ def _progress() -> Iterator[FitProgress | None]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("fit")
 
-        def update(done: int, most: int) -> None:
-            bar.update(task, completed=done, total=most)
+        def update(done: int, maximum: int) -> None:
+            bar.update(task, completed=done, total=maximum)
 
         yield update
 

@@ -251,13 +251,13 @@ def _shown(reason: str) -> str:
     return reason.replace("_", " ")
 
 
-def _print_waits(found: Film, most: int) -> None:
+def _print_waits(found: Film, limit: int) -> None:
     """The requests that waited longest, with their longest reasons."""
     lives = sorted(lives_of(found), key=lambda life: -life.total_waited)
     table = Table(box=None, padding=(0, 2, 0, 0))
     for header in ("request", "waited, s", "ran, s", "most of it for"):
         table.add_column(header, justify="right" if header.endswith(" s") else "left", overflow="fold")
-    for life in lives[:most]:
+    for life in lives[:limit]:
         if not life.waited:
             break
         parts = [f"{_shown(reason)} {seconds:.3f}" for reason, seconds in list(life.waited.items())[:MAX_REASONS]]
@@ -267,7 +267,7 @@ def _print_waits(found: Film, most: int) -> None:
         print("No request waited.")
         return
     Console(markup=False).print(table)
-    for reason in dict.fromkeys(reason for life in lives[:most] for reason in list(life.waited)[:MAX_REASONS]):
+    for reason in dict.fromkeys(reason for life in lives[:limit] for reason in list(life.waited)[:MAX_REASONS]):
         print(f"{_shown(reason)}: {meaning_of(reason)}")
     print("Next: --request ID shows why each of them waited")
 

@@ -86,7 +86,7 @@ Socket = Annotated[str, typer.Option(metavar="PATH", help="Control socket of the
 AskedRequest = Annotated[
     str | None, typer.Argument(metavar="[ID]", help="One request, or the requests of one completion.")
 ]
-MostRequests = Annotated[int, typer.Option(help="Maximum number of requests to show, the oldest first.")]
+MaxRequests = Annotated[int, typer.Option(help="Maximum number of requests to show, the oldest first.")]
 AsJsonLines = Annotated[bool, typer.Option("--json", help="One JSON line per request.")]
 
 # ---------------------------------------------------------------------- knobs of the engine and the scheduler

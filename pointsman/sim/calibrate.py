@@ -186,19 +186,21 @@ def calibrate_steps(log: StepLog, path: str | PathLike[str], *, train: int | Non
 # ---------------------------------------------------------------------- checks
 
 
-def _num_train(train: int | None, count: int, what: str, least: int, most: int) -> int:
+def _num_train(train: int | None, count: int, what: str, minimum: int, maximum: int) -> int:
     if train is None:
-        train = min(count // 2, most)
-        if train < least:
-            raise CalibrationError(f"the log has {count} {what}; a fit needs at least {2 * least}, half to judge it by")
+        train = min(count // 2, maximum)
+        if train < minimum:
+            raise CalibrationError(
+                f"the log has {count} {what}; a fit needs at least {2 * minimum}, half to judge it by"
+            )
         return train
     if train >= count:
         raise CalibrationError(
             f"train is {train} and the log has {count} {what}; some must be left to judge the fit by: "
             f"use at most {count - MIN_HELD_OUT}"
         )
-    if train < least:
-        raise CalibrationError(f"train is {train}; a fit needs at least {least} {what}")
+    if train < minimum:
+        raise CalibrationError(f"train is {train}; a fit needs at least {minimum} {what}")
     return train
 
 

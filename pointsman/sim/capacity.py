@@ -174,8 +174,8 @@ class Capacity:
         best = self.meets
         if best is None or not best.rate:
             return False
-        least = max(_SHORT_SPANS * (targets.ttft or 0.0), _SHORT_LIVES * (best.e2e_mean or 0.0))
-        return (best.num_requests - 1) / best.rate < least
+        min_span = max(_SHORT_SPANS * (targets.ttft or 0.0), _SHORT_LIVES * (best.e2e_mean or 0.0))
+        return (best.num_requests - 1) / best.rate < min_span
 
 
 def highest_rate(question: Question, num_replicas: int = 1, *, tolerance: float = 0.02) -> Capacity:

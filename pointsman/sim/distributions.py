@@ -62,7 +62,7 @@ class Constant:
     value: float
 
     def __post_init__(self) -> None:
-        _check(self, "value", least=0)
+        _check(self, "value", minimum=0)
 
     def sample(self, rng: np.random.Generator, n: int) -> Floats:
         return np.full(n, float(self.value))
@@ -77,8 +77,8 @@ class Uniform:
     high: float
 
     def __post_init__(self) -> None:
-        _check(self, "low", least=0)
-        _check(self, "high", least=self.low)
+        _check(self, "low", minimum=0)
+        _check(self, "high", minimum=self.low)
 
     def sample(self, rng: np.random.Generator, n: int) -> Floats:
         return rng.uniform(self.low, self.high, n)
@@ -92,7 +92,7 @@ class Exponential:
     average: float
 
     def __post_init__(self) -> None:
-        _check(self, "average", least=0)
+        _check(self, "average", minimum=0)
 
     def sample(self, rng: np.random.Generator, n: int) -> Floats:
         return rng.exponential(self.average, n)
@@ -109,7 +109,7 @@ class LogNormal:
 
     def __post_init__(self) -> None:
         _check(self, "median", above=0)
-        _check(self, "sigma", least=0)
+        _check(self, "sigma", minimum=0)
 
     def sample(self, rng: np.random.Generator, n: int) -> Floats:
         return rng.lognormal(math.log(self.median), self.sigma, n)
@@ -211,7 +211,7 @@ class BurstArrivals:
 
     def __post_init__(self) -> None:
         _check(self, "rate", above=0)
-        _check(self, "size", least=1)
+        _check(self, "size", minimum=1)
         if self.size != int(self.size):
             raise WorkloadError(f"size is {self.size}; it must be a whole number of requests")
 
@@ -299,8 +299,8 @@ def _number(value: str, text: str) -> float:
     return number
 
 
-def _check(owner: object, name: str, *, least: float | None = None, above: float | None = None) -> None:
+def _check(owner: object, name: str, *, minimum: float | None = None, above: float | None = None) -> None:
     value = getattr(owner, name)
-    if not math.isfinite(value) or (least is not None and value < least) or (above is not None and value <= above):
-        limit = f"at least {least:g}" if least is not None else f"above {above:g}"
+    if not math.isfinite(value) or (minimum is not None and value < minimum) or (above is not None and value <= above):
+        limit = f"at least {minimum:g}" if minimum is not None else f"above {above:g}"
         raise WorkloadError(f"{name} is {value:g}; it must be finite and {limit}")

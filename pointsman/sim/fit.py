@@ -359,7 +359,7 @@ def moves(start: Start, typical: StepLoad, width: float) -> FloatArray:
     return np.clip(width / np.maximum(effects, 1e-9), width, MAX_MOVE)
 
 
-def ups_and_downs(num_factors: int, is_folded: bool) -> FloatArray:
+def hadamard_rows(num_factors: int, is_folded: bool) -> FloatArray:
     """[runs, factors] of 1 and -1: columns are orthogonal to each other and to the mean.
 
     Folded, each row has its opposite, so that products of two factors do not appear as a third factor.
@@ -375,7 +375,7 @@ def slopes(rows: FloatArray, far: FloatArray, errors: FloatArray) -> tuple[Float
     """([errors], [errors, free]) mean and slopes by regression.
 
     Args:
-        rows: [runs, free] of `ups_and_downs`.
+        rows: [runs, free] of `hadamard_rows`.
         far: [free] of `moves`.
         errors: [runs, errors] of the simulations of `rows`.
     """
@@ -424,10 +424,10 @@ def search(
     if estimate is not None:
         starts.insert(0, Start("estimate", estimate, estimate, certainty=2.0))
     num_first, num_more, num_late = _plan(problem)
-    most = len(starts) * NUM_SCALINGS + (num_more * 2 + num_late) * MAX_RUNS
+    max_simulations = len(starts) * NUM_SCALINGS + (num_more * 2 + num_late) * MAX_RUNS
     for _, _, num_kept in ((0, 0, len(starts)), *FIRST[:-1]):
-        most += sum(sorted(len(ups_and_downs(len(each.free), False)) for each in starts)[-num_kept:])
-    with _Simulations(problem, num_processes or os.cpu_count() or 1, most, progress) as simulations:
+        max_simulations += sum(sorted(len(hadamard_rows(len(each.free), False)) for each in starts)[-num_kept:])
+    with _Simulations(problem, num_processes or os.cpu_count() or 1, max_simulations, progress) as simulations:
         starts = simulations.scaled(starts, num_first)
         for width, limit, num_kept in FIRST:
             starts = simulations.iterate(starts, num_first, width, limit, is_folded=False)
@@ -483,9 +483,9 @@ def _excess(step_time: LinearStepTime, num_train: int) -> float:
 class _Simulations:
     """Worker processes that simulate; with one CPU, this process simulates."""
 
-    def __init__(self, problem: Problem, num_processes: int, most: int, progress: Progress | None) -> None:
+    def __init__(self, problem: Problem, num_processes: int, max_simulations: int, progress: Progress | None) -> None:
         self._problem = problem
-        self._most = most
+        self._max_simulations = max_simulations
         self._num_done = 0
         self._progress = progress
         self._pool: ProcessPoolExecutor | None = None
@@ -537,7 +537,7 @@ class _Simulations:
         objective = Objective(self._problem, num_train)
         designs, points = [], []
         for start in starts:
-            rows, far = ups_and_downs(len(start.free), is_folded), moves(start, objective.typical, width)
+            rows, far = hadamard_rows(len(start.free), is_folded), moves(start, objective.typical, width)
             designs.append((rows, far))
             points += [moved(start.step_time, start.free, np.log1p(row * far)) for row in rows]
         errors = self._run(_errors, points, num_train)
@@ -565,5 +565,5 @@ class _Simulations:
             found.append(result)
             self._num_done += 1
             if self._progress is not None:
-                self._progress(self._num_done, max(self._most, self._num_done))
+                self._progress(self._num_done, max(self._max_simulations, self._num_done))
         return found

@@ -143,12 +143,12 @@ class _Reader:
         sparse_step = "moe_layer_freq" if self._type.startswith("deepseek") else "decoder_sparse_step"
         if self._text.get(sparse_step, 1) != 1:
             raise self._error(f"{sparse_step} is {self._text[sparse_step]!r}; only 1 is known: experts in every layer")
-        first_dense = self._count("first_k_dense_replace", least=0, default=0)
+        first_dense = self._count("first_k_dense_replace", minimum=0, default=0)
         return {
             "num_experts": self._count("num_local_experts", "num_experts", "n_routed_experts"),
             "experts_per_token": self._count("num_experts_per_tok", "experts_per_token"),
             "expert_intermediate_size": self._count(expert_size),
-            "num_shared_experts": self._count("n_shared_experts", least=0, default=0),
+            "num_shared_experts": self._count("n_shared_experts", minimum=0, default=0),
             "num_dense_layers": first_dense + len(self._text.get("mlp_only_layers") or []),
         }
 
@@ -173,7 +173,7 @@ class _Reader:
         if (types := self._text.get("layer_types")) is not None:
             windowed = types.count("sliding_attention")
         elif self._text.get("use_sliding_window") is True:
-            windowed = max(0, layers - self._count("max_window_layers", least=0))  # layers below it have no window
+            windowed = max(0, layers - self._count("max_window_layers", minimum=0))  # layers below it have no window
         elif self._family.windows == "pattern":
             windowed = layers - layers // self._count("sliding_window_pattern", "_sliding_window_pattern")
         elif self._family.windows == "all":
@@ -281,13 +281,13 @@ class _Reader:
             return default["default"]
         raise self._error(f"no field {' or '.join(names)!r} in it, which a {self._type!r} needs")
 
-    def _count(self, *names: str, least: int = 1, **default: int) -> int:
+    def _count(self, *names: str, minimum: int = 1, **default: int) -> int:
         """The whole number in the first of `names` that the config has."""
         value = self._get(*names, **default)
         if value is None and "default" in default:
             return default["default"]
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX:
-            raise self._error(f"{names[0]} is {represented(value)}; it must be a whole number from {least} to {MAX}")
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= MAX:
+            raise self._error(f"{names[0]} is {represented(value)}; it must be a whole number from {minimum} to {MAX}")
         return value
 
     def _error(self, text: str) -> UnsupportedModel:

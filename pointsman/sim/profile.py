@@ -105,14 +105,14 @@ class Hull:
     def add(self, load: StepLoad) -> None:
         """Extend it to contain a load."""
         for part, value in zip(StepLoad._fields, load, strict=True):
-            least, most = self.ranges.get(part, (value, value))
-            self.ranges[part] = (min(least, value), max(most, value))
+            low, high = self.ranges.get(part, (value, value))
+            self.ranges[part] = (min(low, value), max(high, value))
 
     def include(self, other: Hull) -> None:
         """Extend it to contain another hull."""
-        for part, (least, most) in other.ranges.items():
-            known = self.ranges.get(part, (least, most))
-            self.ranges[part] = (min(least, known[0]), max(most, known[1]))
+        for part, (low, high) in other.ranges.items():
+            known = self.ranges.get(part, (low, high))
+            self.ranges[part] = (min(low, known[0]), max(high, known[1]))
 
     @classmethod
     def of_loads(cls, loads: npt.NDArray[np.float64]) -> Hull:
@@ -254,13 +254,13 @@ def warn_outside(profile: Profile, hull: Hull) -> list[str]:
         hull: the hull of the simulation, see `WatchedStepTime`.
     """
     warnings = []
-    for part, (least, most) in hull.ranges.items():
-        known_least, known_most = profile.hull.ranges[part]
-        if most > known_most:
-            warnings.append(_outside(PARTS[part], "up to", most, "at most", known_most, profile.source))
+    for part, (low, high) in hull.ranges.items():
+        known_low, known_high = profile.hull.ranges[part]
+        if high > known_high:
+            warnings.append(_outside(PARTS[part], "up to", high, "at most", known_high, profile.source))
         # The smallest steps of two runs differ by chance, so the distance is relative to the whole range.
-        if known_least - least > MIN_DISTANCE * known_most:
-            warnings.append(_outside(PARTS[part], "down to", least, "at least", known_least, profile.source))
+        if known_low - low > MIN_DISTANCE * known_high:
+            warnings.append(_outside(PARTS[part], "down to", low, "at least", known_low, profile.source))
     return warnings
 
 
@@ -304,7 +304,7 @@ def _count(name: str, value: object) -> int:
 
 
 def _range(part: str, value: Any) -> tuple[int, int]:
-    least, most = value
-    if not all(isinstance(end, int) and math.isfinite(end) for end in (least, most)) or not 0 <= least <= most:
+    low, high = value
+    if not all(isinstance(end, int) and math.isfinite(end) for end in (low, high)) or not 0 <= low <= high:
         raise CalibrationError(f"hull of {part} is {value!r}; it must be two whole numbers, the smaller one first")
-    return least, most
+    return low, high

@@ -171,8 +171,8 @@ class Replica:
             prompt = prompt_tokens(request, request.index, self._vocab_size, self._seed)
         else:
             prompt = blank_prompt(length)
-        room = max(1, self.config.max_model_len - length)
-        max_tokens = room if request.max_tokens is None else request.max_tokens
+        max_new_tokens = max(1, self.config.max_model_len - length)
+        max_tokens = max_new_tokens if request.max_tokens is None else request.max_tokens
         made = Request(
             request.request_id,
             prompt,

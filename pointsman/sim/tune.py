@@ -271,7 +271,7 @@ class _Tuner:
 
     def _simplify(self) -> None:
         best = self._best()
-        least, settings = _AS_GOOD * self._score(best), self._space.settings
+        min_score, settings = _AS_GOOD * self._score(best), self._space.settings
         current, base = best, settings(self._space.base)
         changed = self._space.changed(best)
         # First all settings that matter only for a short pool, together; then the other changes, one after the other.
@@ -280,7 +280,7 @@ class _Tuner:
             if values:
                 simpler = self._space.point({**settings(current), **values})
                 self._try([simpler])
-                if self._score(simpler) >= least:
+                if self._score(simpler) >= min_score:
                     current = simpler
 
     def _climb(self) -> None:
@@ -342,8 +342,8 @@ class _Tuner:
             self._report(len(self._trials) + len(samples) / (2 if others else 1))
         first = {point: _per_replica(found, self._space.num_replicas(point)) for point, found in samples.items()}
         is_sparing = is_sparing and len(others) > 0
-        least = _HOPELESS * max([*first.values(), *self._first.values()], default=0.0) if is_sparing else 0.0
-        hopeful = [point for point in fresh if first[point] >= least]
+        min_score = _HOPELESS * max([*first.values(), *self._first.values()], default=0.0) if is_sparing else 0.0
+        hopeful = [point for point in fresh if first[point] >= min_score]
         jobs = [
             Job(configs[point], self._space.num_replicas(point), stretch) for point in hopeful for stretch in others
         ]
@@ -389,8 +389,8 @@ class _Tuner:
     def _chosen(self) -> Point:
         """Of the points that count as equal to the best: one with the fewest changes, and of these the one farthest
         from the edge."""
-        least = _AS_GOOD * self._score(self._best())
-        as_good = [point for point in self._trials if self._score(point) >= least]
+        min_score = _AS_GOOD * self._score(self._best())
+        as_good = [point for point in self._trials if self._score(point) >= min_score]
         changes = {point: len(self._space.changed(point)) for point in as_good}
         fewest = min(changes.values())
 

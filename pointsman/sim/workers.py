@@ -53,9 +53,9 @@ def workers(judge: Judge, num_processes: int = 1, ray_address: str | None = None
     Raises:
         SimulationError: the number is out of range, Ray is not installed, or the cluster cannot be reached.
     """
-    least = 1 if ray_address is None else 0
-    if not least <= num_processes <= (MAX_PROCESSES if ray_address is None else 100_000):
-        raise SimulationError(f"the number of workers is {num_processes}; it must be from {least} to {MAX_PROCESSES}")
+    minimum = 1 if ray_address is None else 0
+    if not minimum <= num_processes <= (MAX_PROCESSES if ray_address is None else 100_000):
+        raise SimulationError(f"the number of workers is {num_processes}; it must be from {minimum} to {MAX_PROCESSES}")
     if ray_address is not None:
         return _on_ray(judge, num_processes, ray_address)
     return _here(judge) if num_processes == 1 else _in_processes(judge, num_processes)

@@ -191,11 +191,11 @@ def test_arguments_out_of_range_are_refused() -> None:
 THINKING = 0.9
 
 
-def of_users(ttft: float, *, most_requests: int | None = None) -> Question:
+def of_users(ttft: float, *, max_requests: int | None = None) -> Question:
     """Users who think for 0.9 s, on servers that take 0.1 s for each request."""
 
     def workload(users: float) -> Workload:
-        count = 20 * int(users) if most_requests is None else most_requests
+        count = 20 * int(users) if max_requests is None else max_requests
         lengths = Lengths(Constant(16), Constant(1))
         think = Exponential(THINKING)
         return ClosedLoop(int(users), lengths, think=think, num_requests=count, seed=3, is_spread=True)
@@ -229,7 +229,7 @@ def test_the_rate_of_users_follows_from_thinking_and_latency() -> None:
 
 
 def test_the_search_ends_at_one_user_for_each_request() -> None:
-    found = most_users(of_users(100.0, most_requests=40))
+    found = most_users(of_users(100.0, max_requests=40))
     assert found.misses is None and found.meets is not None
     assert found.meets.num_users == 64 and found.meets.num_requests == 40
 

@@ -75,7 +75,7 @@ def run(
     return done
 
 
-def most_at_once(done: list[tuple[float, float, SimRequest]]) -> int:
+def max_at_once(done: list[tuple[float, float, SimRequest]]) -> int:
     changes = sorted([(finish, -1) for _, finish, _ in done] + [(arrival, 1) for arrival, _, _ in done])
     return int(np.cumsum([change for _, change in changes]).max())
 
@@ -243,7 +243,7 @@ def test_a_closed_loop_has_at_most_n_in_flight(think: Distribution) -> None:
     assert len(done) == workload.num_requests == 500
     assert [r.index for _, _, r in done[:8]] == list(range(8))
     assert sorted(r.index for _, _, r in done) == list(range(500))
-    assert most_at_once(done) == 8
+    assert max_at_once(done) == 8
     assert done == run(workload, by_length), "the workload is reproducible"
 
 
@@ -396,7 +396,7 @@ def test_published_traces(name: str, limit: int | None) -> None:
     done = run(workload, by_length)
     assert len(done) == workload.num_requests == len(trace) - workload.num_skipped
     assert done[-1][0] == pytest.approx(trace[-1].arrival_time / 4)
-    assert most_at_once(run(ClosedLoop(16, trace), by_length)) == 16
+    assert max_at_once(run(ClosedLoop(16, trace), by_length)) == 16
 
 
 def test_prompts_of_the_mooncake_trace_share_prefixes_as_their_ids() -> None:

@@ -116,7 +116,7 @@ def _bars(finding: Finding, panel: Bars) -> tuple[str, int]:
     values = [row.values[place].value for row in finding.rows]
     labels = [figure.text(row.values[place]) for row in finding.rows]
     left = math.ceil(_CHARACTER * max(len(row.variant.name) for row in finding.rows)) + 6
-    room = _WIDTH - left - math.ceil(_CHARACTER * max(map(len, labels))) - 6
+    max_length = _WIDTH - left - math.ceil(_CHARACTER * max(map(len, labels))) - 6
     longest: dict[str, float] = {}
     for row, value in zip(finding.rows, values, strict=True):
         longest[row.variant.load] = max(longest.get(row.variant.load, 0.0), value or 0.0)
@@ -131,7 +131,7 @@ def _bars(finding: Finding, panel: Bars) -> tuple[str, int]:
             load = row.variant.load
             parts.append(f'<text x="0" y="{y + 14}">{text(load)}</text>')
             y += _LOAD
-        length = room * (value or 0.0) / (longest[load] or 1.0)
+        length = max_length * (value or 0.0) / (longest[load] or 1.0)
         parts.append(
             f'<text class="name" x="{left - 6}" y="{y + 10}" text-anchor="end">{text(row.variant.name)}</text>'
             f'<rect class="bar" x="{left}" y="{y}" width="{length:.1f}" height="{_BAR}"/>'

@@ -23,7 +23,7 @@ from pointsman.sim.workload import Workload
 _URGENT, _BATCH = "urgent", "batch"
 _FCFS, _WAITS, _PREEMPTS = "fcfs", "priority, waits", "priority, preempts"
 _TTFT, _TTFT_MAX, _BATCH_E2E = "urgent TTFT p50", "urgent TTFT max", "batch end-to-end"
-_DISPLACED, _RECOMPUTED, _RATE = "preempted", "recomputed", "output tok/s"
+_PREEMPTED, _RECOMPUTED, _RATE = "preempted", "recomputed", "output tok/s"
 
 
 def _batch_and_urgent(seed: int) -> Workload:
@@ -62,7 +62,7 @@ def _check_inversion(found: Finding) -> list[Check]:
             slower < 0.05 and found.value(_RECOMPUTED, _PREEMPTS) < 0.05,
             f"mean end-to-end time {found.text(_BATCH_E2E, _PREEMPTS)}, {found.text(_BATCH_E2E, _WAITS)} if the urgent "
             f"ones wait; {found.text(_RECOMPUTED, _PREEMPTS)} of all tokens "
-            f"recomputed, {found.text(_DISPLACED, _PREEMPTS)} preemptions",
+            f"recomputed, {found.text(_PREEMPTED, _PREEMPTS)} preemptions",
         ),
     ]
 
@@ -83,7 +83,7 @@ PRIORITY_INVERSION = Scenario(
         Figure(_TTFT, "s", partial(_ttft, _URGENT, 0.5)),
         Figure(_TTFT_MAX, "s", partial(_ttft, _URGENT, 1.0)),
         Figure(_BATCH_E2E, "s", partial(_mean_e2e, _BATCH)),
-        Figure(_DISPLACED, "", lambda run: run.total("num_displaced")),
+        Figure(_PREEMPTED, "", lambda run: run.total("num_displaced")),
         Figure(_RECOMPUTED, "%", recomputed),
         Figure(_RATE, "", output_rate),
     ),
